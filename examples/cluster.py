@@ -2,11 +2,12 @@
 
     python examples/cluster.py rows/ --probe examples/code.safetensors --ray auto
 
-Prints the mean norm of the rows by layer, and the tokens that score highest on each probe of the file. `rows` is the root of what
-`filesystem:layout=sharded` wrote, or a URL that Daft reads (`s3://…`). Without `--ray` it runs here, in threads; `--ray auto` joins
-the cluster that this machine is part of, `--ray local` starts one of this machine alone.
+Prints the mean norm of the rows by layer, and the tokens with the highest scores on each probe of the file. `rows` is
+the root of a data set of `filesystem:layout=sharded`, or a URL that Daft reads (`s3://…`). Without `--ray` it runs in
+threads on this machine. `--ray auto` joins the cluster to which this machine belongs, `--ray local` starts one of this
+machine alone.
 
-The probes are linear ones. Only what a step needs is read: columns, and row groups of the probe's site. Vectors never leave the workers.
+The probes must be linear. Only the columns and row groups that a step needs are read. Vectors never leave the workers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from capflow import Probe, UsageError, explain
 
 
 def rows_of(vectors: daft.Series, dtype: str) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-    """Return a column of vectors as `[n, hidden_size]` float32; bfloat16 lies in it as uint16."""
+    """Return a column of vectors as `[n, hidden_size]` float32; bfloat16 is stored as uint16."""
     stored = vectors.to_arrow()
     flat = stored.flatten().to_numpy(zero_copy_only=False)
     if dtype == "bfloat16":
@@ -42,19 +43,22 @@ def norm(vectors: daft.Series, dtype: str) -> Any:
 
 @daft.udf(return_dtype=DataType.float64())
 def score(vectors: daft.Series, dtype: str, weight: list[float], bias: float) -> Any:
-    """Return what a probe scores on each row."""
+    """Return a probe's score of each row."""
     return (rows_of(vectors, dtype) @ np.array(weight, np.float32) + bias).astype(np.float64)
 
 
 def mean_norms(data: daft.DataFrame, dtype: str) -> daft.DataFrame:
-    """Return `hook`, `layer`, `rows` and `norm`, the mean length of the rows there."""
+    """Return a table of `hook`, `layer`, `rows` and `norm`, the mean length of the rows."""
     lengths = data.select("hook", "layer", norm(col("vector"), dtype).alias("norm"))
     means = lengths.groupby("hook", "layer").agg(col("norm").count().alias("rows"), col("norm").mean())
     return means.sort(["hook", "layer"])
 
 
 def top_positions(data: daft.DataFrame, dtype: str, probe: Probe, count: int) -> daft.DataFrame:
-    """Return the `count` positions that score highest on each probe: `probe`, `request`, `position`, `token_id`, `score`."""
+    """Return the `count` positions with the highest scores on each probe.
+
+    The columns are `probe`, `request`, `position`, `token_id` and `score`.
+    """
     here = data.where((col("hook") == probe.site.hook) & (col("layer") == probe.site.layer))
     tops = []
     for name, weight, bias in zip(probe.names, probe.weight.tolist(), probe.bias.tolist(), strict=True):
@@ -70,7 +74,10 @@ def top_positions(data: daft.DataFrame, dtype: str, probe: Probe, count: int) ->
 
 
 class Shards(NamedTuple):
-    """The shards that are sealed. dtype, hidden_size: of their rows."""
+    """The sealed shards.
+
+    dtype, hidden_size: of their rows.
+    """
 
     data: daft.DataFrame
     dtype: str
@@ -78,15 +85,15 @@ class Shards(NamedTuple):
 
 
 def open_shards(root: str) -> Shards:
-    """Find the shards under a root; raises UsageError when there are none that Daft reads.
+    """Find the shards under a root. Raises UsageError when there are none that Daft can read.
 
-    Shards of two dtypes have columns of two types, which Daft refuses; a column of uint16 is bfloat16.
+    Daft refuses shards of several dtypes: their columns have different types. A column of uint16 is bfloat16.
     """
     pattern = root if root.endswith(".parquet") else f"{root.rstrip('/')}/*.parquet"
     try:
         data = daft.read_parquet(pattern)
     except FileNotFoundError as e:
-        do = "name the root of what filesystem:layout=sharded wrote; a shard is there when it is sealed"
+        do = "name the root of a data set of filesystem:layout=sharded; a shard appears once it is sealed"
         raise UsageError(explain(root, got="no *.parquet", expected="a sharded data set", do=do)) from e
     except DaftCoreException as e:
         do = "Daft does not know float16: capture with dtype=float32, or use DuckDB"
@@ -101,7 +108,7 @@ def open_shards(root: str) -> Shards:
 
 
 def load_probe(path: str, shards: Shards) -> Probe:
-    """Return the linear probes in a file; raises UsageError when it holds others, or they are not as wide as the rows."""
+    """Return the linear probes of a file. Raises UsageError for other probes and for another width than the rows'."""
     probe = Probe.load(path)
     if probe.hidden_size != shards.hidden_size:
         expected = f"{shards.hidden_size}, the width of the rows"
@@ -110,31 +117,32 @@ def load_probe(path: str, shards: Shards) -> Probe:
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description="Analyse a sharded data set with Daft, on Ray.")
     parser.add_argument("rows", help="the root of a sharded data set, or its URL")
     parser.add_argument("--probe", help="a probe file")
-    parser.add_argument("--top", type=int, default=10, help="how many positions (default: 10)")
-    parser.add_argument("--ray", help="auto, local, or a cluster's address; not given: no Ray")
-    given = parser.parse_args()
-    if given.ray:
+    parser.add_argument("--top", type=int, default=10, help="how many positions to print (default: 10)")
+    parser.add_argument("--ray", help="auto, local, or a cluster's address (default: no Ray)")
+    arguments = parser.parse_args()
+    if arguments.ray:
         import ray
 
-        ray.init(address=None if given.ray == "local" else given.ray, log_to_driver=False)
+        ray.init(address=None if arguments.ray == "local" else arguments.ray, log_to_driver=False)
         daft.context.set_runner_ray()
     try:
-        shards = open_shards(given.rows)
-        probe = load_probe(given.probe, shards) if given.probe else None
+        shards = open_shards(arguments.rows)
+        probe = load_probe(arguments.probe, shards) if arguments.probe else None
     except UsageError as e:
         parser.exit(2, f"{parser.prog}: {e}\n")
     mean_norms(shards.data, shards.dtype).show(1000)
     if probe is not None:
-        top_positions(shards.data, shards.dtype, probe, given.top).show(1000)
-    if given.ray:
+        top_positions(shards.data, shards.dtype, probe, arguments.top).show(1000)
+    if arguments.ray:
         ray.shutdown()
 
 
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # Daft's threads may still let go of Python objects, and an interpreter that ends meanwhile aborts
+    # Daft's threads may still release Python objects; an interpreter that ends at that time aborts.
+    os._exit(0)

@@ -1,18 +1,22 @@
-"""Fit a vector for a concept, and measure how far it moves the odds of the concept's words, and what it costs.
+"""Fit a vector for a concept; measure how much it changes the odds of the concept's words, and its cost.
 
     python examples/steer_concept.py --plot concept.svg
 
-The concept is gladness against sadness, the model the demo's, Gemma-3-270m (base) in float32 on vLLM. The vector is fitted from
-glad_pairs.jsonl by `fit_vectors`, as `capflow vectors fit` does it, and is added at every position. It is measured on the prompts of
-glad_prompts.jsonl, which have no part in the fit or in any choice:
+The concept is gladness against sadness. The model is the demo's, Gemma-3-270m (base), in float32 on vLLM. `fit_vectors`
+fits the vector from glad_pairs.jsonl, as `capflow vectors fit` does; it is added at every position. It is measured on
+the prompts of glad_prompts.jsonl, which are used for nothing else:
 
-* *log-odds*, in nats: log p(GLAD) - log p(SAD) of the next token, where p is the sum over the words below. None of them is in a pair.
-* *cost*, in nats a token: the mean log probability of NEUTRAL, texts that say nothing of moods.
+* *log-odds*, in nats: log p(GLAD) - log p(SAD) of the next token, where p is the sum over the words below. No pair
+  contains these words.
+* *cost*, in nats per token: the mean log probability of NEUTRAL, texts without a mood.
 
-The layer is chosen on the pairs alone: that at which pairs that were left out of the fit differ most steadily along the vector,
-by the mean of their projections over its standard deviation. Controls are as long as the vector: random directions, and vectors of
-the same pairs with a random half of them turned round. What a vector does is its *swing*, the log-odds at scale 2 less those at -2: any
-push, to either side, takes the log-odds some way to where a confused model has them. Transformers computes some of the log-odds again.
+The layer is chosen on the pairs alone: the layer at which pairs that were left out of the fit differ most steadily
+along the vector, by the mean of their projections divided by the standard deviation.
+
+Controls are as long as the vector: random directions, and vectors of the same pairs with a random half of them
+reversed. The effect of a vector is its *swing*: the log-odds at scale 2 minus those at -2. A difference is needed,
+because any vector moves the log-odds towards those of a confused model. Transformers computes some of the log-odds
+again as a check.
 """
 
 from __future__ import annotations
@@ -42,10 +46,10 @@ NEUTRAL = (
 
 SCALES = (-4.0, -3.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 3.0, 4.0)
 OTHER_SCALES = (-4.0, -2.0, 2.0, 4.0)
-"""Where the vectors beside it are measured."""
+"""The scales at which the other vectors are measured."""
 
 CHECKED_SCALES = (-2.0, 2.0)
-"""Where Transformers computes the log-odds too."""
+"""The scales at which Transformers computes the log-odds too."""
 
 CONTROLS = 2
 RESAMPLES = 10_000
@@ -54,7 +58,12 @@ HOOK = "post_block"
 
 @dataclass(frozen=True)
 class Curve:
-    """What one vector does. scales: multiples of it, ascending; log_odds: `[scales, prompts]`; neutral: `[scales]`; both in nats."""
+    """The effect of one vector.
+
+    scales: multiples of the vector, ascending.
+    log_odds: `[scales, prompts]`, in nats.
+    neutral: log probability of NEUTRAL, `[scales]`, in nats per token.
+    """
 
     name: str
     scales: Sequence[float]
@@ -71,14 +80,20 @@ class Curve:
         return rows - rows[list(self.scales).index(0.0)]
 
     def swing(self) -> float:
-        """Return the mean log-odds at scale 2 less those at -2."""
+        """Return the mean log-odds at scale 2 minus those at -2."""
         mean = dict(zip(self.scales, self.mean(), strict=True))
         return float(mean[2.0] - mean[-2.0])
 
 
 @dataclass(frozen=True)
 class Result:
-    """All that was measured. steadiness: by layer, what the layer was chosen by; curves: the first is the vector's."""
+    """All measurements.
+
+    steadiness: by layer; the layer with the highest one was chosen.
+    curves: the first is the fitted vector's.
+    answers: to the first prompt, by scale.
+    transformers_difference: largest difference of the log-odds between vLLM and Transformers.
+    """
 
     layer: int
     steadiness: list[float]
@@ -90,22 +105,22 @@ class Result:
 
 
 def read(path: Path, *fields: str) -> list[tuple[str, ...]]:
-    """Return some fields of each line of a JSONL file."""
+    """Return these fields of each line of a JSONL file."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return [tuple(json.loads(line)[field] for field in fields) for line in lines]
 
 
 def interval(values: Any) -> Any:
-    """Return the bootstrap 95 % interval of the mean over prompts, `[2, scales]`, of `[scales, prompts]`."""
+    """Return the bootstrap 95 % interval `[2, scales]` of the mean over prompts of `[scales, prompts]`."""
     values = np.asarray(values)
     drawn = np.random.default_rng(0).integers(values.shape[1], size=(RESAMPLES, values.shape[1]))
     return np.percentile(values[:, drawn].mean(-1), (2.5, 97.5), axis=1)
 
 
 def steadiness(differences: Any) -> float:
-    """Return how steadily a pair's difference lies along the mean of all others: mean over standard deviation.
+    """Return how steadily each pair's difference points along the mean of all others: mean over standard deviation.
 
-    differences: positive less negative, `[pairs, hidden_size]`.
+    differences: positive minus negative, `[pairs, hidden_size]`.
     """
     others = differences.sum(0) - differences
     along = (differences * others).sum(1) / np.linalg.norm(others, axis=1)
@@ -127,25 +142,28 @@ def odds(glad: Any, sad: Any) -> Any:
 
 
 def controls(differences: Any, length: float) -> dict[str, Any]:
-    """Return vectors as long as the fitted one that do not mean its concept."""
+    """Return vectors of the fitted one's length that do not represent its concept."""
     random = np.random.default_rng(0)
     signs = np.resize([1.0, -1.0], len(differences))
-    found: dict[str, Any] = {}
+    vectors: dict[str, Any] = {}
     for number in range(1, CONTROLS + 1):
-        found[f"random {number}"] = random.standard_normal(differences.shape[1])
-        found[f"turned {number}"] = random.permutation(signs) @ differences
-    return {name: vector * length / np.linalg.norm(vector) for name, vector in found.items()}
+        vectors[f"random {number}"] = random.standard_normal(differences.shape[1])
+        vectors[f"turned {number}"] = random.permutation(signs) @ differences
+    return {name: vector * length / np.linalg.norm(vector) for name, vector in vectors.items()}
 
 
 def measure(model: Any, layer: int, vectors: dict[str, Any], prompts: list[str]) -> list[Curve]:
-    """Return a curve for each vector. Every prompt at every scale is a request of its own, and all go to the engine at once."""
+    """Return a curve for each vector.
+
+    Each prompt at each scale is a request of its own; all requests go to the engine together.
+    """
     from capflow import sampling_params
 
     tokens = [single_tokens(model.llm.get_tokenizer(), words) for words in (GLAD, SAD)]
     first, *others = vectors
-    asked = [(first, scale) for scale in SCALES] + [(name, scale) for name in others for scale in OTHER_SCALES]
+    settings = [(first, scale) for scale in SCALES] + [(name, scale) for name in others for scale in OTHER_SCALES]
     texts, parameters = [], []
-    for name, scale in asked:
+    for name, scale in settings:
         steering = {"steering_vectors": {HOOK: {layer: {"vector": vectors[name], "scale": scale}}}} if scale else {}
         for text in (*prompts, *NEUTRAL):
             wanted = {"prompt_logprobs": 0} if text in NEUTRAL else {"logprob_token_ids": tokens[0] + tokens[1]}
@@ -153,8 +171,8 @@ def measure(model: Any, layer: int, vectors: dict[str, Any], prompts: list[str])
             parameters.append(sampling_params(max_tokens=1, temperature=0.0, detokenize=False, **wanted, **steering))
     outputs = iter(model.llm.generate(texts, parameters, use_tqdm=sys.stderr.isatty()))
 
-    found: dict[str, list[tuple[float, list[float], float]]] = {name: [] for name in vectors}
-    for name, scale in asked:
+    points: dict[str, list[tuple[float, list[float], float]]] = {name: [] for name in vectors}
+    for name, scale in settings:
         nexts = [next(outputs).outputs[0].logprobs[0] for _ in prompts]
         glad, sad = (np.array([[each[token].logprob for token in side] for each in nexts]) for side in tokens)
         texts_scored = [next(outputs) for _ in NEUTRAL]
@@ -163,14 +181,14 @@ def measure(model: Any, layer: int, vectors: dict[str, Any], prompts: list[str])
             for output in texts_scored
             for token, each in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
         ]
-        points = vectors if scale == 0.0 else [name]  # at scale 0 all are alike
-        for each in points:
-            found[each].append((scale, odds(glad, sad).tolist(), float(np.mean(neutral))))
-    return [Curve(name, *(list(each) for each in zip(*sorted(points), strict=True))) for name, points in found.items()]
+        # At scale 0 all vectors have the same effect.
+        for each in vectors if scale == 0.0 else [name]:
+            points[each].append((scale, odds(glad, sad).tolist(), float(np.mean(neutral))))
+    return [Curve(name, *map(list, zip(*sorted(curve), strict=True))) for name, curve in points.items()]
 
 
 def again_in_transformers(directory: str, spec: Callable[[float], Any], prompts: list[str]) -> Any:
-    """Return the log-odds at CHECKED_SCALES, `[scales, prompts]`, as Transformers computes them."""
+    """Return the log-odds `[scales, prompts]` at CHECKED_SCALES, computed by Transformers."""
     from capflow_models import TransformersSteerableModel
 
     model = TransformersSteerableModel(directory, dtype="float32")
@@ -184,7 +202,10 @@ def again_in_transformers(directory: str, spec: Callable[[float], Any], prompts:
 
 
 def run(say: Callable[[str], None]) -> Result:
-    """Fit, measure and check; say what is being done."""
+    """Fit, measure and check.
+
+    say: called with the name of each step.
+    """
     from capflow import Site, demo_model
     from capflow_models import LayerSteeringSpec, SteeringSpec, VLLMSteerableModel, fit_vectors
 
@@ -222,7 +243,7 @@ def run(say: Callable[[str], None]) -> Result:
 
 
 def table(result: Result) -> str:
-    """Return what was measured as Markdown."""
+    """Return the measurements as Markdown tables."""
     curve = result.curves[0]
     change = curve.change()
     lines = [
@@ -251,7 +272,7 @@ def table(result: Result) -> str:
 
 
 def plot(result: Result, path: Path) -> None:
-    """Draw log-odds and cost against the scale; the file's ending says how."""
+    """Draw log-odds and cost against the scale; the file's suffix is the format."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -289,7 +310,8 @@ def plot(result: Result, path: Path) -> None:
     below.set_xlabel("scale (multiples of the fitted vector)")
     below.set_xticks(range(-4, 5))
     shown = [cost for other in result.curves if not other.name.startswith("random") for cost in other.neutral]
-    below.set_ylim(min(shown) - 0.1, max(shown) + 0.1)  # random directions fall far out of it
+    # Random directions lie far outside.
+    below.set_ylim(min(shown) - 0.1, max(shown) + 0.1)
     for axes in (above, below):
         axes.set_facecolor("#fbfbfb")
         axes.grid(color="#dddddd", lw=0.7)
@@ -298,25 +320,25 @@ def plot(result: Result, path: Path) -> None:
 
 
 def main() -> None:
-    """Measure, and print what was found."""
+    """Measure, and print the results."""
     parser = argparse.ArgumentParser(description="Measure what a fitted vector does to the odds of its concept.")
     parser.add_argument("--plot", type=Path, help="the figure to write, .svg or .png")
-    parser.add_argument("--json", type=Path, help="a file for all that was measured")
-    given = parser.parse_args()
+    parser.add_argument("--json", type=Path, help="a JSON file of all measurements to write")
+    arguments = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
-    result = run(lambda what: print(f"steer_concept: {what}", file=sys.stderr, flush=True))
+    result = run(lambda step: print(f"steer_concept: {step}", file=sys.stderr, flush=True))
     print(f"layer {result.layer}, chosen by " + " ".join(f"{value:.2f}" for value in result.steadiness))
-    print(f"the vector is {result.vector_length:.0f} long, the stream there {result.stream_length:.0f}")
+    print(f"lengths: the vector {result.vector_length:.0f}, the stream at that layer {result.stream_length:.0f}")
     print(f"Transformers' log-odds differ by at most {result.transformers_difference:.1e}\n")
     print(table(result), "\n")
     for scale, answer in result.answers.items():
         print(f"{scale:>3}{answer!r}")
-    if given.json is not None:
-        given.json.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
-    if given.plot is not None:
-        plot(result, given.plot)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+    if arguments.plot is not None:
+        plot(result, arguments.plot)
 
 
 if __name__ == "__main__":

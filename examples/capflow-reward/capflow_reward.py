@@ -1,6 +1,6 @@
-"""The reward consumer: what a linear probe scores on a request's generated tokens, pooled, in the request's result.
+"""The reward consumer: returns the pooled score of a linear probe on a request's generated tokens with its result.
 
-What always holds: a reward is of every generated token that was an input of the model, or there is none.
+Invariant: a reward is computed from every generated token that was an input of the model, or there is none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ from capflow import (
 
 
 class RewardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """probe: a probe file with one probe. pool: how the scores of a request's tokens make one reward."""
+    """The options of `--consumer reward:`.
+
+    probe: a probe file with one probe.
+    pool: how the scores of a request's tokens are combined into one reward.
+    """
 
     probe: str
     pool: Literal["mean", "max", "last"] = "mean"
@@ -42,30 +46,31 @@ class Reward(Consumer):
     def __init__(self, config: RewardConfig) -> None:
         super().__init__(config)
         self.config: RewardConfig = config
-        self.scores: dict[tuple[str, str], list[np.ndarray]] = {}  # by engine and request, until it is over
+        # By engine and request, until the request ends.
+        self.scores: dict[tuple[str, str], list[np.ndarray]] = {}
 
     @cached_property
     def probe(self) -> Probe:
-        """The probe; raises UsageError when the file holds none, or several."""
+        """The probe. Raises UsageError when the file has none or several."""
         probe = Probe.load(self.config.probe)
         if len(probe.names) != 1:
             raise UsageError(explain(f"{probe.where}: weight", got=f"{len(probe.names)} probes", expected="one"))
         return probe
 
     def check(self) -> None:
-        """Raise UsageError when there is no such probe."""
+        """Raise UsageError when the probe cannot be read."""
         self.spec()
 
     def spec(self) -> CaptureSpec:
-        """Ask for the probe's site, at generated tokens."""
+        """Return a spec of the probe's site at generated tokens."""
         return CaptureSpec({self.probe.site.hook: [self.probe.site.layer]}, positions="all_generated")
 
     def on_session(self, engine: str, model: ModelInfo) -> None:  # noqa: ARG002
-        """Raise UsageError, which is logged, unless the probe fits the model."""
+        """Raise UsageError, which the hub logs, unless the probe fits the model."""
         self.probe.check(model.sites, model.hidden_size)
 
     def on_frame(self, frame: Frame) -> None:
-        """Score the rows; what does not fit the probe raises, and the requests in the frame are told."""
+        """Score the rows. Raises UsageError for rows of another width; the results of their requests report it."""
         for chunk in list(frame.chunks()):
             if chunk.rows.shape[-1] != self.probe.hidden_size:
                 expected = f"{self.probe.hidden_size}, the probe's width"
@@ -75,16 +80,17 @@ class Reward(Consumer):
 
     def on_request_done(self, done: RequestDone) -> CaptureResult:
         """Return the reward."""
-        scores = np.concatenate([np.empty(0), *self.scores.pop((done.engine, done.request), [])])  # float64
+        # The empty array makes the result float64, also without scores.
+        scores = np.concatenate([np.empty(0), *self.scores.pop((done.engine, done.request), [])])
         expected = max(done.computed_length - done.prompt_length, 0)
         if not expected or len(scores) != expected:
-            what = "rows of generated tokens"
-            return CaptureResult("error", explain(what, got=len(scores), expected=str(expected or "1 or more")))
+            error = explain("rows of generated tokens", got=len(scores), expected=str(expected or "1 or more"))
+            return CaptureResult("error", error)
         pooled = {"mean": scores.mean(), "max": scores.max(), "last": scores[-1]}[self.config.pool]
         return CaptureResult("ok", payload={"reward": float(pooled), "tokens": len(scores)})
 
 
 @hookimpl
 def capflow_consumers() -> list[type[Consumer]]:
-    """Bring the reward consumer."""
+    """Return the reward consumer."""
     return [Reward]

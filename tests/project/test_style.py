@@ -37,7 +37,6 @@ LATER = {
     "capflow/plugins",
     "capflow/testing",
     "engine_ext",
-    "examples",
     "tests/buffers",
     "tests/cli",
     "tests/engine",

@@ -1,1 +1,1 @@
-"""A sparse autoencoder that is trained on rows while the model runs."""
+"""A consumer that trains a sparse autoencoder on rows while the model runs."""

@@ -1,8 +1,9 @@
-"""The sparse autoencoder: each row as a sum of at most k of many learnt directions.
+"""The sparse autoencoder: represents each row as a sum of at most k of many learnt directions.
 
-The k largest of `relu(encoder (row - bias))` are kept (Makhzani and Frey 2013; Gao et al. 2024, "Scaling and evaluating sparse
-autoencoders"), so sparsity is exact and has no weight to tune. Features that have been idle for long learn from what the others
-leave over, as in the latter's auxiliary loss. Rows are divided by `scale`, the root of their mean square norm per number.
+The k largest of `relu(encoder (row - bias))` are kept (Makhzani and Frey 2013; Gao et al. 2024, "Scaling and evaluating
+sparse autoencoders"), so sparsity is exact and has no weight to tune. Features that have been idle for long learn from
+the residual of the others, as in the auxiliary loss of Gao et al. Rows are divided by `scale`, the root mean square of
+the first batch's numbers about its mean row.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ _IDLE_WEIGHT = 1 / 32
 
 
 class SparseAutoencoder(nn.Module):
-    """encoder: `[features, hidden]`; decoder: `[features, hidden]`, each row of length 1; bias: `[hidden]`; all float32."""
+    """The weights, all float32.
+
+    encoder: `[features, hidden_size]`.
+    decoder: `[features, hidden_size]`, each row of length 1.
+    bias: `[hidden_size]`.
+    active: how many features of a row are kept.
+    """
 
     def __init__(self, hidden_size: int, features: int, active: int) -> None:
         super().__init__()
@@ -29,39 +36,41 @@ class SparseAutoencoder(nn.Module):
         self.decoder = nn.Parameter(directions)
         self.encoder = nn.Parameter(directions.clone())
         self.bias = nn.Parameter(torch.zeros(hidden_size))
-        self.register_buffer("scale", torch.zeros(()))  # 0 until `begin`
-        self.register_buffer("idle", torch.zeros(features, dtype=torch.long))  # steps since each was active
+        # 0 until `begin`.
+        self.register_buffer("scale", torch.zeros(()))
+        # Steps since each feature was active.
+        self.register_buffer("idle", torch.zeros(features, dtype=torch.long))
 
     def begin(self, rows: torch.Tensor) -> None:
-        """Take the mean and the scale of the first rows, `[n, hidden]`."""
+        """Set the bias and the scale from the first rows, `[n, hidden_size]`."""
         mean = rows.mean(0)
         self.scale.copy_((rows - mean).square().mean().sqrt().clamp_min(1e-12))
         with torch.no_grad():
             self.bias.copy_(mean / self.scale)
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the activations `[n, features]`, at most `active` of each row above 0, of scaled rows."""
+        """Return the activations `[n, features]` of scaled rows; at most `active` of each row are above 0."""
         return _largest(torch.relu((rows - self.bias) @ self.encoder.T), self.active)
 
     def loss(self, rows: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """Return what to minimise on a batch of rows, and the share of their variance that is not explained."""
+        """Return the loss of rows `[n, hidden_size]`, and the share of their variance that is not explained."""
         rows = rows / self.scale
         before = torch.relu((rows - self.bias) @ self.encoder.T)
         activations = _largest(before, self.active)
-        left = rows - (activations @ self.decoder + self.bias)
+        residual = rows - (activations @ self.decoder + self.bias)
         variance = (rows - rows.mean(0)).square().mean().clamp_min(1e-12)
-        loss = left.square().mean() / variance
+        loss = residual.square().mean() / variance
         self.idle += 1
         self.idle[(activations > 0).any(0)] = 0
         idle = self.idle > _IDLE_STEPS
         total = loss
         if idle.any():
             helping = _largest(before * idle, 2 * self.active)
-            total = total + _IDLE_WEIGHT * (left.detach() - helping @ self.decoder).square().mean() / variance
+            total = total + _IDLE_WEIGHT * (residual.detach() - helping @ self.decoder).square().mean() / variance
         return total, float(loss.detach())
 
     def save(self, path: Path, about: dict[str, object]) -> None:
-        """Write the weights as safetensors; who reads the path sees a whole file or none."""
+        """Write the weights to a safetensors file, which appears once it is whole."""
         names = ("encoder", "decoder", "bias", "scale")
         tensors = {name: getattr(self, name).detach().contiguous().clone() for name in names}
         metadata = {"sae": json.dumps({"active": self.active, **about})}
@@ -71,6 +80,6 @@ class SparseAutoencoder(nn.Module):
 
 
 def _largest(activations: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the activations with all but the largest `count` of each row set to 0."""
+    """Set all but the largest `count` activations of each row to 0."""
     values, places = activations.topk(min(count, activations.shape[-1]), dim=-1)
     return torch.zeros_like(activations).scatter_(-1, places, values)

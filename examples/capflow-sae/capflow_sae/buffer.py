@@ -1,4 +1,4 @@
-"""The buffer between the hub and the training: bounded, shuffled, and it never makes the hub wait."""
+"""The buffer between the hub and the training: bounded and shuffled. The hub never waits for it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import torch
 
 
 class ShuffleBuffer:
-    """Up to `capacity` rows, `[hidden_size]` float32 each, taken out in random order; one thread puts, another takes."""
+    """Up to `capacity` rows `[hidden_size]`, float32, taken in random order. One thread puts, another one takes."""
 
     def __init__(self, capacity: int, hidden_size: int, seed: int = 0) -> None:
         self._rows = torch.empty(capacity, hidden_size)
         self._random = torch.Generator().manual_seed(seed)
-        self._count = 0  # rows in it, the first ones of `_rows`
+        # The first `_count` of `_rows` are in the buffer.
+        self._count = 0
         self._closed = False
-        self._changed = threading.Condition()  # guards all of it
+        # Guards the buffer.
+        self._changed = threading.Condition()
 
     def put(self, rows: torch.Tensor) -> int:
-        """Take rows `[n, hidden_size]`; return how many had no room."""
+        """Add rows `[n, hidden_size]`; return how many had no room."""
         with self._changed:
             taken = min(len(rows), len(self._rows) - self._count)
             self._rows[self._count : self._count + taken] = rows[:taken]
@@ -27,9 +29,9 @@ class ShuffleBuffer:
         return len(rows) - taken
 
     def take(self, batch: int) -> torch.Tensor | None:
-        """Return `batch` random rows; wait until the buffer is half full, and not at all once it is closed.
+        """Return `batch` random rows `[batch, hidden_size]`.
 
-        None when it is closed and has fewer than `batch`.
+        Waits until the buffer is half full or closed. Returns None when it is closed and has fewer rows.
         """
         enough = max(batch, len(self._rows) // 2)
         with self._changed:
@@ -47,7 +49,7 @@ class ShuffleBuffer:
             return rows
 
     def close(self) -> None:
-        """Have `take` give out what is left and then None."""
+        """Make `take` return the remaining rows without waiting, then None."""
         with self._changed:
             self._closed = True
             self._changed.notify()

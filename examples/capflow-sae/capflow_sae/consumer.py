@@ -1,8 +1,8 @@
-"""The sae consumer: gives the rows of one site to a training loop, and never waits for it.
+"""The sae consumer: passes the rows of one site to a training loop and never waits for it.
 
-Rows for which the buffer has no room are skipped, and counted (`rows_skipped`); so are those that hold NaN or infinity
-(`rows_not_finite`), and the first position of each request unless `first=true`: models park a huge vector there that says nothing
-of the text.
+Rows without room in the buffer are skipped and counted (`rows_skipped`), and so are rows with NaN or infinity
+(`rows_not_finite`). The first position of each request is skipped too, unless `first=true`: models have a huge vector
+there that does not depend on the text.
 """
 
 from __future__ import annotations
@@ -35,9 +35,16 @@ from capflow_sae.trainer import Trainer
 class SaeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options of `--consumer sae:`.
 
-    out: the directory for `sae.safetensors` and `loss.png`, made when missing. site: whose rows to learn from. features: how many
-    directions to learn; active: how many of them make one row. batch, learning_rate: of the training. buffer_rows: how many rows wait
-    for it at most, and are shuffled. threads: torch's, in the hub. first: also learn from first positions.
+    out: the directory for `sae.safetensors` and `loss.png`; created if missing.
+    site: the site whose rows to learn from.
+    features: how many directions to learn.
+    active: how many of them represent one row.
+    batch: rows of a training step.
+    learning_rate: of the training.
+    buffer_rows: how many rows may wait for the training; they are shuffled.
+    threads: torch's threads in the hub.
+    first: whether to learn from the first positions of requests too.
+    seed: of the initial weights and the shuffling.
     """
 
     out: str
@@ -62,19 +69,21 @@ class Sae(Consumer):
     def __init__(self, config: SaeConfig) -> None:
         super().__init__(config)
         self.config: SaeConfig = config
-        self.trainer: Trainer | None = None  # from the first engine that connects to `close`
-        self.hidden_size = 0  # that engine's
+        # Set when the first engine connects.
+        self.trainer: Trainer | None = None
+        # The first engine's.
+        self.hidden_size = 0
         self.context: Context | None = None
 
     def check(self) -> None:
-        """Raise UsageError for options out of range and for a directory that cannot be made."""
+        """Raise UsageError for options out of range and for an `out` that is a file."""
         config = self.config
         self.spec()
         for field in ("features", "active", "batch", "threads", "learning_rate"):
             if not getattr(config, field) > 0:
                 raise UsageError(explain(f"consumers.sae.{field}", got=getattr(config, field), expected="above 0"))
         if config.active > config.features:
-            expected = f"at most {config.features}, as many as there are features"
+            expected = f"at most {config.features}, the number of features"
             raise UsageError(explain("consumers.sae.active", got=config.active, expected=expected))
         if config.buffer_rows < 2 * config.batch:
             expected = f"at least two batches, {2 * config.batch}"
@@ -83,17 +92,17 @@ class Sae(Consumer):
             raise UsageError(explain("consumers.sae.out", got=f"{config.out}, which is a file", expected="a directory"))
 
     def spec(self) -> CaptureSpec:
-        """Ask for every row of the site."""
+        """Return a spec of the site at every position."""
         layer, hook = Site.parse(self.config.site)
         return CaptureSpec({hook: [layer]}, positions="all")
 
     def open(self, context: Context) -> None:
-        """Make the directory."""
+        """Create the directory."""
         self.context = context
         Path(self.config.out).mkdir(parents=True, exist_ok=True)
 
     def on_session(self, engine: str, model: ModelInfo) -> None:  # noqa: ARG002
-        """Begin the training when the first engine says how wide its rows are."""
+        """Start the training when the first engine connects: its model has the width of the rows."""
         if self.trainer is not None:
             return
         config = self.config
@@ -111,10 +120,14 @@ class Sae(Consumer):
         self.trainer.start()
 
     def on_frame(self, frame: Frame) -> None:
-        """Copy the rows into the buffer; raise when they are of another width, or when the training failed."""
-        trainer = cast("Trainer", self.trainer)  # an engine connects before its frames come
+        """Copy the rows into the buffer.
+
+        Raises UsageError for rows of another width, RuntimeError when the training has failed.
+        """
+        # An engine connects before it sends frames.
+        trainer = cast("Trainer", self.trainer)
         if frame.header.hidden_size != self.hidden_size:
-            expected = f"{self.hidden_size}, as the first engine's"
+            expected = f"{self.hidden_size}, the width of the first engine's rows"
             raise UsageError(explain("rows", got=f"{frame.header.hidden_size} wide", expected=expected))
         if trainer.error is not None:
             raise RuntimeError(f"the training ended: {trainer.error}")
@@ -126,16 +139,16 @@ class Sae(Consumer):
             self._count("rows_skipped", trainer.buffer.put(torch.from_numpy(rows[finite])))
 
     def on_request_done(self, done: RequestDone) -> CaptureResult:  # noqa: ARG002
-        """Say how far the training is."""
+        """Return the training's steps and its latest loss."""
         trainer = cast("Trainer", self.trainer)
         return CaptureResult("ok", payload={"steps": trainer.curve.steps, "loss": trainer.loss})
 
     def look(self) -> tuple[str, str]:
-        """Return where weights and plot lie, and a command that lists them."""
+        """Return the directory of weights and plot, and a command that lists it."""
         return self.config.out, f"ls -l {self.config.out}"
 
     def close(self) -> None:
-        """Learn from what is left, and write weights and plot."""
+        """Learn from the remaining rows; write weights and plot."""
         if self.trainer is not None:
             self.trainer.stop()
             if self.trainer.error is not None:
@@ -148,5 +161,5 @@ class Sae(Consumer):
 
 @hookimpl
 def capflow_consumers() -> list[type[Consumer]]:
-    """Bring the sae consumer."""
+    """Return the sae consumer."""
     return [Sae]

@@ -1,4 +1,4 @@
-"""The training: a thread of its own, from `start` to `stop`, that takes batches from the buffer and learns from them."""
+"""The training: a thread that takes batches from the buffer and learns from them, from `start` to `stop`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from capflow_sae.autoencoder import SparseAutoencoder
 from capflow_sae.buffer import ShuffleBuffer
 
 _SAVE_S = 30.0
-_POINTS_MAX = 4096  # of the curve; above, neighbours are averaged
+# Points of the curve; above it, neighbours are averaged.
+_POINTS_MAX = 4096
 
 
 class Curve:
-    """The loss by step, in a bounded number of points."""
+    """The loss by step, with a bounded number of points."""
 
     def __init__(self) -> None:
-        self.losses: list[float] = []  # each the mean of `every` steps
+        # Each is the mean of `every` steps.
+        self.losses: list[float] = []
         self.every = 1
         self.steps = 0
         self._sum = 0.0
@@ -37,7 +39,7 @@ class Curve:
             self.every *= 2
 
     def plot(self, path: Path, title: str) -> None:
-        """Write a PNG; who reads the path sees a whole file or none."""
+        """Write a PNG file, which appears once it is whole."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(7, 4), layout="constrained")
@@ -53,7 +55,7 @@ class Curve:
 
 
 class Trainer:
-    """Learns from a buffer's rows; writes `sae.safetensors` and `loss.png` now and then, and at the end."""
+    """Learns from a buffer's rows; writes `sae.safetensors` and `loss.png` every 30 s and at the end."""
 
     def __init__(
         self,
@@ -67,25 +69,29 @@ class Trainer:
     ) -> None:
         self.model, self.buffer, self.directory, self.about = model, buffer, directory, about
         self.batch = batch
-        self.curve = Curve()  # written by the thread
-        self.loss: float | None = None  # of the last step; by the thread
-        self.error: str | None = None  # why it ended early; by the thread
+        # The thread writes the next three fields.
+        self.curve = Curve()
+        # Of the last step.
+        self.loss: float | None = None
+        # Why the training ended early.
+        self.error: str | None = None
         self._optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
         self._thread = threading.Thread(target=self._run, name="capflow-sae-training", daemon=True)
 
     def start(self) -> None:
-        """Begin to learn."""
+        """Start to learn."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Learn from what the buffer still holds, write the files, and end."""
+        """Learn from the buffer's remaining rows, write the files, and end."""
         self.buffer.close()
         self._thread.join()
 
     def _run(self) -> None:
         try:
             self._train()
-        except Exception as e:  # noqa: BLE001  the consumer says it to every request from now on
+        # The consumer raises the error for every later frame.
+        except Exception as e:  # noqa: BLE001
             self.error = f"{type(e).__name__}: {e}"
 
     def _train(self) -> None:
