@@ -431,11 +431,11 @@ class TestRun:
         os.close(end_of_it)
         shown = ""
 
-        def reads(what):
+        def reads(text):
             nonlocal shown
             with contextlib.suppress(OSError):
                 shown += os.read(terminal, 65536).decode()
-            return what in shown
+            return text in shown
 
         try:
             eventually(lambda: reads("0 sessions"))
@@ -530,8 +530,8 @@ class TestRun:
 class TestOtherCommands:
     def test_status(self, hub, capflow, address, tmp_path):
         process = hub("--consumer", f"keep:path={tmp_path}/kept")
-        told = json.loads(capflow("status", "--json", "--address", address).stdout)
-        assert told["consumers"]["keep"]["policy"] == "block"
+        status = json.loads(capflow("status", "--json", "--address", address).stdout)
+        assert status["consumers"]["keep"]["policy"] == "block"
         table = capflow("status", CAPFLOW_HUB=address)
         assert table.returncode == 0
         assert "keep" in table.stdout
@@ -572,9 +572,9 @@ class TestOtherCommands:
         table = capflow("plugins")
         assert table.returncode == 0
         assert "slow_s: float = 0.0" in table.stdout
-        told = {plugin["name"]: plugin for plugin in json.loads(capflow("plugins", "--json").stdout)}
-        assert told["keep"]["doc"] == "Writes the rows that it is given to a file."
-        assert told["keep"]["options"][0] == {"name": "path", "type": "str", "required": True, "default": None}
+        listed = {plugin["name"]: plugin for plugin in json.loads(capflow("plugins", "--json").stdout)}
+        assert listed["keep"]["doc"] == "Writes the rows that it is given to a file."
+        assert listed["keep"]["options"][0] == {"name": "path", "type": "str", "required": True, "default": None}
 
     def test_version(self, capflow):
         assert capflow("--version").stdout == f"capflow {importlib.metadata.version('capflow')}\n"

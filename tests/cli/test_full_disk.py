@@ -46,8 +46,8 @@ class Hub:
     def problems(self):
         """Return what `/readyz` says, and its status."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/readyz", timeout=5) as found:
-                return found.status, json.load(found)["problems"]
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/readyz", timeout=5) as answer:
+                return answer.status, json.load(answer)["problems"]
         except urllib.error.HTTPError as e:
             return e.code, json.load(e)["problems"]
 
@@ -81,8 +81,8 @@ def send(link, first, count):
 def statuses(address, count):
     names = [f"r{number}" for number in range(count)]
     with Client(str(address)) as client:
-        found = client.results(names, timeout=30)
-    return [next(iter(found[name].values())).status for name in names if name in found]
+        results = client.results(names, timeout=30)
+    return [next(iter(results[name].values())).status for name in names if name in results]
 
 
 def unread(address):
@@ -226,7 +226,12 @@ def test_a_recording_waits_for_room_on_its_disk(address, tmp_path):
 
 
 def test_a_test_that_is_killed_leaves_no_mount(tmp_path):
-    program = "import os, signal, sys\nfrom tests.kit import disks\nwith disks.mounted(sys.argv[1], '64k'):\n    os.kill(os.getpid(), signal.SIGKILL)"
+    program = """
+import os, signal, sys
+from tests.kit import disks
+with disks.mounted(sys.argv[1], '64k'):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
     with mounted(tmp_path, "64k"):
         assert os.path.ismount(tmp_path)  # else this is skipped
     child = subprocess.run([sys.executable, "-c", program, tmp_path], check=False, cwd=ROOT)

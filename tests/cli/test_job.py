@@ -1,4 +1,4 @@
-"""The model job's side in the command line: what can be known to be wrong is said in one line, before anything starts."""
+"""The model job's options on the command line: invalid ones are refused in one line, before anything starts."""
 
 import subprocess
 import sys

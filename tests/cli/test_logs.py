@@ -1,4 +1,4 @@
-"""The log of `capflow run` as JSON: one object a line, from the start to the last word, with the fields that are documented."""
+"""The log of `capflow run` as JSON: one object a line from start to end, with the documented fields."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def test_every_line_of_a_hub_is_an_event(address, tmp_path):
     running = subprocess.Popen(
         **command(tmp_path, "--address", address, "--consumer", "log", "--metrics-address", "0.0.0.0:0")
     )
-    said = []
+    lines = []
     try:
-        while not said or said[-1]["event"] != "metrics_open":
-            said += lines_of(running.stderr.readline())
+        while not lines or lines[-1]["event"] != "metrics_open":
+            lines += lines_of(running.stderr.readline())
         with worker_link(address) as link, Client(address) as client:
             for step in range(3):
                 frame = make_frame([("r1", 4, step * 4, 4)], step=step)
@@ -78,19 +78,19 @@ def test_every_line_of_a_hub_is_an_event(address, tmp_path):
             assert peer.poll(20_000)
             peer.send(b"junk")
             assert peer.poll(20_000)
-        eventually(lambda: said.extend(lines_of(running.stderr.readline())) or said[-1]["event"] == "session_refused")
+        eventually(lambda: lines.extend(lines_of(running.stderr.readline())) or lines[-1]["event"] == "session_refused")
         running.send_signal(signal.SIGINT)
         output, rest = running.communicate(timeout=60)
     finally:
         running.kill()
         running.communicate()
-    said += lines_of(rest)
+    lines += lines_of(rest)
     assert (running.returncode, output) == (0, "")
-    by_event = {line["event"]: line for line in said}
-    assert [line["event"] for line in said][:3] == ["listening", "metrics", "metrics_open"]
+    by_event = {line["event"]: line for line in lines}
+    assert [line["event"] for line in lines][:3] == ["listening", "metrics", "metrics_open"]
     assert by_event["listening"]["address"] == address
     assert by_event["metrics"]["url"].startswith("http://0.0.0.0:")
-    opened = next(line for line in said if line["event"] == "session_opened")
+    opened = next(line for line in lines if line["event"] == "session_opened")
     assert (opened["role"], opened["engine"], opened["rank"], opened["model"]) == (
         "worker",
         "engine-1",
@@ -101,13 +101,13 @@ def test_every_line_of_a_hub_is_an_event(address, tmp_path):
     assert (request["request"], request["rows"], request["sites"], request["level"]) == ("r1", 1, 1, "info")
     assert by_event["session_refused"]["engine"] == "rogue\x1b[31m"
     assert by_event["session_refused"]["level"] == "error"
-    assert said[-1]["event"] == "stopped"
-    assert (said[-1]["exit_code"], said[-1]["rows"], said[-1]["drained"]) == (0, 12, True)
-    assert said[-1]["consumers"]["log"]["dropped_rows"] == {}
+    assert lines[-1]["event"] == "stopped"
+    assert (lines[-1]["exit_code"], lines[-1]["rows"], lines[-1]["drained"]) == (0, 12, True)
+    assert lines[-1]["consumers"]["log"]["dropped_rows"] == {}
     events, fields = documented()
     assert set(by_event) <= events
-    counts = set(said[-1])
-    assert {field for line in said for field in line} - COMMON - counts <= fields
+    counts = set(lines[-1])
+    assert {field for line in lines for field in line} - COMMON - counts <= fields
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_without_scikit_learn_it_says_what_to_install(tmp_path):
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory):
-    """Two data sets of 12 requests, one with NaN in the row of one position, and one with numbers of which scores are too large."""
+    """Two data sets of 12 requests: one has a row with NaN, the other has numbers whose scores overflow."""
     root = tmp_path_factory.mktemp("odd")
     rng = np.random.default_rng(0)
     for name, hurt in (("nan", np.nan), ("large", 3e38)):
@@ -140,17 +140,19 @@ def odd(tmp_path_factory):
 
 def test_rows_that_are_no_numbers_are_named_wherever_they_come(odd, tmp_path):
     out = tmp_path / "p.safetensors"
-    said = "captured rows: got NaN or infinity at position 2 of request r7, expected finite numbers; leave the request"
+    message = (
+        "captured rows: got NaN or infinity at position 2 of request r7, expected finite numbers; leave the request"
+    )
     labels = ["--labels", odd / "labels.jsonl"]
     site = ["--site", SITE, "--out", out, "--held-out", 0.5]
     for seed in range(6):  # r7 is fitted in some and held out in others
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             run("fit", odd / "nan", *labels, *site, "--seed", seed)
     assert not out.exists()
     run("fit", odd / "nan", *labels, *site, "--positions", "0+1")
     for pool in ("token", "last"):
         Probe.make(SITE, np.zeros(8), pool=pool).save(out)
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             run("eval", odd / "nan", out, *labels)
 
 
@@ -207,8 +209,8 @@ def captured(tiny, tmp_path_factory):
     return root
 
 
-def held_out(said):
-    return {name: float(value) for name, value in re.findall(r"(accuracy|AUROC) ([\d.]+)", said)}
+def held_out(output):
+    return {name: float(value) for name, value in re.findall(r"(accuracy|AUROC) ([\d.]+)", output)}
 
 
 @pytest.mark.engine
@@ -217,15 +219,15 @@ def held_out(said):
 def test_a_probe_tells_requests_apart_that_it_was_not_fitted_on(captured, tmp_path, method, pool):
     out = tmp_path / "high.safetensors"
     options = ["--labels", captured / "labels.csv", "--site", SITE, "--out", out, "--method", method, "--pool", pool]
-    said = run("fit", captured / "rows", *options, "--held-out", "0.5")
+    output = run("fit", captured / "rows", *options, "--held-out", "0.5")
     counted = f"of {REQUESTS // 2} requests" if pool == "token" else f"held out: {REQUESTS // 2} requests"
-    assert counted in said
-    assert held_out(said)["AUROC"] > (0.95 if pool == "token" else 0.9)
-    found = Probe.load(out)
-    assert (found.names, found.pool, found.site, found.thresholds) == (("high",), pool, SITE, (0.0,))
+    assert counted in output
+    assert held_out(output)["AUROC"] > (0.95 if pool == "token" else 0.9)
+    probe = Probe.load(out)
+    assert (probe.names, probe.pool, probe.site, probe.thresholds) == (("high",), pool, SITE, (0.0,))
 
     data = capflow.open(captured / "rows")
-    means = {g: np.concatenate([found.scores(data[f"{g}-{n}"][SITE].rows) for n in range(3)]).mean() for g in GROUPS}
+    means = {g: np.concatenate([probe.scores(data[f"{g}-{n}"][SITE].rows) for n in range(3)]).mean() for g in GROUPS}
     assert means["high"] > means["low"]
 
 
@@ -237,16 +239,16 @@ def test_eval_says_of_a_fitted_probe_what_its_scores_say(captured, tmp_path):
     common = ["--labels", captured / "labels.jsonl", "--positive", "low"]
     run("fit", captured / "rows", *common, "--site", SITE, "--out", out, "--name", "is-low", "--method", "mean")
     (line,) = run("eval", captured / "rows", out, *common, "--json").splitlines()
-    said = json.loads(line)
+    report = json.loads(line)
     data = capflow.open(captured / "rows")
     ids = sorted(data.requests())
     scores = [Probe.load(out).scores(np.asarray(data[i][SITE].rows))[:, 0] for i in ids]
     labels = np.repeat([i.startswith("low") for i in ids], [len(s) for s in scores])
     together = np.concatenate(scores)
-    assert (said["probe"], said["pool"], said["requests"]) == ("is-low", "token", REQUESTS)
-    assert (said["judged"], said["positive"]) == (len(labels), labels.sum())
-    assert said["accuracy"] == pytest.approx(((together >= 0) == labels).mean())
-    assert said["auroc"] == pytest.approx(roc_auc_score(labels, together))
+    assert (report["probe"], report["pool"], report["requests"]) == ("is-low", "token", REQUESTS)
+    assert (report["judged"], report["positive"]) == (len(labels), labels.sum())
+    assert report["accuracy"] == pytest.approx(((together >= 0) == labels).mean())
+    assert report["auroc"] == pytest.approx(roc_auc_score(labels, together))
     last = json.loads(run("eval", captured / "rows", out, *common, "--json", "--positions", "-1"))
     assert last["judged"] == REQUESTS
 

@@ -1,4 +1,4 @@
-"""Rollouts as a user runs them: what is in the file, what a kill leaves, what a second run adds, and how workers share."""
+"""Rollouts as a user runs them: the file, the rows after a kill, a second run, and work shared by processes."""
 
 import contextlib
 import json
@@ -70,8 +70,8 @@ def rows(path):
     return [json.loads(line) for line in content.splitlines()]
 
 
-def keys(found):
-    return [(row["prompt_id"], row["vector"], row["scale"], row["sample"]) for row in found]
+def keys(answers):
+    return [(row["prompt_id"], row["vector"], row["scale"], row["sample"]) for row in answers]
 
 
 WANTED = [
@@ -88,20 +88,20 @@ def model(tiny):
 
 def test_each_item_has_its_row_steered_as_it_says(here, model, tiny):
     directory, options = here
-    said = run(directory, options)
-    assert f"{len(WANTED)} rollouts in out.jsonl" in said
-    found = rows(directory / "out.jsonl")
-    assert keys(found) == WANTED
+    output = run(directory, options)
+    assert f"{len(WANTED)} rollouts in out.jsonl" in output
+    answers = rows(directory / "out.jsonl")
+    assert keys(answers) == WANTED
     sites = {"none": [], "mood": [1, 2], "late": [Site(3, "pre_attn")]}
     sign = {"none": 1, "mood": 1, "late": -1}
-    for row in found:
+    for row in answers:
         name = row["vector"]
         spec = SteeringSpec({site: LayerSteeringSpec(sign[name] * VECTOR, row["scale"]) for site in sites[name]})
         with model.steering(spec):
             (done,) = model.complete([row["prompt"]], Sampling(6))
         assert (row["text"], row["tokens"], row["prompt_tokens"]) == (done.text, len(done.token_ids), 3)
         assert (row["model"], row["backend"], row["seed"]) == (tiny, "transformers", 0)
-    assert len({row["text"] for row in found if row["prompt_id"] == "p0"}) > 2
+    assert len({row["text"] for row in answers if row["prompt_id"] == "p0"}) > 2
 
 
 def test_a_killed_run_leaves_whole_lines_and_the_next_goes_on(here):
@@ -118,13 +118,13 @@ def test_a_killed_run_leaves_whole_lines_and_the_next_goes_on(here):
     assert 3 <= len(kept) < 2 * len(WANTED)
     with out.open("ab") as file:
         file.write(b'{"prompt_id": "p0", "vec')  # as a full disk leaves it
-    said = run(directory, options)
-    assert f"{len(kept)} of {2 * len(WANTED)} rollouts already exist" in said
-    found = rows(out)
-    assert found[: len(kept)] == kept
-    assert keys(found) == [(*key[:3], sample) for key in WANTED for sample in range(2)]
+    output = run(directory, options)
+    assert f"{len(kept)} of {2 * len(WANTED)} rollouts already exist" in output
+    answers = rows(out)
+    assert answers[: len(kept)] == kept
+    assert keys(answers) == [(*key[:3], sample) for key in WANTED for sample in range(2)]
     run(directory, options | {"--out": "whole.jsonl"})
-    assert rows(directory / "whole.jsonl") == found
+    assert rows(directory / "whole.jsonl") == answers
     before = out.read_bytes()
     run(directory, options)
     assert out.read_bytes() == before
@@ -168,12 +168,12 @@ def test_ctrl_c_is_one_line_and_130(here):
     try:
         eventually(lambda: out.exists() and out.stat().st_size > 0, LIMIT_S)
         running.send_signal(signal.SIGINT)
-        said = running.communicate(timeout=LIMIT_S)[1]
+        output = running.communicate(timeout=LIMIT_S)[1]
     finally:
         running.kill()
         running.wait()
     assert running.returncode == 130
-    assert said.splitlines()[-1] == "capflow: interrupted"
+    assert output.splitlines()[-1] == "capflow: interrupted"
     rows(out)
 
 
@@ -193,9 +193,9 @@ def test_ctrl_c_is_one_line_and_130(here):
 )
 def test_what_is_wrong_is_named_before_a_model_is_loaded(here, change, message):
     directory, options = here
-    said = run(directory, options | {"--model": "nowhere/at/all"} | change, code=2)
-    assert len(said.splitlines()) == 1
-    assert message in said
+    output = run(directory, options | {"--model": "nowhere/at/all"} | change, code=2)
+    assert len(output.splitlines()) == 1
+    assert message in output
 
 
 # the parts
@@ -305,14 +305,14 @@ def test_both_back_ends_answer_alike(tiny, model, tmp_path):
 
     plan = plan_of(scales=[0.0, 0.5, -1.0], sampling=Sampling(8, ignore_eos=True))
     exact = TransformersSteerableModel(tiny, dtype="float32")
-    found = {}
+    answers = {}
     with engine(tiny, skip_tokenizer_init=False) as llm, contextlib.ExitStack() as stack:
         for name, each in (("ours", VLLMSteerableModel(llm)), ("theirs", exact)):
             file = stack.enter_context(LineFile(tmp_path / f"{name}.jsonl"))
             assert sum(roll_out(each, plan, plan.items(), file, batch=4)) == len(plan.items())
-            found[name] = rows(file.path)
-    assert found["ours"] == found["theirs"]
-    assert len({row["text"] for row in found["ours"] if row["prompt_id"] == "a"}) == 3
+            answers[name] = rows(file.path)
+    assert answers["ours"] == answers["theirs"]
+    assert len({row["text"] for row in answers["ours"] if row["prompt_id"] == "a"}) == 3
 
 
 @pytest.mark.engine

@@ -23,7 +23,7 @@ def test_a_server_finds_the_hub_and_either_may_leave_first(tiny_with_words, refe
     port = free_port()
     served = ("serve", tiny_with_words, "--port", str(port), "--dtype", "float32", "--enforce-eager")
     with (
-        process("run", "--consumer", f"filesystem:root={tmp_path}/rows", environment=variables) as (hub, said),
+        process("run", "--consumer", f"filesystem:root={tmp_path}/rows", environment=variables) as (hub, lines),
         process(*served, "--max-model-len", "128", "--served-model-name", "tiny", environment=variables) as (server, _),
     ):
         wait_until(lambda: healthy(port), 400, server)
@@ -52,7 +52,7 @@ def test_a_server_finds_the_hub_and_either_may_leave_first(tiny_with_words, refe
             server.wait(90)
             hub.send_signal(signal.SIGINT)
             assert hub.wait(60) == 0
-    assert not any("Traceback" in line for line in said)
+    assert not any("Traceback" in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The options of `capflow serve`: shown without vLLM's, and what is wrong with them is one line before vLLM is imported."""
+"""The options of `capflow serve`: help without vLLM's options; errors in one line before vLLM is imported."""
 
 import subprocess
 import sys

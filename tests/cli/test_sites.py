@@ -1,4 +1,4 @@
-"""`capflow sites`: what a model has and what would be tapped, from its configuration alone, and each way in which it fails."""
+"""`capflow sites`: a model's sites and the tapped ones, from its configuration alone, and each way to fail."""
 
 import json
 import subprocess

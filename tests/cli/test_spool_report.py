@@ -14,13 +14,13 @@ from tests.kit.waiting import eventually
 
 @pytest.fixture
 def filled(tmp_path):
-    """A spool of ten records of which three are done with."""
+    """A spool of ten records; three are acknowledged."""
     with Spool(tmp_path / "s", segment_bytes=3000) as spool:
         for number in range(1, 11):
             spool.append(b"head", b"%d" % number * 1000)
         for _ in range(3):
-            found = spool.read()
-        spool.acknowledge(found.id)
+            record = spool.read()
+        spool.acknowledge(record.id)
     return tmp_path / "s"
 
 
@@ -31,11 +31,11 @@ def files(directory):
 def test_a_spool_is_shown_and_left_as_it_is(filled):
     before = files(filled)
     done = capflow_spool("inspect", filled, "--json")
-    told = json.loads(done.stdout)
-    assert (told["records"], told["acknowledged"], told["last"], told["lost"]) == (7, 3, 10, [])
-    assert (told["in_use"], told["void_bytes"]) == (False, 0)
-    assert sum(segment["records"] for segment in told["segments"]) == 7
-    assert told["bytes"] == sum(len(data) for name, data in before.items() if name.endswith(".spool"))
+    listed = json.loads(done.stdout)
+    assert (listed["records"], listed["acknowledged"], listed["last"], listed["lost"]) == (7, 3, 10, [])
+    assert (listed["in_use"], listed["void_bytes"]) == (False, 0)
+    assert sum(segment["records"] for segment in listed["segments"]) == 7
+    assert listed["bytes"] == sum(len(data) for name, data in before.items() if name.endswith(".spool"))
     assert "records 7 left, 3 of 10 done" in capflow_spool("inspect", filled).stdout
     assert capflow_spool("verify", filled).returncode == 0
     assert files(filled) == before
@@ -48,16 +48,16 @@ def test_a_damaged_record_is_named(filled):
     data[place] ^= 1
     segment.write_bytes(data)
     done = capflow_spool("verify", filled, "--json")
-    told = json.loads(done.stdout)
-    assert (done.returncode, told["lost"]) == (1, [[5, 5]])
+    listed = json.loads(done.stdout)
+    assert (done.returncode, listed["lost"]) == (1, [[5, 5]])
     assert "lost 5-5" in capflow_spool("verify", filled).stdout
     assert capflow_spool("inspect", filled).returncode == 0
     with Spool(filled) as spool:
         assert [spool.read().id for _ in range(7)] == list(range(4, 11))
         assert spool.records_lost == 1
         spool.acknowledge(10)
-    told = json.loads(capflow_spool("verify", filled, "--json").stdout)
-    assert (told["lost"], told["set_aside"]) == ([], [segment.name + ".bad"])
+    listed = json.loads(capflow_spool("verify", filled, "--json").stdout)
+    assert (listed["lost"], listed["set_aside"]) == ([], [segment.name + ".bad"])
 
 
 def test_records_that_are_gone_are_lost(filled):
@@ -84,8 +84,8 @@ def test_a_spool_in_use_is_read_and_not_emptied(filled):
     with Spool(filled) as spool:
         spool.append(b"", b"more")
         assert spool.wait_synced(11, 20)
-        told = json.loads(capflow_spool("inspect", filled, "--json").stdout)
-        assert (told["in_use"], told["records"]) == (True, 8)
+        listed = json.loads(capflow_spool("inspect", filled, "--json").stdout)
+        assert (listed["in_use"], listed["records"]) == (True, 8)
         done = capflow_spool("purge", filled, "--yes")
         assert (done.returncode, "is in use; stop the process" in done.stderr) == (1, True)
         assert [spool.read().id for _ in range(8)] == list(range(4, 12))
@@ -98,24 +98,25 @@ def test_damage_in_a_spool_in_use_is_named_and_what_its_writer_does_meanwhile_is
         data[data.index(b"555555")] ^= 1
         segment.write_bytes(data)
         done = capflow_spool("verify", filled, "--json")
-        told = json.loads(done.stdout)
-        assert (done.returncode, told["in_use"], told["lost"]) == (1, True, [[5, 5]])
+        listed = json.loads(done.stdout)
+        assert (done.returncode, listed["in_use"], listed["lost"]) == (1, True, [[5, 5]])
 
         def surveyed(files, directory):
-            found = survey(files, directory)
-            if spool.acknowledged_through == 3:  # its consumer goes on, and what it had is removed
+            listed = survey(files, directory)
+            # The consumer continues, and the segment that it has finished is removed.
+            if spool.acknowledged_through == 3:
                 assert [spool.read().id for _ in range(5)] == [4, 5, 6, 7, 8]
                 spool.acknowledge(8)
                 assert spool.wait_acknowledged(8, 20)
-                eventually(lambda: not list(filled.glob(found.segments[0].path.name)))
-            return found
+                eventually(lambda: not list(filled.glob(listed.segments[0].path.name)))
+            return listed
 
         monkeypatch.setattr(report, "survey", surveyed)
         assert report.inspect(filled, verify=True)["lost"] == []
 
 
-@pytest.mark.parametrize(("path", "said"), [("s", "got no directory"), (".", "got a directory without a spool")])
-def test_what_is_no_spool_is_refused(tmp_path, path, said):
+@pytest.mark.parametrize(("path", "message"), [("s", "got no directory"), (".", "got a directory without a spool")])
+def test_what_is_no_spool_is_refused(tmp_path, path, message):
     for command in ("inspect", "verify", "purge"):
         done = capflow_spool(command, tmp_path / path)
-        assert (done.returncode, said in done.stderr) == (2, True)
+        assert (done.returncode, message in done.stderr) == (2, True)

@@ -50,8 +50,8 @@ def capflow(tmp_path, *arguments):
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    """Two statuses of a hub that has one of everything, the second after more went through."""
+def statuses(tmp_path_factory):
+    """Two statuses of a hub that has one of everything; more frames passed before the second."""
     full = Recorder("full", held=True)
     bad = Recorder("a-consumer-with-a-long-name", fails_on=["r1"])
     staged = Staged(1000, 5000, {"queue_full": 12_345_678})
@@ -71,8 +71,8 @@ def told(tmp_path_factory):
 
 
 class TestTheView:
-    def test_fits_80_columns_whatever_there_is(self, told):
-        text = shown(view(told[1], Rates(*told)))
+    def test_fits_80_columns_whatever_there_is(self, statuses):
+        text = shown(view(statuses[1], Rates(*statuses)))
         assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
         for words in (
             "not ready",
@@ -87,8 +87,8 @@ class TestTheView:
             assert words in text
         assert "failed at each of its last 3 frames" in text
 
-    def test_shows_nothing_that_a_terminal_obeys(self, told):
-        text = shown(view(told[1], Rates(*told)), 200)
+    def test_shows_nothing_that_a_terminal_obeys(self, statuses):
+        text = shown(view(statuses[1], Rates(*statuses)), 200)
         assert r"e\x1b[" in text
         assert all(c.isprintable() or c == "\n" for c in text)
 
@@ -100,8 +100,8 @@ class TestTheView:
         assert "0 engines, 0 workers" in text
         assert "worker  " not in text
 
-    def test_of_more_workers_than_lines(self, told):
-        now = told[1]
+    def test_of_more_workers_than_lines(self, statuses):
+        now = statuses[1]
         (worker,) = [s for s in now["sessions"] if s["role"] == "worker"]
         many = {**now, "sessions": [{**worker, "rank": [0, n, 0]} for n in range(50)]}
         text = shown(view(many, None, rows_max=5))
@@ -109,23 +109,23 @@ class TestTheView:
         assert len(re.findall(r"0/\d+/0", text)) == 5
         assert "and 45 more" in text
 
-    def test_of_spools_when_there_are_any(self, told):
+    def test_of_spools_when_there_are_any(self, statuses):
         spool = {"records": 7, "bytes": 3_000_000, "bytes_max": 4_000_000, "records_lost": 2, "failures": 0}
-        full = told[1]["consumers"]["full"]
-        with_spool = {**told[1], "consumers": {"full": {**full, "spool": spool}}}
+        full = statuses[1]["consumers"]["full"]
+        with_spool = {**statuses[1], "consumers": {"full": {**full, "spool": spool}}}
         text = shown(view(with_spool, None))
         assert re.search(r"full +7 +━+─+ +75% +2\.9 MiB +2 +0", text)
-        assert "spool of" not in shown(view(told[1], None))
+        assert "spool of" not in shown(view(statuses[1], None))
 
-    def test_of_taps_when_there_are_any(self, told):
+    def test_of_taps_when_there_are_any(self, statuses):
         tap = {"tap": "client 00ff", "frames": 7, "bytes": 3_000_000, "skipped_frames": 2, "skipped_bytes": 9}
-        text = shown(view({**told[1], "taps": [tap]}, None))
+        text = shown(view({**statuses[1], "taps": [tap]}, None))
         assert re.search(r"client 00ff +7 +2\.9 MiB +2\n", text)
-        assert "skipped" not in shown(view(told[1], None))
+        assert "skipped" not in shown(view(statuses[1], None))
 
-    def test_of_a_hub_that_is_gone_keeps_what_it_was(self, told):
+    def test_of_a_hub_that_is_gone_keeps_what_it_was(self, statuses):
         history = History(5)
-        history.add(told[1])
+        history.add(statuses[1])
         text = shown(screen("ipc:///x", history, (75.0, "why"), height=24))
         assert "no answer for 1 m 15 s; waiting" in text
         assert "consumer_queue_full" in text
@@ -133,8 +133,8 @@ class TestTheView:
 
 
 class TestRates:
-    def test_are_what_went_through_by_the_hubs_own_clock(self, told):
-        before, now = told
+    def test_are_what_went_through_by_the_hubs_own_clock(self, statuses):
+        before, now = statuses
         rates, seconds = Rates(before, now), now["uptime_s"] - before["uptime_s"]
         assert rates.hub.rows == pytest.approx(16 / seconds, rel=1e-3)
         assert rates.hub.bytes == pytest.approx(16 * 32 / seconds, rel=1e-3)
@@ -143,24 +143,24 @@ class TestRates:
         assert rates.consumer("full").rows == 0
         assert json.loads(json.dumps(rates.as_json()))["hub"]["rows"] == rates.hub.rows
 
-    def test_begin_anew_with_another_hub(self, told):
+    def test_begin_anew_with_another_hub(self, statuses):
         history = History(5)
-        history.add(told[0])
-        history.add(told[1])
+        history.add(statuses[0])
+        history.add(statuses[1])
         assert history.rates is not None
-        history.add(told[0])  # a hub that began later
+        history.add(statuses[0])  # a hub that began later
         assert history.rates is None
 
-    def test_are_over_the_last_seconds(self, told):
+    def test_are_over_the_last_seconds(self, statuses):
         history = History(5)
         for second in range(100):
-            history.add({**told[1], "uptime_s": 100.0 + second, "rows": 10 * second})
+            history.add({**statuses[1], "uptime_s": 100.0 + second, "rows": 10 * second})
         assert history.rates.hub.rows == 10
         assert len(history._statuses) < 10
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("text", "expected"),
     [
         (human_count(0), "0"),
         (human_count(999), "999"),
@@ -175,8 +175,8 @@ class TestRates:
         (human_bytes(1536), "1.5 KiB"),
     ],
 )
-def test_numbers_as_people_read_them(said, expected):
-    assert said == expected
+def test_numbers_as_people_read_them(text, expected):
+    assert text == expected
 
 
 class TestForScripts:
@@ -188,10 +188,10 @@ class TestForScripts:
             assert (once.returncode, once.stderr) == (0, "")
             assert "rows/s" in once.stdout
             assert "\x1b" not in once.stdout
-            said = json.loads(capflow(tmp_path, "top", "--json", "--address", address).stdout)
-            assert said["rows"] == 4
-            assert said["rates"]["hub"]["rows"] == 0
-            assert list(said["rates"]["consumers"]) == ["recorder"]
+            status = json.loads(capflow(tmp_path, "top", "--json", "--address", address).stdout)
+            assert status["rows"] == 4
+            assert status["rates"]["hub"]["rows"] == 0
+            assert list(status["rates"]["consumers"]) == ["recorder"]
             assert "recorder" in capflow(tmp_path, "status", "--address", address).stdout
 
     def test_without_a_hub(self, address, tmp_path):

@@ -1,4 +1,4 @@
-"""What steering does to the demo model: a vector of a concept moves the odds of its words, and little else as long does."""
+"""Steering of the demo model: a vector of a concept moves the odds of its words; vectors of its length do not."""
 
 import ast
 import importlib
@@ -35,8 +35,8 @@ def words_of(text):
 
 def test_pairs_end_alike_and_tell_none_of_the_words_that_are_measured(script):
     pairs = read_lines(script.PAIRS, "pairs", Pair)
-    told = {word for pair in pairs for text in (pair.positive, pair.negative) for word in words_of(text)}
-    assert told.isdisjoint(script.GLAD + script.SAD)
+    words = {word for pair in pairs for text in (pair.positive, pair.negative) for word in words_of(text)}
+    assert words.isdisjoint(script.GLAD + script.SAD)
     assert len({*script.GLAD, *script.SAD}) == len(script.GLAD) + len(script.SAD)
     for pair in pairs:
         assert words_of(pair.positive)[-1] == words_of(pair.negative)[-1]

@@ -1,4 +1,4 @@
-"""Steerable models: each operation against plain torch, the specification's life, and both back ends against each other."""
+"""Steerable models: each operation against plain torch, the specification, and both back ends compared."""
 
 import contextlib
 import functools
@@ -663,7 +663,7 @@ def test_both_back_ends_agree(tiny, loaded, tmp_path, eager):
                     seen.append(tuple(answer.token_ids for answer in answers[0]))
                 rows = [m.last_rows(PROMPTS, sites) for m in (served, loaded)]
                 assert all(np.abs(rows[0][site] - rows[1][site]).max() < LOGITS_BOUND for site in sites)
-        assert len(set(seen)) > len(specs), "what steers shows in the answers"
+        assert len(set(seen)) > len(specs), "steering changes the answers"
         for each in (served, loaded):
             with pytest.raises(UsageError, match="steering_name: got sad"):
                 each.logprobs(PROMPTS, steering=Steering.parse({"steering_name": "sad"}))

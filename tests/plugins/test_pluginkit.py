@@ -1,4 +1,4 @@
-"""`capflow plugin new`: what it writes is installed, tested, listed and run as it is; what it cannot write, it does not touch."""
+"""`capflow plugin new`: its plugin is installed, tested, listed and run as it is; what exists is left unchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.kit.recordings import record, run
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """Write a plugin and install it into an environment of its own; return both directories and a way to run Python there."""
+    """Write a plugin and install it into a new environment; return both directories and a function that runs Python."""
     base = tmp_path_factory.mktemp("kit")
     environment = base / "env"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
@@ -55,9 +55,9 @@ def test_its_own_tests_pass(installed):
 
 def test_capflow_lists_it_with_its_options(installed):
     _, python = installed
-    found = {plugin["name"]: plugin for plugin in json.loads(python("capflow", "plugins", "--json").stdout)}
-    assert found["token-norms"]["module"] == "capflow_token_norms"
-    assert [option["name"] for option in found["token-norms"]["options"][:2]] == ["path", "site"]
+    listed = {plugin["name"]: plugin for plugin in json.loads(python("capflow", "plugins", "--json").stdout)}
+    assert listed["token-norms"]["module"] == "capflow_token_norms"
+    assert [option["name"] for option in listed["token-norms"]["options"][:2]] == ["path", "site"]
 
 
 def test_a_replay_runs_it(installed, tmp_path):

@@ -106,8 +106,8 @@ class TestLoading:
         assert load_plugins([plugin("one", classes=[Sink]), plugin("two", classes=(Watch,))]) == KNOWN
 
     def test_includes_what_is_installed(self):
-        found = load_plugins()
-        assert {"filesystem", "duckdb", "log"} <= set(found)
+        plugins = load_plugins()
+        assert {"filesystem", "duckdb", "log"} <= set(plugins)
 
     def test_a_plugin_that_cannot_be_imported_is_named(self):
         broken = importlib.metadata.EntryPoint("broken", "no.such.module", "capflow")
@@ -231,7 +231,10 @@ class TestConfigure:
             (
                 "sink",
                 {"root": "x", "rot": "y"},
-                "consumers.sink.rot: got an unknown option, expected one of root, count, ratio, on, layers, names, mode",
+                (
+                    "consumers.sink.rot: got an unknown option, "
+                    "expected one of root, count, ratio, on, layers, names, mode"
+                ),
             ),
             ("sink", {"root": "x", "count": "many"}, "consumers.sink.count: got many, expected int"),
             ("sink", {"root": "x", "on": "maybe"}, "consumers.sink.on: got maybe, expected bool"),
@@ -250,7 +253,10 @@ class TestConfigure:
             (
                 "sink",
                 {"root": "x", "policy": "spill", "spool_bytes": "0"},
-                f"consumers.sink.spool_bytes: got 0, expected 1..{limits.SPOOL_BYTES_MAX}; remove it to use the default",
+                (
+                    f"consumers.sink.spool_bytes: got 0, expected 1..{limits.SPOOL_BYTES_MAX}; "
+                    "remove it to use the default"
+                ),
             ),
             (
                 "sink",
@@ -265,7 +271,10 @@ class TestConfigure:
             (
                 "sink",
                 {"root": "x", "queue_bytes_max": "-1"},
-                f"consumers.sink.queue_bytes_max: got -1, expected 1..{limits.QUEUE_BYTES_MAX}; remove it to use the default",
+                (
+                    f"consumers.sink.queue_bytes_max: got -1, expected 1..{limits.QUEUE_BYTES_MAX}; "
+                    "remove it to use the default"
+                ),
             ),
             ("sink", {"root": "x", "queue_bytes_max": "lots"}, "consumers.sink.queue_bytes_max: got lots"),
             ("sink", {"root": "x", "queue_bytes_max": True}, "consumers.sink.queue_bytes_max: got True"),
@@ -325,8 +334,8 @@ class TestConfigFile:
 
 
 def test_options_are_told_with_types_and_defaults():
-    told = {option.name: (option.type, option.required, option.default) for option in options_of(Sink)}
-    assert told == {
+    options = {option.name: (option.type, option.required, option.default) for option in options_of(Sink)}
+    assert options == {
         "root": ("str", True, None),
         "count": ("int", False, 3),
         "ratio": ("float", False, 0.5),
@@ -346,8 +355,10 @@ def test_options_are_told_with_types_and_defaults():
 
 def test_the_defaults_of_policies_are_written_in_one_place():
     """Whoever has a default takes it from `capflow.buffers.policy`, which alone has the words."""
-    said = {name for name, path in modules().items() if re.search(r'(?<!== )"block"', path.read_text(encoding="utf-8"))}
-    assert said == {"capflow.buffers.policy"}
+    names = {
+        name for name, path in modules().items() if re.search(r'(?<!== )"block"', path.read_text(encoding="utf-8"))
+    }
+    assert names == {"capflow.buffers.policy"}
 
 
 def test_a_consumer_of_a_policy_that_there_is_not_is_refused():

@@ -128,7 +128,9 @@ def test_probes_that_do_not_fit_are_refused(tmp_path):
 
 
 def test_a_root_without_shards_that_daft_reads_is_refused(tmp_path):
-    check_refused(run(tmp_path), "got no *.parquet, expected a sharded data set; name the root of what filesystem:lay")
+    check_refused(
+        run(tmp_path), "got no *.parquet, expected a sharded data set; name the root of a data set of filesystem:lay"
+    )
     write_shards(tmp_path / "half", "float16", 1)
     expected = "expected shards of bfloat16 or float32; Daft does not know float16: capture with dtype=float32, or"
     check_refused(run(tmp_path / "half"), expected)
