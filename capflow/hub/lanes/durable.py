@@ -267,8 +267,8 @@ class DurableLane(Lane):
 
     def stored(self) -> LaneFiles:
         """Return what the inbox and the dead letters hold."""
-        status = self.inbox.status() if self.inbox.is_open else None
-        return LaneFiles(self.inbox.directory, status, self.dead.letters, self.requests_unkept)
+        directory, status = (self.inbox.directory, self.inbox.status()) if self.inbox.is_open else (None, None)
+        return LaneFiles(directory, status, self.dead.letters, self.requests_unkept)
 
     @property
     def left(self) -> tuple[int, int]:

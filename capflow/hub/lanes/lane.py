@@ -59,11 +59,13 @@ OnAction = Callable[[str, Action], None]
 class LaneFiles(NamedTuple):
     """What the lane of a consumer has on disk.
 
-    directory: of its inbox. status: the counters of its inbox; None while it is not open. letters: frames and ends in its dead letters.
+    directory: the directory of its inbox; None while the inbox is not open.
+    status: the counters of its inbox; None while the inbox is not open.
+    letters: frames and ends in its dead letters.
     requests_unkept: requests that were too long for the inbox.
     """
 
-    directory: Path
+    directory: Path | None
     status: dict[str, Any] | None
     letters: int
     requests_unkept: int

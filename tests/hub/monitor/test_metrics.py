@@ -12,8 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from capflow import limits
 from capflow.capture.frame import Dropped, Rank
+from capflow.hub.hub import Hub
 from capflow.hub.monitor.endpoint import Endpoint
-from capflow.hub.monitor.metrics import BEGIN, END, markdown
+from capflow.hub.monitor.metrics import BEGIN, END, markdown, registry_of
 from capflow.protocol import message
 from capflow.protocol.message import Hello, WatchRequest
 from capflow.transport.client import Client
@@ -243,6 +244,12 @@ def test_openmetrics_for_those_who_ask(watched):
     said = scrape(watched[2], "application/openmetrics-text; version=1.0.0")
     assert said.endswith("# EOF\n")
     assert "capflow_received_rows_total 18.0" in said
+
+
+def test_a_hub_has_metrics_before_its_inboxes_are_open(address, tmp_path):
+    """`capflow run` checks the metrics' port before it starts the hub."""
+    hub = Hub(str(address), [configured(Recorder("kept"), "spill", spool_dir=tmp_path / "inbox")])
+    assert registry_of(hub).get_sample_value("capflow_consumer_dead_letters", {"consumer": "kept"}) == 0
 
 
 def test_a_worker_that_comes_back_is_counted_and_a_new_boot_of_it_is_not(address):
