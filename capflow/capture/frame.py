@@ -72,12 +72,7 @@ class Span(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Sites with the same `rows` rows, and the spans that assign the rows to requests.
-
-    sites: the sites, each once.
-    rows: the number of rows at each site.
-    spans: the request and the positions of the rows.
-    """
+    """Sites with the same `rows` rows, and the spans that assign the rows to requests."""
 
     sites: Annotated[tuple[Site, ...], msgspec.Meta(max_length=limits.SITES_MAX)]
     rows: int
@@ -90,8 +85,6 @@ class Block(NamedTuple):
 class RequestRows(msgspec.Struct, frozen=True):
     """One request's part of a step.
 
-    id: the request's id.
-    prompt_length: the number of its prompt tokens.
     start: its first captured position in this step.
     token_ids: the tokens at positions `start, start+1, …`, as many as the step captured.
     texts: the texts of these tokens; empty if the engine has no tokenizer.
@@ -129,7 +122,6 @@ class Gap(msgspec.Struct, frozen=True):
 class Dropped(msgspec.Struct, frozen=True, omit_defaults=True):
     """Rows of a request that were captured or promised and did not arrive.
 
-    rows: their number.
     reason: one of the reasons in `docs/backpressure.md`.
     gaps: their places, as far as they are known; together at most `rows` rows.
     """
@@ -144,8 +136,6 @@ class Acted(msgspec.Struct, frozen=True):
 
     by: `request` for the steering that it came with, or `controller NAME`.
     kind: `steer` or `unsteer`.
-    sites: the steered sites.
-    step: the worker's step number.
     time_ns: the wall clock of the change.
     """
 
@@ -159,9 +149,7 @@ class Acted(msgspec.Struct, frozen=True):
 class Finished(msgspec.Struct, frozen=True):
     """A request is over on this worker. This is the last frame that names it.
 
-    id: the request's id.
     status: `stop`, `length`, `abort` or `error`.
-    prompt_length: the number of its prompt tokens.
     computed_length: the number of its tokens that were computed; position `computed_length - 1` is its last row.
     rows: the number of rows (positions times sites) that this worker sent for it, over all frames.
     dropped: the rows that this worker did not send.
@@ -198,21 +186,15 @@ class ActedOn(msgspec.Struct, frozen=True):
 class FrameHeader(msgspec.Struct, frozen=True, tag="frame", kw_only=True):
     """Everything about a frame except its rows; the module describes the layout.
 
-    engine: the engine's id.
-    boot: the id of this boot of the worker.
-    rank: the worker's place.
     seq: the number of the frame, from 1, without gaps within a boot.
-    step: the number of the worker's step.
     time_ns: the wall clock when the step was planned.
     dtype: the dtype of the rows, by torch's name.
-    hidden_size: the width of the rows.
     requests: the requests with rows in the frame.
     blocks: the sites and spans of the rows.
     finished: the requests that are over.
     acted: the requests that are over and have no wanted rows, with the changes to their steering.
     step_tokens: the number of tokens that the whole step computed, captured or not.
     step_requests: the number of requests in the step, captured or not.
-    payload_bytes: the length of the payload.
     xxh3: the hash of the payload.
     """
 
@@ -245,7 +227,6 @@ class FrameHeader(msgspec.Struct, frozen=True, tag="frame", kw_only=True):
 class Chunk(NamedTuple):
     """One request's new rows at some sites.
 
-    request: the request's part of the step.
     sites: the sites, in the order of `rows`.
     start: the position of the first row.
     rows: `[len(sites), length, hidden_size]`, positions `start .. start+length`, read-only.
@@ -285,7 +266,6 @@ _row_of = operator.itemgetter(3)
 class Frame:
     """A header and its payload.
 
-    header: the frame's header.
     payload: the rows, an object with the buffer protocol; views of it keep it alive.
     wants: narrows what `chunks` yields; None yields everything.
     """

@@ -18,8 +18,6 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """The properties of an engine's model that a hub and its consumers need.
 
     name: the model's name or path.
-    num_layers: the number of decoder layers, over all pipeline stages.
-    hidden_size: the width of the residual stream.
     dtype: the dtype of captured rows, by torch's name.
     sites: every site that carries a tap, over all pipeline stages.
     stages: the number of pipeline stages.

@@ -40,10 +40,7 @@ class CaptureResult(msgspec.Struct, frozen=True):
 class RequestDone(msgspec.Struct, frozen=True):
     """A request has ended on every worker that served it. Consumers get this when it is over.
 
-    engine: the engine's name.
-    request: the request's id.
     status: `stop`, `length`, `abort` or `error`.
-    prompt_length: the number of prompt tokens.
     computed_length: the number of tokens that were computed.
     rows_promised: the number of rows that its workers sent.
     rows: the number of its rows that this consumer was given.

@@ -19,7 +19,7 @@ import msgspec
 
 from capflow import limits
 from capflow.capture.positions import Form, Positions, normalise
-from capflow.capture.site import HOOKS, Site, by_own_name, layers_mask, sites_in
+from capflow.capture.site import HOOKS, Site, by_own_name, layers_mask, mask_of, sites_in
 from capflow.errors import UsageError, explain
 from capflow.limits import Name
 from capflow.text.brief import brief
@@ -167,23 +167,8 @@ class CaptureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         Raises UsageError for a layer that the model does not have, and for a site without a tap.
         """
         self.check_tag(where)
-        taps = set(tapped)
         want = Want(self.set_of_positions(where), self.dtype)
-        wanted: dict[Site, Want] = {}
-        for hook, layers in self.hooks.items():
-            at = f"{where}.hooks.{hook}"
-            if layers == "all":
-                sites = sorted(site for site in taps if site.hook == hook)
-                if not sites:
-                    raise UsageError(_untapped(at, taps, hook))
-            else:
-                selected = _selected(layers, num_layers, at)
-                sites = [Site(layer, hook) for layer, chosen in enumerate(selected) if chosen]
-            for site in sites:
-                if site not in taps:
-                    raise UsageError(_untapped(at, taps, str(site)))
-                wanted[site] = want
-        return wanted
+        return dict.fromkeys(sites_in(self.mask(mask_of(tapped), num_layers=num_layers, where=where)), want)
 
 
 class CaptureByConsumer(NamedTuple):

@@ -73,9 +73,7 @@ class Scorer(ABC):
         """Raise UsageError unless the probes fit a model with these tapped sites and this width."""
         if self.hidden_size != hidden_size:
             raise self._wrong("weight", f"{self.hidden_size} numbers", f"{hidden_size}, the model's width")
-        if self.site not in sites:
-            do = f"start the engine with --sites {self.site} to tap it"
-            raise UsageError(explain(f"{self.where}: site", got=str(self.site), expected="a tapped site", do=do))
+        self.site.check_tapped(sites, f"{self.where}: site")
 
     def _check_names(self, count: int) -> None:
         if not 0 < count <= limits.PROBES_PER_FILE_MAX:

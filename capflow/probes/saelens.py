@@ -58,7 +58,6 @@ def read_saelens(
 ) -> tuple[dict[str, Float32s], dict[str, str]]:
     """Return the tensors and the metadata of a probe file of kind `sae`.
 
-    directory: the directory that SAELens wrote.
     stem: the beginning of the probes' names.
     features: the recorded features; all by default.
     site: the site of the rows; by default the one in `cfg.json`.

@@ -82,7 +82,6 @@ class Intake:
     workers connect, the others give up credit as they send.
 
     pool: the pool that grants the credit.
-    owner: the owner of the worker.
     """
 
     def __init__(self, pool: Pool, owner: str = "") -> None:

@@ -62,11 +62,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """The identity of a peer.
 
     role: `worker`, `scheduler` or `client`.
-    engine: the engine's id.
     boot: new at every start of the peer's process.
-    rank: the worker's place.
     model: the engine's model; None for a client.
-    version: the protocol version.
     former: the process sends frames of an earlier process, and its engine may be gone.
     """
 
@@ -82,13 +79,11 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """What the hub wants of this engine.
 
-    hub: the hub's id.
     credit_bytes: the bytes that the peer may have in flight.
     last_seq: the last frame that the hub has of the peer's boot; 0 if none.
     captures: the consumers' own specs, each to be applied to every request. Schedulers and clients get them; schedulers
         pass them to their workers.
     controllers: the controllers to run in every worker. Schedulers get them and pass them to their workers.
-    version: the protocol version.
     clock_s: the hub's clock; `Act.until_s` is on this clock.
     actions: whether consumers want reports of steering, also for requests without wanted rows.
     readers: for clients: the consumers that requests may name. Hubs of earlier releases leave it out.
@@ -106,10 +101,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The hub does not talk to this peer.
-
-    reason: a message for people.
-    """
+    """The hub does not talk to this peer."""
 
     reason: Text
 
@@ -171,7 +163,6 @@ class Act(msgspec.Struct, frozen=True, tag="act", omit_defaults=True):
     """A requested action. A hub never uses an id twice, except to send the same `Act` again.
 
     id: chosen by the sender; the outcome has it too.
-    action: the action.
     until_s: when the action expires, on the hub's clock; set by hubs.
     """
 
@@ -189,7 +180,6 @@ class ActionOutcome(msgspec.Struct, frozen=True, tag="outcome"):
 class Await(msgspec.Struct, frozen=True, tag="await"):
     """A question for the results of requests, answered at once, or when every consumer is done with them.
 
-    requests: the ids of the requests.
     wait: whether to answer only when every consumer is done.
     engine: the engine of the requests, by name or id; empty for the only engine that has a request of the id.
     """
@@ -228,7 +218,6 @@ class WatchRequest(msgspec.Struct, frozen=True, tag="tap"):
 class Watched(msgspec.Struct, frozen=True, tag="tapped", omit_defaults=True):
     """An engine whose frames are copied.
 
-    engine: the engine's name.
     model: its model; None if it is gone, or one replica of it, or one pipeline stage.
     replica: the replica that is gone.
     stage: the pipeline stage that is gone.

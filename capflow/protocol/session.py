@@ -140,17 +140,34 @@ class _Kept(NamedTuple):
     parts: Parts
 
 
-class PeerSession:
+class _Session:
+    """What both sides have: a state, and a Beat after a silence."""
+
+    def __init__(self, now: float) -> None:
+        self.state = State.LOST
+        self._pulse = _Pulse(now)
+
+    def tick(self, now: float) -> Parts | None:
+        """Return a Beat if one is due."""
+        if self.state is State.OPEN and now >= self._pulse.beat_due():
+            return self._encoded(Beat(), now)
+        return None
+
+    def _encoded(self, message: Message, now: float) -> Parts:
+        self._pulse.sent = now
+        return [messages.encode(message)]
+
+
+class PeerSession(_Session):
     """The side of a worker, a scheduler or a client; one for the life of the peer, over all its connections.
 
     hello: the peer's identity.
     seq: the last frame number used before, or a larger one.
-    now: the current time.
     """
 
     def __init__(self, hello: Hello, *, seq: int = 0, now: float = 0.0) -> None:
+        super().__init__(now)
         self.hello = hello
-        self.state = State.LOST
         # The hub's latest Welcome; kept while the connection is lost.
         self.welcome: Welcome | None = None
         # The hub's reason for a refusal; cleared by the next connection.
@@ -170,7 +187,6 @@ class PeerSession:
         self._sent: deque[_Kept] = deque()
         # The cost of the frames in `_sent`.
         self._sent_bytes = 0
-        self._pulse = _Pulse(now)
         # When the Hello of this connection was sent.
         self._greeted = now
 
@@ -294,12 +310,6 @@ class PeerSession:
         assert self.welcome is not None
         return self._greeted + until_s - self.welcome.clock_s
 
-    def tick(self, now: float) -> Parts | None:
-        """Return a Beat if one is due."""
-        if self.state is State.OPEN and now >= self._pulse.beat_due():
-            return self._encoded(Beat(), now)
-        return None
-
     def silent(self, now: float) -> bool:
         """Return whether the hub has been silent for so long that the connection counts as lost."""
         return self.state in (State.HELLO, State.OPEN) and now >= self._pulse.silence_due()
@@ -336,29 +346,22 @@ class PeerSession:
             self._sent_bytes -= nbytes
             self.unacked_bytes -= nbytes
 
-    def _encoded(self, message: Message, now: float) -> Parts:
-        self._pulse.sent = now
-        return [messages.encode(message)]
 
-
-class HubSession:
+class HubSession(_Session):
     """The hub's side of one connection, from its Hello to its end.
 
-    now: the current time.
     user: the peer's public key; "" without keys.
     """
 
     def __init__(self, *, now: float = 0.0, user: str = "") -> None:
+        super().__init__(now)
         self.user = user
-        # LOST until the Hello.
-        self.state = State.LOST
         # Set by the Hello.
         self.hello: Hello | None = None
         # Set by `welcome`, for a worker.
         self.intake: Intake | None = None
         # The format of a worker's frames; set by the Hello.
         self._format: RowFormat | None = None
-        self._pulse = _Pulse(now)
 
     def receive(self, parts: Parts, now: float, frame: Frame | None = None) -> Frame | Message:
         """Return the peer's message.
@@ -421,12 +424,6 @@ class HubSession:
             raise _not_allowed(message, "the hub", self.state)
         return self._encoded(message, now)
 
-    def tick(self, now: float) -> Parts | None:
-        """Return a Beat if one is due."""
-        if self.state is State.OPEN and now >= self._pulse.beat_due():
-            return self._encoded(Beat(), now)
-        return None
-
     @property
     def heard_at(self) -> float:
         """The time of the peer's last message."""
@@ -456,10 +453,6 @@ class HubSession:
         for site in (*model.sites, *model.fixed) if model is not None else ():
             if site.hook not in HOOKS or not 0 <= site.layer < limits.LAYERS_MAX:
                 raise RemoteProtocolError(explain("hello.model.sites", got=tuple(site), expected="layers and hooks"))
-
-    def _encoded(self, message: Message, now: float) -> Parts:
-        self._pulse.sent = now
-        return [messages.encode(message)]
 
 
 def _unexpected(message: Any, state: State) -> UnexpectedMessageError:

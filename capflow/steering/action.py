@@ -34,7 +34,6 @@ class Steer(msgspec.Struct, frozen=True, tag="steer", forbid_unknown_fields=True
     together. A second `Steer` of one owner for the same request replaces the vectors of the first. Only generated
     positions are steered: the rows of the prompt stay as they were computed.
 
-    request: the request's id.
     vectors: the vectors, at most one for each site.
     incarnation, engine: as in the module.
     """
@@ -50,7 +49,6 @@ class Steer(msgspec.Struct, frozen=True, tag="steer", forbid_unknown_fields=True
 class Unsteer(msgspec.Struct, frozen=True, tag="unsteer", forbid_unknown_fields=True, omit_defaults=True):
     """Remove the vectors that the same owner's `Steer` added to a running request, from the next position on.
 
-    request: the request's id.
     incarnation, engine: as in the module.
     """
 
@@ -62,7 +60,6 @@ class Unsteer(msgspec.Struct, frozen=True, tag="unsteer", forbid_unknown_fields=
 class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True, omit_defaults=True):
     """Stop a running request. The text generated so far is its result, with status `abort`.
 
-    request: the request's id.
     incarnation, engine: as in the module.
     """
 
@@ -75,10 +72,7 @@ Action = Steer | Unsteer | Abort
 
 
 class ActionApplied(msgspec.Struct, frozen=True, tag="applied"):
-    """The action took effect in step `step` of the engine's scheduler.
-
-    id: the action's id.
-    """
+    """The action took effect in step `step` of the engine's scheduler."""
 
     id: Name
     step: Count
@@ -87,7 +81,6 @@ class ActionApplied(msgspec.Struct, frozen=True, tag="applied"):
 class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
     """The action changed nothing and will change nothing.
 
-    id: the action's id.
     reason: a message in the form of `capflow.errors`.
     """
 
@@ -100,7 +93,6 @@ class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
 
     It may have taken effect, and will not take effect any more.
 
-    id: the action's id.
     reason: a message in the form of `capflow.errors`.
     """
 
@@ -116,7 +108,6 @@ class Answered(msgspec.Struct, frozen=True):
 
     id: unique among actions.
     engine: the engine that runs the request; empty if the hub does not know it.
-    request: the request's id.
     kind: `steer`, `unsteer` or `abort`.
     sites: the sites of the added vectors.
     asked_by: the consumer's name; or `client`, followed by a space and the public half of its key if it has one; inside

@@ -32,7 +32,6 @@ _LENGTH_ERROR_MAX = 1e-3
 class Clamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A bound along one direction at one site.
 
-    layer, hook: the site.
     data: the unit vector, `[hidden_size]` float32 little-endian.
     low, high: the bounds of the projection, in the stream's units.
     strength: 1 moves the projection all the way into its bounds, 0 not at all.
@@ -93,9 +92,7 @@ class Clamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         field = f"{where}.{self.hook}.{self.layer}"
         self.site.check_tapped(sites, field)
-        if self.width != hidden_size:
-            expected = f"{hidden_size}, the model's width"
-            raise UsageError(explain(field, got=f"{self.width:g} numbers", expected=expected))
+        plain.check_width(self.width, hidden_size, field)
         direction = np.frombuffer(self.data, np.float32)
         length = float(np.sqrt(np.square(direction, dtype=np.float64).sum()))
         if not abs(length - 1.0) <= _LENGTH_ERROR_MAX:

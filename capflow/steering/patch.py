@@ -23,7 +23,6 @@ _EXAMPLE = '{"post_block": {12: {"positions": [3, -1], "vector": [0.1, …]}}}'
 class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Rows for positions of one site: `x ← x + amount · (row - x)`; an amount of 1 replaces `x`.
 
-    layer, hook: the site.
     positions: counted from the start of the prompt, or from its end if negative (-1 is its last token).
     data: `[positions, hidden_size]` float32 little-endian, a row for each position.
     amount: how far `x` moves towards the row.
@@ -55,9 +54,7 @@ class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         field = f"{where}.{self.hook}.{self.layer}"
         self.site.check_tapped(sites, field)
         read_positions(list(self.positions), f"{field}.positions")
-        if self.width != hidden_size:
-            expected = f"{hidden_size}, the model's width"
-            raise UsageError(explain(field, got=f"{self.width:g} numbers", expected=expected))
+        plain.check_width(self.width, hidden_size, field)
         plain.check_finite(np.frombuffer(self.data, np.float32), field)
         plain.number(self.amount, f"{field}.amount")
 

@@ -79,6 +79,12 @@ def whole(value: Any, field: str, low: int, high: int, noun: str) -> int:
     return plain
 
 
+def check_width(width: float, hidden_size: int, field: str) -> None:
+    """Raise UsageError unless a vector has the width of the model's rows."""
+    if width != hidden_size:
+        raise UsageError(explain(field, got=f"{width:g} numbers", expected=f"{hidden_size}, the model's width"))
+
+
 def layer_number(value: Any, field: str) -> int:
     """Return the layer that a whole number, or its digits as text, names."""
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 4:

@@ -29,7 +29,7 @@ from capflow.capture.site import Site, refusal_of_fixed
 from capflow.errors import UsageError, explain
 from capflow.steering.clamp import Clamp
 from capflow.steering.patch import Patch
-from capflow.steering.plain import NUMBER_MAX
+from capflow.steering.plain import NUMBER_MAX, check_width
 from capflow.steering.request import Steering, Tier
 from capflow.steering.vector import SteeringVector
 from capflow.text.brief import brief
@@ -43,7 +43,6 @@ Row = npt.NDArray[np.float32]
 class SiteError(UsageError):
     """The vectors or the clamps at one site are refused.
 
-    site: the site.
     kind: `vectors` or `clamps`, the end of the field's name.
     got, expected, do: as in `explain`.
     where: the field; by default that of the base tier.
@@ -89,7 +88,6 @@ class SiteOps(NamedTuple):
 class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The operations of one request.
 
-    hidden_size: the width of the rows.
     rows: `[n, hidden_size]` float32 little-endian; all rows differ.
     digests: the digest of each row, `DIGEST_BYTES` long.
     prefill, decode: the operations at each prompt position and at each generated one.
@@ -149,35 +147,32 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
     def check(self, info: ModelInfo) -> None:
         """Raise UsageError unless the program fits this model and its sites are tapped."""
-        if self.hidden_size != info.hidden_size:
-            expected = f"{info.hidden_size}, the model's width"
-            raise UsageError(explain("steering", got=f"{self.hidden_size} numbers", expected=expected))
+        check_width(self.hidden_size, info.hidden_size, "steering")
         if len(self.rows) != 4 * self.hidden_size * len(self.digests):
             raise UsageError(explain("steering", got=f"{len(self.rows)} bytes", expected=f"{len(self.digests)} rows"))
-        numbers = (
-            op.row for ops in (self.prefill, self.decode, *(o for _, o in self.patched)) for s in ops for op in s.ops
-        )
-        if not all(0 <= number < len(self.digests) for number in numbers):
+        sites = [site for ops in self._phases for site in ops]
+        if not all(0 <= op.row < len(self.digests) for site in sites for op in site.ops):
             expected = f"rows of 0..{len(self.digests) - 1}" if self.digests else "no operations, as there are no rows"
             do = "make the program with capflow.steering.program.program_of"
             raise UsageError(explain("steering", got="an operation on no row", expected=expected, do=do))
-        longest = max(
-            (len(s.ops) for ops in (self.prefill, self.decode, *(o for _, o in self.patched)) for s in ops), default=0
-        )
+        longest = max((len(site.ops) for site in sites), default=0)
         if longest > limits.SITE_OPS_MAX:
             expected = f"at most {limits.SITE_OPS_MAX} at one site"
             raise UsageError(explain("steering", got=f"{longest} operations", expected=expected))
-        for site in sorted(self.sites - set(info.sites)):
-            do = f"start the engine with --sites {site} to tap it"
-            raise UsageError(explain("steering", got=f"no tap at {site}", expected="a tapped site", do=do))
+        tapped = frozenset(info.sites)
+        for site in sorted(self.sites):
+            site.check_tapped(tapped, "steering")
         for site in sorted(self.sites & set(info.fixed)):
             raise UsageError(refusal_of_fixed("steering", site))
 
     @property
     def sites(self) -> frozenset[Site]:
         """Every site with an operation."""
-        every = (self.prefill, self.decode, *(ops for _, ops in self.patched))
-        return frozenset(Site(layer, hook) for ops in every for layer, hook, _ in ops)
+        return frozenset(Site(layer, hook) for ops in self._phases for layer, hook, _ in ops)
+
+    @property
+    def _phases(self) -> tuple[tuple[SiteOps, ...], ...]:
+        return (self.prefill, self.decode, *(ops for _, ops in self.patched))
 
 
 def _id(content: Any) -> str:
@@ -299,9 +294,7 @@ def _site_ops(hidden_size: int, tiers: Sequence[Tier], rows: _Rows) -> tuple[Sit
 
 
 def _check_width(part: SteeringVector | Clamp | Patch, field: str, hidden_size: int) -> None:
-    if part.width != hidden_size:
-        at, expected = f"{field}.{part.hook}.{part.layer}", f"{hidden_size}, the model's width"
-        raise UsageError(explain(at, got=f"{part.width:g} numbers", expected=expected))
+    check_width(part.width, hidden_size, f"{field}.{part.hook}.{part.layer}")
 
 
 def _sums(hidden_size: int, vectors: Iterable[SteeringVector]) -> dict[Site, Row]:

@@ -45,7 +45,6 @@ class Bounds(msgspec.Struct, frozen=True):
 class Fired(msgspec.Struct, frozen=True):
     """The effect of a vector that was added at one site.
 
-    site: the site.
     noise: the difference between repetitions of the request without the vector.
     moved, decode_moved: the change of the next token's logprobs, with the vector added to the prompt, and to the first
         generated token only.
@@ -85,7 +84,6 @@ class Apart(msgspec.Struct, frozen=True):
 
     logprob: in nats.
     equal: the number of generated tokens before the first that differs.
-    tokens: the number of generated tokens.
     """
 
     logprob: float
@@ -140,7 +138,6 @@ class Mates(msgspec.Struct, frozen=True):
 class AppliedCheck(msgspec.Struct, frozen=True):
     """The report of applied steering in the answer to a request that was steered at every site.
 
-    key: the id of the steering.
     prefill, decode: the number of operations at each site.
     expected: the sites; one operation is expected at each.
     """
@@ -194,13 +191,7 @@ class Cost(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, frozen=True):
     """The whole report.
 
-    model: the model's name or path.
-    dtype: the model's dtype, as loaded.
     compiled: whether the model ran with torch.compile.
-    taps: the number of taps.
-    fired: the effect of a vector at each tested site.
-    mates: the effect on plain requests.
-    applied: the report of applied steering.
     cost: the durations; None if they were not measured.
     """
 

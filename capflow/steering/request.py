@@ -72,7 +72,6 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The steering of one request, of a module, or of the global state.
 
     base, prefill, decode: the vectors and clamps for all, prompt and generated positions.
-    patches: the patches.
     modules: the named modules to apply.
     """
 

@@ -29,7 +29,6 @@ _EXAMPLE = '{"post_block": {12: [0.1, …]}}'
 class SteeringVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One vector for one site.
 
-    layer, hook: the site.
     data: `[hidden_size]` in `dtype`, little-endian.
     dtype: a key of `VECTOR_DTYPES`.
     scale: multiplies the vector.
@@ -90,9 +89,7 @@ class SteeringVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.dtype not in VECTOR_DTYPES:
             raise UsageError(explain(f"{field}.dtype", got=self.dtype, expected=f"one of {', '.join(VECTOR_DTYPES)}"))
         self.site.check_tapped(sites, field)
-        if self.width != hidden_size:
-            expected = f"{hidden_size}, the model's width"
-            raise UsageError(explain(field, got=f"{self.width:g} numbers", expected=expected))
+        plain.check_width(self.width, hidden_size, field)
         if self.relative and not self._stored().any():
             raise UsageError(explain(field, got="a zero vector", expected="a direction, since it is relative"))
         if not self._finite():
