@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import xxhash
 
 from capflow.capture.dtypes import DTYPES
 from capflow.capture.frame import Dropped
@@ -17,6 +18,12 @@ from capflow_consumers.filesystem.consumer import FilesystemConfig, FilesystemCo
 from tests.kit.frames import make_model, row_of, token_of
 
 SITES = (Site(0, "post_block"), Site(1, "post_block"), Site(1, "mlp_in"))
+
+
+def hashed(sidecar: bytes) -> bytes:
+    """Return a changed sidecar with a hash that matches it."""
+    text = sidecar[: sidecar.rindex(b',"xxh3_64"')]
+    return text + b',"xxh3_64":"' + xxhash.xxh3_64_hexdigest(text).encode() + b'"}'
 
 
 class Counts:

@@ -86,14 +86,13 @@ def judged(root: Path, error: OSError) -> OSError | RetryError | FatalError:
         used.
     The error itself: it affects one request only.
     """
-    if kind_of(error) == "retry" or (error.errno in _AWAY and is_away(root)):
-        return _caused(RetryError(refused(root, error)), error)
-    return _caused(FatalError(refused(root, error)), error) if error.errno in _AWAY else error
-
-
-def _caused(error: RetryError | FatalError, cause: OSError) -> RetryError | FatalError:
-    error.__cause__ = cause
-    return error
+    away = error.errno in _AWAY
+    retry = kind_of(error) == "retry" or (away and is_away(root))
+    if not retry and not away:
+        return error
+    judgement = (RetryError if retry else FatalError)(refused(root, error))
+    judgement.__cause__ = error
+    return judgement
 
 
 def is_away(root: Path) -> bool:

@@ -40,6 +40,7 @@ from capflow.capture.dtypes import DTYPES, SAFETENSORS_DTYPES
 from capflow.capture.frame import Rank
 from capflow.capture.result import Status
 from capflow.capture.site import HOOKS, Site
+from capflow.errors import UsageError, explain
 from capflow.limits import Total
 from capflow.text import jsontext
 
@@ -149,20 +150,22 @@ def write_sidecar(sidecar: Sidecar) -> bytes:
     return text + b',"xxh3_64":"' + xxhash.xxh3_64_hexdigest(text).encode() + b'"}'
 
 
-def check_sidecar(text: bytes) -> None:
-    """Raise ValueError when a sidecar's hash does not match its content."""
+def read_sidecar(text: bytes) -> Sidecar:
+    """Decode a sidecar.
+
+    Raises UsageError for one of another format, and ValueError for one that is damaged or holds unknown hooks or
+    dtypes.
+    """
     match = _CHECKED.fullmatch(text)
     if match is None or xxhash.xxh3_64_hexdigest(match[1]).encode() != match[2]:
-        raise ValueError("the sidecar's checksum does not match")
-
-
-def read_sidecar(text: bytes) -> Sidecar:
-    """Decode a sidecar; raises ValueError for one that is damaged or holds unknown hooks or dtypes."""
-    check_sidecar(text)
+        raise ValueError("a checksum that does not match")
     try:
         sidecar = jsontext.decode(text, Sidecar)
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:
         raise ValueError(str(e)) from e
+    if sidecar.format != FORMAT:
+        do = f"read it with capflow {sidecar.capflow}"
+        raise UsageError(explain("format", got=sidecar.format, expected=str(FORMAT), do=do))
     if any(entry.hook not in HOOKS for entry in sidecar.sites):
         raise ValueError(f"an unknown hook point, expected one of {', '.join(HOOKS)}")
     if not {sidecar.dtype, *(entry.dtype for entry in sidecar.sites)} <= {None, *DTYPES}:

@@ -16,17 +16,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from capflow import limits
 from capflow.capture.dtypes import DTYPES
-from capflow.capture.site import HOOKS
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.files import open_regular, read_regular
-from capflow.text import jsontext
 from capflow.text.brief import brief
 from capflow.text.engine_name import is_of, name_of
 from capflow_consumers.dataset import layout
@@ -349,25 +346,17 @@ def _has_sidecar(path: Path) -> bool:
 def _open_request(path: Path) -> RequestCapture:
     file = path / layout.SIDECAR_NAME
     try:
-        text = read_regular(file, limits.SIDECAR_BYTES_MAX)
-        sidecar = jsontext.decode(text, layout.Sidecar)
+        sidecar = layout.read_sidecar(read_regular(file, limits.SIDECAR_BYTES_MAX))
     except OSError as e:
         raise damaged(file, e.strerror or str(e), "a sidecar") from e
-    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
-        raise damaged(file, str(e), "a sidecar") from e
-    if sidecar.format != layout.FORMAT:
-        do = f"read it with capflow {sidecar.capflow}"
-        raise UsageError(explain(f"{file} format", got=sidecar.format, expected=str(layout.FORMAT), do=do))
+    except UsageError as e:
+        raise UsageError(f"{file} {e}") from e
+    except ValueError as e:
+        raise damaged(file, str(e), "a sidecar as it was written") from e
     packed = sidecar.layout == "packed"
     names = (layout.PACKED_NAME if packed else layout.file_name(entry.site) for entry in sidecar.sites)
-    if any(entry.hook not in HOOKS or entry.file != name for entry, name in zip(sidecar.sites, names, strict=True)):
+    if any(entry.file != name for entry, name in zip(sidecar.sites, names, strict=True)):
         raise damaged(file, "a file name that is not the site's", "names like post_block.000.safetensors")
-    if not {sidecar.dtype, *(entry.dtype for entry in sidecar.sites)} <= {None, *DTYPES}:
-        raise damaged(file, "an unknown dtype", f"one of {', '.join(DTYPES)}")
-    try:
-        layout.check_sidecar(text)
-    except ValueError as e:
-        raise damaged(file, str(e), "what was written") from e
     return DirectoryCapture(path, sidecar)
 
 

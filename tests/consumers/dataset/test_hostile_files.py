@@ -16,7 +16,6 @@ import duckdb
 import numpy as np
 import pytest
 import torch
-import xxhash
 
 import capflow
 from capflow import limits
@@ -30,6 +29,7 @@ from capflow.text import jsontext
 from capflow.transport.client import Client
 from tests.kit.captured import run, write
 from tests.kit.frames import make_frame, make_model
+from tests.kit.stored import hashed
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -187,7 +187,7 @@ def test_nesting_that_is_too_deep_is_a_decode_error_of_its_file(tmp_path):
     from capflow_engine.steering.module import load_module
 
     root = write(tmp_path / "rows", {"r1": (4, 9)})
-    (root / "r1" / "request.json").write_text('{"x": ' + DEEP)
+    (root / "r1" / "request.json").write_bytes(hashed(f'{{"x": {DEEP},"xxh3_64":""}}'.encode()))
     assert "request.json: got JSON is nested too deeply" in run_failing("inspect", root)
     lines = tmp_path / "lines.jsonl"
     lines.write_text('{"id": "a", "prompt": "b", "capture": ' + DEEP)
@@ -251,8 +251,7 @@ def test_nothing_of_a_data_set_speaks_to_the_terminal(tmp_path):
         lambda _: b'"model":' + json.dumps(SPEAKS, ensure_ascii=False).encode(),
         sidecar.read_bytes(),
     )
-    text = text[: text.rindex(b',"xxh3_64"')]
-    sidecar.write_bytes(text + b',"xxh3_64":"' + xxhash.xxh3_64_hexdigest(text).encode() + b'"}')
+    sidecar.write_bytes(hashed(text))
     done = run("inspect", root)
     assert done.returncode == 0
     assert r"models    \x1b]0;title\x07\x9b31m\u2028\u202e" in done.stdout

@@ -19,7 +19,7 @@ from capflow_consumers.filesystem.consumer import FilesystemConfig, FilesystemCo
 from tests.kit.captured import LAYOUTS, flip, write
 from tests.kit.frames import make_frame, make_model, row_of
 from tests.kit.sources import ROOT
-from tests.kit.stored import done, opened
+from tests.kit.stored import done, hashed, opened
 
 SITES = (Site(2, "post_block"), Site(3, "mlp_out"))
 
@@ -99,24 +99,24 @@ def test_a_missing_file_is_named(root):
 
 
 @pytest.mark.parametrize(
-    ("sidecar", "message"),
+    ("change", "message"),
     [
+        (lambda text: text.replace(b'"rows":', b'"rows":1'), "request.json: got a checksum that does not match"),
+        (lambda text: text[:-10], "request.json: got a checksum that does not match"),
+        (lambda text: hashed(b"{" + text), "request.json: got JSON is malformed"),
+        (lambda text: hashed(text.replace(b'"a"', b'"\xff"')), "request.json: got 'utf-8' codec can't decode"),
+        (lambda text: hashed(text.replace(b'"format":1', b'"format":2')), "request.json format: got 2, expected 1"),
+        (lambda text: hashed(text.replace(b'"mlp_out"', b'"../x"')), "got an unknown hook point"),
+        (lambda text: hashed(text.replace(b'"bfloat16"', b'"int8"')), "got an unknown dtype"),
         (
-            lambda text: text.replace('"request":"a"', '"request":"\udcff"'),
-            "request.json: got 'utf-8' codec can't decode",
-        ),
-        (lambda text: text[:-10], "request.json: got Input data was truncated"),
-        (lambda text: text.replace('"format":1', '"format":2'), "format: got 2, expected 1"),
-        (
-            lambda text: text.replace("mlp_out.003.safetensors", "../../secret"),
+            lambda text: hashed(text.replace(b"mlp_out.003.safetensors", b"../../secret")),
             "got a file name that is not the site's",
         ),
-        (lambda text: text.replace("mlp_out", "../x"), "got a file name that is not the site's"),
     ],
 )
-def test_a_sidecar_that_cannot_be_trusted_is_refused(root, sidecar, message):
+def test_a_sidecar_that_cannot_be_trusted_is_refused(root, change, message):
     file = root / "a" / "request.json"
-    file.write_text(sidecar(file.read_text()), errors="surrogateescape")
+    file.write_bytes(change(file.read_bytes()))
     dataset = capflow.open(root)
     with pytest.raises(CapflowError, match=re.escape(message)):
         dataset["a"]

@@ -52,10 +52,21 @@ _BOUND_LENGTH_MAX = 256
 # Bytes of rows from which bfloat16 has the dictionary, which takes a quarter of that.
 _DICTIONARY_WORTH_BYTES = 1 << 20
 
-_VECTOR_TYPES: dict[str, tuple[int, Any]] = {
-    "bfloat16": (_INT32, pa.uint16()),
-    "float16": (_FIXED, pa.float16()),
-    "float32": (_FLOAT, pa.float32()),
+_VECTOR_TYPES = {"bfloat16": pa.uint16(), "float16": pa.float16(), "float32": pa.float32()}
+
+
+def _unsigned(bits: int) -> bytes:
+    return struct((10, STRUCT, struct((1, BYTE, bits), (2, TRUE, False))))
+
+
+# Of each Arrow type: Parquet's physical type and its length, the converted type, and the logical type.
+_LEAVES: dict[Any, tuple[int, int | None, int | None, bytes | None]] = {
+    pa.string(): (_BYTE_ARRAY, None, _UTF8, struct((1, STRUCT, struct()))),
+    pa.int32(): (_INT32, None, None, None),
+    pa.uint16(): (_INT32, None, _UINT16, _unsigned(16)),
+    pa.uint64(): (_INT64, None, _UINT64, _unsigned(64)),
+    pa.float16(): (_FIXED, 2, None, struct((15, STRUCT, struct()))),
+    pa.float32(): (_FLOAT, None, None, None),
 }
 
 
@@ -130,7 +141,7 @@ def schema(kind: str, size: int, about: dict[str, str]) -> pa.Schema:
 
 def vector_type(kind: str, size: int) -> Any:
     """Return the Arrow type of a vector."""
-    return pa.list_(pa.field("element", _VECTOR_TYPES[kind][1], nullable=False), size)
+    return pa.list_(pa.field("element", _VECTOR_TYPES[kind], nullable=False), size)
 
 
 def numbers(values: npt.NDArray[Any]) -> tuple[bytes, ColumnChunk]:
@@ -207,7 +218,7 @@ def page_rows(kind: str, size: int, rows: int, page: Any, plain_bytes: int) -> n
     # `wide` first: without it, bfloat16 comes only in multiples of 8 numbers.
     for wide in (True, False):
         levels = len(vector_levels("float32" if wide else kind, size, rows))
-        item = 4 if wide else _VECTOR_TYPES[kind][1].bit_width // 8
+        item = 4 if wide else _VECTOR_TYPES[kind].bit_width // 8
         if levels + rows * size * item == plain_bytes and (kind == "bfloat16" or not wide):
             values = plain[levels:]
             narrow = values.view(np.int32).astype(np.uint16).view(np.uint8) if wide else values
@@ -241,7 +252,8 @@ def footer(columns: pa.Schema, groups: Sequence[RowGroup], created_by: str) -> b
         **{key.decode(): value.decode() for key, value in (columns.metadata or {}).items()},
         "ARROW:schema": base64.b64encode(columns.serialize()).decode(),
     }
-    types = [_physical(field.type) for field in columns]
+    values = (field.type.value_type if pa.types.is_fixed_size_list(field.type) else field.type for field in columns)
+    types = [_LEAVES[value][0] for value in values]
     order = struct((1, STRUCT, struct()))
     metadata = struct(
         (1, I32, 2),
@@ -317,12 +329,6 @@ def _path(field: pa.Field) -> tuple[bytes, ...]:
     return (name, b"list", b"element") if pa.types.is_fixed_size_list(field.type) else (name,)
 
 
-def _physical(kind: Any) -> int:
-    if pa.types.is_fixed_size_list(kind):
-        return next(physical for physical, arrow in _VECTOR_TYPES.values() if arrow == kind.value_type)
-    return {pa.string(): _BYTE_ARRAY, pa.int32(): _INT32, pa.uint64(): _INT64}[kind]
-
-
 def _elements(field: pa.Field) -> list[bytes]:
     """Return the schema elements of a column."""
     name, kind = field.name.encode(), field.type
@@ -337,19 +343,7 @@ def _elements(field: pa.Field) -> list[bytes]:
 
 
 def _leaf(name: bytes, kind: Any) -> bytes:
-    converted: int | None = None
-    logical: bytes | None = None
-    physical, length = _INT32, None
-    if kind == pa.string():
-        physical, converted, logical = _BYTE_ARRAY, _UTF8, struct((1, STRUCT, struct()))
-    elif kind in {pa.uint16(), pa.uint64()}:
-        bits = kind.bit_width
-        physical, converted = (_INT32, _UINT16) if bits == 16 else (_INT64, _UINT64)
-        logical = struct((10, STRUCT, struct((1, BYTE, bits), (2, TRUE, False))))
-    elif kind == pa.float16():
-        physical, length, logical = _FIXED, 2, struct((15, STRUCT, struct()))
-    elif kind == pa.float32():
-        physical = _FLOAT
+    physical, length, converted, logical = _LEAVES[kind]
     return struct(
         (1, I32, physical),
         (2, I32, length),
