@@ -107,10 +107,7 @@ _SiteName = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(HOOKS)}):[0-9]{{1,
 
 
 class Gap(msgspec.Struct, frozen=True):
-    """Missing rows: of positions `start .. stop`, at each of these sites.
-
-    sites: as `HOOK:LAYER`.
-    """
+    """Positions `start .. stop` whose rows are missing at each of these sites, given as `HOOK:LAYER`."""
 
     sites: Annotated[tuple[_SiteName, ...], msgspec.Meta(max_length=limits.SITES_MAX)]
     start: Position

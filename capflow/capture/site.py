@@ -138,8 +138,8 @@ def mask_of(sites: Iterable[Site]) -> int:
     The number takes at most 640 bytes, however many sites there are.
     """
     bits = bytearray(limits.SITES_MAX)
-    for site in sites:
-        bits[site.number] = 1
+    for layer, hook in sites:
+        bits[layer * len(HOOKS) + _HOOK_NUMBERS[hook]] = 1
     return _packed(bits)
 
 

@@ -34,7 +34,6 @@ class Steer(msgspec.Struct, frozen=True, tag="steer", forbid_unknown_fields=True
     together. A second `Steer` of one owner for the same request replaces the vectors of the first. Only generated
     positions are steered: the rows of the prompt stay as they were computed.
 
-    vectors: the vectors, at most one for each site.
     incarnation, engine: as in the module.
     """
 

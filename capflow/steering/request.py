@@ -44,7 +44,7 @@ _NAME_EXPECTED = f"a name of 1..{limits.STEERING_NAME_LENGTH_MAX} characters"
 
 
 class Tier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Vectors, at most one for each site, and clamps, any number for each site."""
+    """Vectors, at most one absolute and one relative for each site, and clamps, any number for each site."""
 
     vectors: tuple[SteeringVector, ...] = ()
     clamps: tuple[Clamp, ...] = ()
