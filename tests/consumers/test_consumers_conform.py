@@ -1,4 +1,4 @@
-"""The consumers that come with capflow keep the rules that `capflow.testing` holds anyone's to."""
+"""The consumers that come with capflow keep the rules of `capflow.testing` for every consumer."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def files():
 
 
 def scored():
-    """Return the tokens that the database has of each request."""
+    """Return the tokens of each request in the database."""
     import duckdb
 
     with duckdb.connect("scores.duckdb", read_only=True) as database:

@@ -1,4 +1,4 @@
-"""Stores against a model: whatever fails and whoever is killed in which order, every promised row is there once."""
+"""Stores against a model: after any order of failures and kills, every promised row is there once."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class DuckdbStore:
         self._guarded(consumer)
 
     def kill(self, consumer):
-        """Leave what is on the disk now, without what the consumer would write at its end."""
+        """Keep the disk as it is now, without what the consumer would write at its end."""
         killed, self.path = self.path, self.path.with_name(f"{int(self.path.stem) + 1}.duckdb")
         for suffix in ("", ".wal"):
             if Path(f"{killed}{suffix}").exists():
@@ -94,7 +94,7 @@ class DuckdbStore:
 
     @staticmethod
     def stored(rows):
-        """Return what there is of a request's rows in this store: those of the first site, and its tokens."""
+        """Return the rows that this store keeps: those of the first site, and the tokens."""
         return Counter(
             {place: n for place, n in rows.items() if place[2] == SITES[0]}
             | {(*place[:2], TOKEN, place[3]): n for place, n in rows.items() if place[2] == SITES[0]}
@@ -152,7 +152,7 @@ class FilesystemStore:
         consumer.open(Counts())
 
     def kill(self, consumer):
-        """Leave what is on the disk now, in another place, without what the consumer would write at its end."""
+        """Keep the disk as it is now, in another place, without what the consumer would write at its end."""
         killed, self.root = self.root, self.root.with_name(str(int(self.root.name) + 1))
         shutil.copytree(killed, self.root)
         consumer.close()
@@ -162,7 +162,7 @@ class FilesystemStore:
 
     @staticmethod
     def stored(rows):
-        """Return what there is of a request's rows in this store: all of them."""
+        """Return the rows that this store keeps: all of them."""
         return rows
 
     def rows(self):
@@ -204,7 +204,7 @@ class RecordStore:
 
     @staticmethod
     def stored(rows):
-        """Return what there is of a request's rows in this store: all of them."""
+        """Return the rows that this store keeps: all of them."""
         return rows
 
     def rows(self):
@@ -248,7 +248,7 @@ def test_a_recording_has_every_frame_once(tmp_path, seed):
 
 
 def test_the_model_refuses_and_kills(tmp_path):
-    """Or else the tests above would show nothing."""
+    """The model refuses and kills; otherwise the tests above would show nothing."""
     lanes = []
     for seed in range(4):
         root = tmp_path / str(seed)

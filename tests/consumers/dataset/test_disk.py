@@ -1,4 +1,4 @@
-"""What the file system below a data set says, and what it is to a hub."""
+"""How errors of the file system below a data set are judged."""
 
 from __future__ import annotations
 

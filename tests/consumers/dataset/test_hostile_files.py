@@ -1,4 +1,4 @@
-"""Files that were put where data is expected: none hangs a reader, takes its memory, or speaks to the terminal."""
+"""Hostile files in the place of data files: none hangs a reader, exhausts its memory, or writes to the terminal."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def fifo(path):
     os.mkfifo(path)
 
 
-# Where data is expected lies something else.
+# Other things in the place of data files.
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_device_is_not_read(path):
         open_regular(path)
 
 
-# Files that are larger than what was written.
+# Files that are larger than their content.
 
 
 def test_a_sparse_segment_costs_what_was_written_of_it(recording):
@@ -171,7 +171,7 @@ def test_a_checkpoint_that_names_a_class_at_length_is_refused_before_torch_looks
                 archive.writestr(entry.filename, right.read(entry).replace(name, longer))
     else:
         path.write_bytes(stored.getvalue().replace(name, longer))
-    if behind:  # an empty archive, which zipfile finds there and torch does not look for
+    if behind:  # an empty archive, which zipfile sees and torch does not
         with zipfile.ZipFile(path, "a"):
             pass
     with pytest.raises(
@@ -180,7 +180,7 @@ def test_a_checkpoint_that_names_a_class_at_length_is_refused_before_torch_looks
         load_vectors(path)
 
 
-# JSON that is nested too deeply, or says a thing twice.
+# JSON that is nested too deeply, or has a key twice.
 
 
 def test_nesting_that_is_too_deep_is_a_decode_error_of_its_file(tmp_path):
@@ -240,7 +240,7 @@ def test_what_people_write_says_each_thing_once(tmp_path):
         RequestOptions.said('{"capture": {}, "capture": {}}')
 
 
-# What speaks to a terminal.
+# Control characters for the terminal.
 
 
 def test_nothing_of_a_data_set_speaks_to_the_terminal(tmp_path):
@@ -275,7 +275,7 @@ def test_nothing_of_a_database_speaks_to_the_terminal(tmp_path):
     assert all(c.isprintable() or c == "\n" for c in done.stdout)
 
 
-# A hub that goes away while it is connected to.
+# A hub that ends while a client connects.
 
 
 def test_a_socket_that_hangs_up_is_no_question_of_keys(tmp_path_factory):

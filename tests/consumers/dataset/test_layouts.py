@@ -1,4 +1,4 @@
-"""What holds of a data set however its rows lie: `layout=per_file`, `packed` and `sharded`."""
+"""A data set in every layout: `per_file`, `packed` and `sharded`."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def test_half_a_row_of_a_running_request_is_not_read(tmp_path):
     consumer.on_idle()
     (file,) = tmp_path.glob(".partial-*/*/post_block.000.safetensors")
     with file.open("ab") as writing:
-        writing.write(b"half")  # of the next row, whose line is not written
+        writing.write(b"half")  # of the next row; its line is not written yet
     log = file.parent / "running.jsonl"
     log.write_bytes(log.read_bytes() + b'{"sites": ["post_block:0"], "spans": [[4, 5')
     (running,) = capflow.open(tmp_path).running()
@@ -310,7 +310,7 @@ os.kill(os.getpid(), 9)
     assert capflow.open(tmp_path).running() == []
 
 
-# What goes wrong.
+# Failures.
 
 
 NASTY = [
@@ -351,7 +351,7 @@ def test_a_request_without_room_on_the_disk_waits_for_it_and_those_behind_it_too
     with mounted(tmp_path, "400k"):
         consumer = opened(tmp_path, hooks=["post_block"], **options)
         header = make_frame([("big", 4, 0, 4)], hidden=37_500, seq=2).header
-        big = Frame.seal(header, np.random.default_rng(0).bytes(4 * 150_000))  # of which no compression makes less
+        big = Frame.seal(header, np.random.default_rng(0).bytes(4 * 150_000))  # which no compression makes smaller
         for seq, request in ((1, "first"), (2, "big"), (3, "last")):
             consumer.on_frame(make_frame([(request, 4, 0, 4)], seq=seq) if request != "big" else big)
         assert consumer.on_request_done(done("first")).status == "ok"
@@ -404,7 +404,7 @@ def test_a_truncated_file_is_noticed(tmp_path, options, left):
     os.truncate(file, int(size * left) if isinstance(left, float) else left % size)
     with pytest.raises(CapflowError):
         capflow.open(tmp_path).verify()
-    if (left, options["layout"]) == (-1, "sharded"):  # which is the footer's, and no request's
+    if (left, options["layout"]) == (-1, "sharded"):  # the last byte is the footer's, and no request's
         assert_is_whole(capflow.open(tmp_path)["r1"], "r1", SITES, 5)
         return
     with pytest.raises(CapflowError):

@@ -1,4 +1,4 @@
-"""Shards as other tools see them, and what is in a torn one."""
+"""Shards as other tools read them, and the recovery of torn ones."""
 
 from __future__ import annotations
 
@@ -100,14 +100,14 @@ COLUMNS = ["request", "layer", "hook", "position", "token_id", "phase"]
 
 
 def rows_of(columns, vectors, dtype):
-    """Return the same of what a tool gave."""
+    """Return the rows that a tool read, in the form of `expected`."""
     values = [np.asarray(vector).astype(NUMPY[dtype]).tobytes() for vector in vectors]
     return list(zip(*columns, values, strict=True))
 
 
 @pytest.fixture(params=["in place", "gathered", "zstd", "zstd large"])
 def options(request, monkeypatch):
-    """Both ways in which vectors come to lie in a page, with a dictionary and without."""
+    """Options for each way in which vectors lie in a page, with a dictionary and without."""
     if request.param in {"in place", "zstd large"}:
         monkeypatch.setattr(shardfile, "IN_PLACE_BYTES_MIN", 0)
     if request.param == "zstd large":
@@ -214,7 +214,7 @@ def test_batches_are_cut_where_sites_end_and_within_one_that_is_larger(tmp_path,
 
 @pytest.fixture
 def torn(tmp_path):
-    """The shard of a writer that is gone, with five requests in it."""
+    """The shard of a dead writer, with five requests in it."""
     consumer = opened(tmp_path / "living", SITES, layout="sharded")
     for seq in range(5):
         consumer.on_frame(make_frame([(f"r{seq}", 4, 0, 10)], SITES, hidden=HIDDEN, seq=seq + 1, boot="b"))
@@ -231,7 +231,7 @@ def test_a_torn_shard_keeps_its_whole_requests(torn, left, whole):
     os.truncate(torn, int(torn.stat().st_size * left))
     names = [f"r{number}" for number in range(whole)]
     assert capflow.open(root).requests() == names  # as it lies
-    opened(root, SITES, layout="packed").close()  # whatever comes next seals it
+    opened(root, SITES, layout="packed").close()  # any next writer seals it
     dataset = capflow.open(root)
     assert dataset.requests() == names
     dataset.verify()
@@ -312,7 +312,7 @@ def test_one_damaged_byte_in_a_dead_writers_shard_costs_its_request_and_the_file
     flip(torn, place_in(torn, request_id or "r0", part))
     damaged = torn.read_bytes()
     whole = [name for name in ("r0", "r1", "r2", "r3", "r4") if name != request_id]
-    if part != "rows":  # which nobody holds against their hashes while they lie there
+    if part != "rows":  # reading does not check their hashes
         assert capflow.open(root).requests() == whole
     opened(root, SITES, layout="packed").close()
     dataset = capflow.open(root)
@@ -331,9 +331,8 @@ def test_one_damaged_byte_in_a_dead_writers_shard_costs_its_request_and_the_file
 
 def test_a_dead_writers_shard_of_which_nothing_can_be_read_is_kept(torn):
     root = torn.parent.parent
-    torn.write_bytes(
-        bytes(600) + torn.read_bytes()[600:].replace(b"\xff\xff\xff\xff", b"\xff\xff\xff\xfe")
-    )  # but sidecars
+    # Only sidecars are left.
+    torn.write_bytes(bytes(600) + torn.read_bytes()[600:].replace(b"\xff\xff\xff\xff", b"\xff\xff\xff\xfe"))
     opened(root, SITES, layout="packed").close()
     assert capflow.open(root).requests() == []
     assert [path.name for path in root.iterdir() if path.name != ".lock"] == [f".damaged-{torn.name}"]

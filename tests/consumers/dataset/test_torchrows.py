@@ -286,7 +286,7 @@ def test_a_capture_that_was_replaced_or_removed_is_an_error(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("options", STORED, ids=IDS)
 def test_memory_is_bounded_by_the_buffer(tmp_path, options):
-    """A request of 96 MiB goes by in a process that may not have 64 MiB more than before."""
+    """A request of 96 MiB is read in a process that may take 64 MiB more than before."""
     root = write(tmp_path / "rows", {"r": (1, 6144)}, [Site(0, "post_block")], dtype="float32", hidden=4096, **options)
     script = (
         "import resource, sys; from capflow_consumers.dataset.torch_rows import TorchRows\n"

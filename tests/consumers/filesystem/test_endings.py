@@ -29,7 +29,7 @@ LAYOUTS = ("per_file", "packed", "sharded")
 
 @pytest.fixture
 def held(monkeypatch):
-    """Return an event that every sync waits for, and how often each was begun."""
+    """Return an event that every sync waits for, and the number of syncs begun of each kind."""
     go, begun = threading.Event(), Counter()
 
     def hold(module, name):

@@ -201,12 +201,12 @@ def test_rows_do_not_keep_the_frames_alive_that_they_came_in(tmp_path):
     frame = make_frame([("r1", 4, 0, 4)])
     consumer.on_frame(Frame(frame.header, payload))
     payload[:] = b"\xff" * len(payload)
-    payload.clear()  # BufferError while anything still points into it
+    payload.clear()  # BufferError while a view of it exists
     consumer.on_request_done(done())
     assert_is_whole(capflow.open(tmp_path)["r1"], "r1", SITES[:1], 4)
 
 
-# What is missing is said.
+# Missing rows are reported.
 
 
 def test_fewer_rows_than_promised_is_a_partial_error_with_the_difference(tmp_path):
@@ -355,7 +355,7 @@ def test_a_taken_name_can_get_a_suffix(tmp_path):
     assert len(dataset["r1"]["post_block:0"].rows) == 5
 
 
-# What comes again.
+# Repeated frames.
 
 
 def test_a_request_that_is_given_again_is_known_and_not_written_again(tmp_path):
@@ -394,7 +394,7 @@ def test_the_rest_of_a_request_whose_worker_was_taken_to_be_gone_lies_beside_its
     consumer.close()
 
 
-# Ends other than the good one.
+# Abnormal ends.
 
 
 WRITER = """
