@@ -46,15 +46,14 @@ def forward_tokens(input_ids: Any, kwargs: dict[str, Any]) -> int:
     return int(kwargs["positions"].shape[-1])
 
 
-def new_requests(scheduler_output: Any) -> Iterator[tuple[str, int, dict[str, Any] | None]]:
-    """Yield requests that a step gives its workers anew: id, prompt length, `extra_args`.
+def new_requests(scheduler_output: Any) -> Iterator[tuple[str, int]]:
+    """Yield requests that a step gives its workers anew: id, prompt length.
 
     These are those that it schedules for the first time, those whose streaming input goes on, and, for the V2
     runner, those that were preempted.
     """
     for new in scheduler_output.scheduled_new_reqs:
-        params = new.sampling_params
-        yield new.req_id, new.prompt_len, (params.extra_args if params is not None else None)
+        yield new.req_id, new.prompt_len
 
 
 # --- the scheduler ---

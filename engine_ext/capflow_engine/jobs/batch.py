@@ -101,7 +101,7 @@ def _generate(engine: Any, tell: Tell, begun: float, prepared: Mapping[str, Prep
             for output in engine.step():
                 if output.finished:
                     answer = output.outputs[0]
-                    applied = prepared[output.request_id].said(taken(output))
+                    applied = prepared[output.request_id].applied_with(taken(output))
                     tell(
                         "done",
                         id=output.request_id,

@@ -132,14 +132,14 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         if isinstance(prompt, AsyncGenerator):
             prompt = _asking_nothing(prompt)
         outputs = super().generate(prompt, prepared.params, request_id or prepared.options.id, **kwargs)
-        told: Dynamic | None = None
+        dynamic: Dynamic | None = None
         try:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
-                    told = taken(output) or told
+                    dynamic = taken(output) or dynamic
                     if output.finished:
                         await self._add_results(output, prepared.options)
-                        output.steering_applied = prepared.said(told)
+                        output.steering_applied = prepared.applied_with(dynamic)
                     yield output
         finally:
             self._running.difference_update(names)

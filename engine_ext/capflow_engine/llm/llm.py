@@ -214,7 +214,7 @@ class LLM(VLLM):  # type: ignore[misc]
             for name, sample in zip(names, output.outputs, strict=True):
                 sample.capture_results = found.get(name, {})
             output.capture_results = joined({name: found[name] for name in names if name in found})
-            output.steering_applied = one.said(taken(output))
+            output.steering_applied = one.applied_with(taken(output))
         return outputs
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -20,6 +20,7 @@ from capflow.steering.program import SteeringProgram
 from capflow.steering.request import STEERING_FIELDS, Steering
 from capflow.text import jsontext
 from capflow.text.brief import brief
+from capflow_engine.steering.fit import Fit
 from capflow_engine.steering.store import SteeringStore
 
 KEY = "capflow"
@@ -28,22 +29,33 @@ _SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair: no text that can b
 
 
 class PackedOptions(dict[str, Any]):
-    """Options that this process packed, and which are as it checked them; those that a client sent are plain dicts or text."""
+    """The plain values of options that this process made, and those options themselves.
+
+    vLLM sends the values to its engine; this process reads the options. What a client sent is a plain dict or text.
+    """
+
+    def __init__(self, options: RequestOptions) -> None:
+        super().__init__(msgspec.to_builtins(options, builtin_types=(bytes,)))
+        self.options = options
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self  # vLLM copies parameters; nobody changes options
 
 
 class Ready(PackedOptions):
-    """Options with everything that steers their request worked out: nothing is to be added."""
+    """PackedOptions options whose steering is compiled: nothing is to be added."""
 
 
 class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one request asks for.
 
-    id: what the request is called in frames and files, unique among running ones. capture: what to capture of it for
-    consumers that read requests' own specs, all or by name. steering: what steers it, as it was asked for. program: the same worked out,
-    with everything else that holds for it; where that is there, `steering` is not. samples: how many samples are asked for, each
-    of which is a request of its own, called `id#0`, `id#1` and so on when there are several. generated: how many of the prompt's
-    last tokens are an answer so far, and are steered as such: of a beam, each of whose tokens is a request of its own; None for
-    any other request.
+    id: the request's name in frames and files, unique among running requests.
+    capture: what to capture of it, for all consumers that read requests' own specs, or for each by name.
+    steering: what steers it, as it was asked for. None once that is compiled.
+    program: all that steers it, compiled.
+    samples: how many samples are asked for. Each of several is a request of its own, called `id#0`, `id#1` and so on.
+    generated: how many of the prompt's last tokens are a beam's answer so far, and are steered as such. Each token of a
+    beam is a request of its own. None for any other request.
     """
 
     id: str | None = None
@@ -86,22 +98,23 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.program is not None:
             self.program.check(info)
 
-    def resolved(self, info: ModelInfo, store: SteeringStore = _NO_MODULES) -> RequestOptions:
-        """Return the options with what steers worked out, and what the store has for every request with it.
+    def compiled(self, fit: Fit, store: SteeringStore = _NO_MODULES) -> RequestOptions:
+        """Return the options, checked, with the program of all that steers the request: its own, and what the store adds.
 
-        What they came with was checked before. Raises UsageError for what does not fit the model, and for a module that the
-        store does not have.
+        A program that the options have is checked and stays. Raises UsageError for what does not fit the model or the
+        bank, UnknownModuleError for a module that the store does not have.
         """
-        if self.program is not None:
-            return self
-        program = store.resolve(self.steering, info.hidden_size)
-        if program is not None:
-            program.check(info)
+        self.check(fit.info)
+        program = self.program
+        if program is None:
+            program = fit.program(self.steering, store)
+        else:
+            fit.size.check(program)
         return msgspec.structs.replace(self, steering=None, program=program)
 
     def pack(self) -> PackedOptions:
         """Return the options as plain values for `extra_args`."""
-        return PackedOptions(msgspec.to_builtins(self, builtin_types=(bytes,)))
+        return PackedOptions(self)
 
     @classmethod
     def said(cls, value: Any) -> RequestOptions:
@@ -119,13 +132,16 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def unpack(cls, extra_args: dict[str, Any] | None) -> RequestOptions:
-        """Return the options in a request's `extra_args`; none when there are none.
+        """Return the options in a request's `extra_args`; empty ones when there are none.
 
-        Takes what `pack` made, and JSON text as HTTP clients send it. Raises UsageError for anything else.
+        Takes what `pack` made, here or in another process, and JSON text as HTTP clients send it. Raises UsageError for
+        anything else.
         """
         value = (extra_args or {}).get(KEY)
         if value is None:
             return _NONE
+        if isinstance(value, PackedOptions):
+            return value.options
         if isinstance(value, str):
             return cls.said(value)
         try:
@@ -148,13 +164,5 @@ def check_names(names: Iterable[str], id: str, where: str) -> None:
         raise UsageError(explain(where, got=id, expected=expected))
 
 
-def patched(params: Any) -> RequestOptions | None:
-    """Return the options in sampling parameters, as `pack` made them, where patches are among them; None elsewhere."""
-    value = (params.extra_args or {}).get(KEY)
-    program = value.get("program") if isinstance(value, dict) else None
-    return RequestOptions.unpack(params.extra_args) if program is not None and program[_PATCHED] else None
-
-
-_PATCHED = SteeringProgram.__struct_fields__.index("patched")
 _NONE = RequestOptions()
 _TEXT_FIELDS = frozenset(("id", "capture", *STEERING_FIELDS))

@@ -80,7 +80,7 @@ class Prepared(msgspec.Struct, frozen=True):
     options: RequestOptions
     applied: SteeringSummary | None
 
-    def said(self, dynamic: Dynamic | None) -> SteeringSummary | None:
+    def applied_with(self, dynamic: Dynamic | None) -> SteeringSummary | None:
         """Return what the output says of what steered the request, with what may have while it ran."""
         if dynamic is None:
             return self.applied
@@ -88,26 +88,18 @@ class Prepared(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, params: SamplingParams, fit: Fit, store: SteeringStore, name: str) -> Prepared:
-        """Return a copy of parameters, checked and worked out. store: the modules, and the global state, which is added.
+        """Return a copy of parameters whose options are checked and compiled.
 
-        name: what the request is called if it does not say so itself. Raises UsageError for what does not fit the model
-        or the bank.
+        store: the modules, and the global state, which is added. name: the request's id if it brings none.
+        Raises UsageError for what does not fit the model or the bank.
         """
-        options = RequestOptions.unpack(params.extra_args)
-        options.check(fit.info)
-        asked, everywhere = options.steering or NOTHING, store.global_state != NOTHING
-        program = options.program
-        if program is None:
-            program = fit.program(options.steering, store)
-        else:
-            fit.size.check(program)
-        options = msgspec.structs.replace(
-            options, id=options.id or name, samples=params.n, steering=None, program=program
-        )
+        asked = RequestOptions.unpack(params.extra_args)
+        options = msgspec.structs.replace(asked.compiled(fit, store), id=asked.id or name, samples=params.n)
         check_names(options.names, options.id or name, "id")
+        steering, everywhere = asked.steering or NOTHING, store.global_state != NOTHING
         applied = None
-        if program is not None or asked != NOTHING:
-            applied = SteeringSummary.of(program, asked, everywhere=everywhere, max_tokens=params.max_tokens)
+        if options.program is not None or steering != NOTHING:
+            applied = SteeringSummary.of(options.program, steering, everywhere=everywhere, max_tokens=params.max_tokens)
         clone = params.clone()
-        clone.extra_args = {**(params.extra_args or {}), KEY: Ready(options.pack())}
+        clone.extra_args = {**(params.extra_args or {}), KEY: Ready(options)}
         return cls(clone, options, applied)

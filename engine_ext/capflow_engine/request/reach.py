@@ -1,6 +1,6 @@
 """How far a request reaches: which positions it computes at most, and what is refused because it lies beyond.
 
-What always holds: a front end refuses by this before a request is known to anybody, and the scheduler by the same.
+Invariant: a front end refuses by this before a request is known to anybody, and the scheduler by the same.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from vllm.exceptions import VLLMValidationError
 from capflow.errors import UsageError, explain
 from capflow.steering.program import SteeringProgram
 from capflow_engine.compat import engine as compat
-from capflow_engine.request.options import patched
+from capflow_engine.request.options import KEY, PackedOptions
 
 
 class OutOfReachError(UsageError, VLLMValidationError):  # type: ignore[misc]
@@ -49,8 +49,11 @@ def check_params(params: Any, prompt_length: int, model_length_max: int, *, resu
 
     resumable: whether more input may come, so that nobody knows where it ends.
     """
-    options = patched(params)
-    if options is None:
+    packed = (params.extra_args or {}).get(KEY)
+    if not isinstance(packed, PackedOptions):  # the scheduler checks it once it is compiled
+        return
+    options = packed.options
+    if options.program is None or not options.program.patched:
         return
     beam = options.generated is not None  # each of whose tokens is a request of its own
     prompt = prompt_length - (options.generated or 0)

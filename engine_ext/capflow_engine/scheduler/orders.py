@@ -7,22 +7,40 @@ step: whatever they change, it changes on every tensor-parallel rank and pipelin
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from capflow.capture.spec import Capture, CaptureSpec
+from capflow.capture.spec import Wanted
 from capflow.protocol.message import ControllerSpec
 from capflow.steering.action import Steer, Unsteer
+from capflow_engine.request.options import RequestOptions
 
 _ATTRIBUTE = "capflow_orders"
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What a hub wants of each of its requests: its consumers' specs, the controllers to run, and to be told what steers it."""
+class Wants:
+    """What a hub wants of each of its requests.
 
-    captures: tuple[CaptureSpec, ...] = ()
+    wanted: what its consumers want together, resolved against the model. Once for the engine, not once for each rank.
+    controllers: those to run. actions: whether the hub hears what steers a request that nobody captures.
+    """
+
+    wanted: Wanted = field(default_factory=dict)
     controllers: tuple[ControllerSpec, ...] = ()
     actions: bool = False
+
+
+class Admitted(NamedTuple):
+    """A request as its workers first hear of it.
+
+    name: its id outside of vLLM. wants: the number of the `Wants` that it was admitted under. incarnation: tells it
+    from others of its name. options: what it asks for, its steering compiled.
+    """
+
+    name: str
+    wants: int
+    incarnation: str
+    options: RequestOptions
 
 
 @dataclass(frozen=True)
@@ -33,36 +51,33 @@ class Ended:
     limit: int
 
 
-@dataclass(frozen=True)
-class Unscheduled:
-    """A request was over before any of it was scheduled: what is said of it, so that nobody waits for its results."""
+class Unscheduled(NamedTuple):
+    """A request that ended before any of it was scheduled. Workers report its end, so that nobody waits for results."""
 
-    name: str
-    wishes: int
-    incarnation: str
+    request: Admitted
     prompt_length: int
-    capture: Capture | None
     status: str
 
 
 @dataclass
 class Orders:
-    """One step's orders.
+    """One step's orders. All keys are vLLM's ids of requests, unless said otherwise.
 
-    admitted: for each request first scheduled now, what it is called outside, the number of the wishes
-    it was admitted under, and its incarnation. wishes: new ones of all hubs, by number. ended: requests (by vLLM's id) that are over since the last
-    step, and unscheduled those that no worker ever heard of. actions: changes to running requests, by vLLM's id, that hold from this step on.
-
-    settled: of steps up to this one everything is known: which drafts were accepted, and which requests ended in them.
-    cuts: by vLLM's id, the position behind the last row that is the request's in all steps before this one that were
-    not settled before: what lies behind it was computed for tokens that were never taken.
+    settled: steps up to this number are settled: their accepted drafts and the ends of their requests are known.
+    cuts: the position behind the last row that is the request's, in all earlier steps that were not settled before.
+    Rows behind it were computed for tokens that were never taken.
+    admitted: requests that are first scheduled now.
+    wants: new ones of all hubs, by number.
+    ended: requests that ended since the last step.
+    unscheduled: requests that ended since then and that no worker ever heard of.
+    actions: changes to running requests that hold from this step on.
     """
 
     step: int
     settled: int = 0
     cuts: dict[str, int] = field(default_factory=dict)
-    admitted: dict[str, tuple[str, int, str]] = field(default_factory=dict)
-    wishes: dict[int, tuple[Wishes, ...]] = field(default_factory=dict)
+    admitted: dict[str, Admitted] = field(default_factory=dict)
+    wants: dict[int, tuple[Wants, ...]] = field(default_factory=dict)
     ended: dict[str, Ended] = field(default_factory=dict)
     unscheduled: dict[str, Unscheduled] = field(default_factory=dict)
     actions: list[tuple[str, Steer | Unsteer]] = field(default_factory=list)

@@ -30,8 +30,7 @@ from capflow.steering.action import Steer, Unsteer
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import model as compat_model
 from capflow_engine.compat import step as compat_step
-from capflow_engine.request.options import RequestOptions
-from capflow_engine.scheduler.orders import Ended, Orders, Unscheduled, Wishes
+from capflow_engine.scheduler.orders import Admitted, Ended, Orders, Unscheduled, Wants
 from capflow_engine.settings import Settings
 from capflow_engine.steering.budget import Size
 from capflow_engine.taps import step as step_module
@@ -67,6 +66,13 @@ class _Viewed(NamedTuple):
     ready: Callable[[], None]
 
 
+class _HubWants(NamedTuple):
+    """What a hub wants of each of its requests, and the program of a request that asks for nothing more."""
+
+    wants: Wants
+    program: Program
+
+
 class WorkerCapture:
     """The state of capflow in one worker, from the loading of the model to the worker's end."""
 
@@ -97,8 +103,8 @@ class WorkerCapture:
         # A stage without taps sends too: its part of a request ends like that of any other stage.
         self.sends = self.rank.tp == 0
         self.ring = Ring(self.settings.outbound_bytes_max, pinned=self.tables.resident)
-        # Of each hub.
-        self.wishes: dict[int, tuple[Wishes, ...]] = {}
+        # What each hub wants of its requests, by the number that orders give it.
+        self.wants: dict[int, tuple[_HubWants, ...]] = {}
         self.controllers = [self._controllers((), hub) for hub in range(len(self.settings.hubs))]
         # By vLLM's id.
         self.requests: dict[str, Tracked] = {}
@@ -161,7 +167,8 @@ class WorkerCapture:
                 self.histories.cut(self.requests[key], limit)
         for key, ended in orders.ended.items():
             self._forget(key, ended)
-        self.wishes.update(orders.wishes)
+        for number, wants in orders.wants.items():
+            self.wants[number] = tuple(map(self._hub_wants, wants, range(len(wants))))
         self._end_unscheduled(orders.unscheduled)
         for step in self._pending.settle(orders.settled):
             assert self.outlets is not None
@@ -173,42 +180,46 @@ class WorkerCapture:
         for key, action in orders.actions:
             if key in self.requests:
                 self._order(key, action)
-        for key, prompt_length, extra_args in compat_step.new_requests(scheduler_output):
+        for key, prompt_length in compat_step.new_requests(scheduler_output):
             if key in orders.admitted and key not in self.requests:
-                self._admit(key, prompt_length, extra_args, *orders.admitted[key])
+                self._admit(key, prompt_length, orders.admitted[key])
             elif key in self.requests and self.requests[key].prompt_length != prompt_length:
                 # Streaming input makes the prompt longer. Steps that wait go on with the prompt that they were planned for.
                 self.requests[key] = replace(self.requests[key], prompt_length=prompt_length)
                 self.histories.lengthen(self.requests[key])
 
-    def _admit(
-        self, key: str, prompt_length: int, extra_args: Any, name: str, wishes_number: int, incarnation: str
-    ) -> None:
-        hub = self.settings.hub_of(name)
-        wishes = self.wishes[wishes_number][hub]
-        if wishes.controllers != self.controllers[hub].specs:
-            self.controllers[hub] = self._controllers(wishes.controllers, hub)
-        options = RequestOptions.unpack(extra_args)
-        wanted = self._wanted([options.capture, *wishes.captures])
+    def _admit(self, key: str, prompt_length: int, request: Admitted) -> None:
+        hub = self.settings.hub_of(request.name)
+        wants, program = self.wants[request.wants][hub]
+        if wants.controllers != self.controllers[hub].specs:
+            self.controllers[hub] = self._controllers(wants.controllers, hub)
+        options = request.options
+        wanted = wants.wanted
+        if options.capture is not None:
+            # Each rank resolves a request's own spec: it is much smaller on the wire than what it resolves to.
+            wanted = join((wanted, self._wanted([options.capture])))
+            program = self._program(wanted, hub)
         tracked = Tracked(
             key,
-            name,
+            request.name,
             prompt_length,
-            ship=self._program(wanted, hub) if self.sends else self.planner.nothing,
+            ship=program if self.sends else self.planner.nothing,
             view=self._program(self._wanted(self.controllers[hub].captures()), hub),
             capture=options.capture,
             generated=options.generated or 0,
             hub=hub,
-            incarnation=incarnation,
+            incarnation=request.incarnation,
             watched=self.sends and bool(wanted),
-            noted=self.sends and (bool(wanted) or wishes.actions),
+            noted=self.sends and (bool(wanted) or wants.actions),
         )
         self.requests[key] = tracked
-        program = options.resolved(self.info).program
-        if program is not None:
-            self.histories.admit(tracked, program)
+        if options.program is not None:
+            self.histories.admit(tracked, options.program)
             if self.rank.pp == 0:  # the others have the same program
-                self._note(key, "request", "steer", tuple(sorted(program.sites)))
+                self._note(key, "request", "steer", tuple(sorted(options.program.sites)))
+
+    def _hub_wants(self, wants: Wants, hub: int) -> _HubWants:
+        return _HubWants(wants, self._program(wants.wanted, hub))
 
     def _wanted(self, specs: Sequence[Capture | None]) -> Wanted:
         info = self.info
@@ -275,18 +286,19 @@ class WorkerCapture:
     def _end_unscheduled(self, requests: Mapping[str, Unscheduled]) -> None:
         """Tell of the end of requests that this worker never heard of, if anybody wants rows of them."""
         for key, never in requests.items():
-            hub = self.settings.hub_of(never.name)
-            if self.sends and self._wanted([never.capture, *self.wishes[never.wishes][hub].captures]):
+            name, wants, incarnation, options = never.request
+            hub = self.settings.hub_of(name)
+            if self.sends and (options.capture is not None or self.wants[wants][hub].wants.wanted):
                 nothing = self.planner.nothing
                 tracked = Tracked(
                     key,
-                    never.name,
+                    name,
                     never.prompt_length,
                     nothing,
                     nothing,
-                    never.capture,
+                    options.capture,
                     hub=hub,
-                    incarnation=never.incarnation,
+                    incarnation=incarnation,
                 )
                 self._pending.end(tracked, Ended(never.status, 0))
 

@@ -1,0 +1,388 @@
+"""Admission: the requests that run, as the scheduler process knows them, and the orders of each step.
+
+It names requests, compiles what steers those that no front end of capflow compiled, keys their prefix cache, takes the
+hubs' actions, and says in each step's orders what the workers must know.
+
+Invariants: a request computes every prompt position that is captured of it. Cache blocks filled while a request was
+steered are keyed by that steering. Every worker learns of a change in the same step. A worker is told which rows of a
+step belong to nobody before, or with the word that the step is settled.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import operator
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from capflow.capture.frame import Rank
+from capflow.capture.positions import Positions
+from capflow.capture.spec import join
+from capflow.errors import UsageError, explain
+from capflow.protocol.message import Act, Hello, Welcome
+from capflow.steering.action import Abort, ActionApplied, Rejected, Steer, Unsteer
+from capflow.steering.program import SteeringProgram, with_vectors
+from capflow.steering.request import Steering, Tier
+from capflow_engine.compat import cache as compat_cache
+from capflow_engine.compat import engine as compat
+from capflow_engine.compat import step as compat_step
+from capflow_engine.hubs import HubLinks
+from capflow_engine.request.dynamic import Reports
+from capflow_engine.request.options import KEY, RequestOptions
+from capflow_engine.request.reach import check_patches, length_max
+from capflow_engine.scheduler.orders import Admitted, Ended, Orders, Unscheduled, Wants
+from capflow_engine.scheduler.stops import Stops
+from capflow_engine.settings import Settings
+from capflow_engine.steering.budget import HOLDS_MORE, Holdings, Need, Size, needs_of
+from capflow_engine.steering.fit import Fit
+
+logger = logging.getLogger("vllm.capflow.scheduler")
+
+
+class UnderWay(NamedTuple):
+    """A step whose output the scheduler has not taken in.
+
+    requests: what it computes of each, by vLLM's id. drafts: for each with draft tokens, the position behind the last
+    of them and their number.
+    """
+
+    requests: Mapping[str, int]
+    drafts: Mapping[str, tuple[int, int]]
+
+
+class Admission:
+    """The requests of one engine that run, and the scheduler's sessions with the hubs.
+
+    Every key of its tables is vLLM's id of a request, unless the comment says otherwise.
+    """
+
+    def __init__(self, vllm_config: Any, *, hash_block_size: int) -> None:
+        compat.require()
+        compat.check_config(vllm_config)
+        self.settings: Settings = vllm_config.additional_config
+        self.info = compat.model_info(vllm_config)
+        self.hash_block_size = hash_block_size
+        self._model_length_max: int = vllm_config.model_config.max_model_len
+        # Requests that an action ended, until a step's outputs report them.
+        self.aborted: list[Any] = []
+        # Requests that run and whose streaming input is complete.
+        self.input_over: set[str] = set()
+        self._boot = uuid.uuid4().hex
+        self._step = 0
+        # vLLM's id by outside id, of requests that run; and the other way round.
+        self._keys: dict[str, str] = {}
+        self._names: dict[str, str] = {}
+        # Of requests that run, by outside id. The links read it.
+        self._incarnations: dict[str, str] = {}
+        self._numbers_admitted = itertools.count(1)
+        # What each request that runs asks for, its steering compiled.
+        self._options: dict[str, RequestOptions] = {}
+        requests = vllm_config.scheduler_config.max_num_seqs
+        self._fit = Fit(self.info, Size.of(self.settings.steering_bank_bytes, self.info.hidden_size, requests))
+        self._held = Holdings(self._fit.size)
+        # What requests need of the steering bank that hold nothing of it yet.
+        self._waiting: dict[str, tuple[Need, ...]] = {}
+        # A request waits for room in the bank, so those behind it wait too.
+        self.holding_back = False
+        self._numbers = itertools.count()
+        # What actions hold of the bank, with the name of each holding.
+        self._acted: dict[str, dict[tuple[Need, ...], str]] = {}
+        # For `Orders.admitted`, until the request's first step.
+        self._unscheduled: dict[str, Admitted] = {}
+        # For the next step's orders.
+        self._ended: dict[str, Ended] = {}
+        self._never: dict[str, Unscheduled] = {}
+        # For the next step's orders: the action's id, the request's key, the action.
+        self._actions: list[tuple[str, str, Steer | Unsteer]] = []
+        # Ids of aborts, which hold from the next step on.
+        self._aborts: list[str] = []
+        # Steps by number, until their output is taken in.
+        self._under_way: dict[int, UnderWay] = {}
+        # For the next step's orders.
+        self._cuts: dict[str, int] = {}
+        self.reports = Reports()
+        self.stops = Stops(lambda: compat.load_tokenizer(vllm_config))
+        self._welcomes: tuple[Welcome | None, ...] = (None,) * len(self.settings.hubs)
+        # What each hub wants of the requests that are admitted now, and the number of that.
+        self._wants = (Wants(),) * len(self.settings.hubs)
+        self._wants_number = 0
+        # For the next step's orders.
+        self._new_wants = {0: self._wants}
+        replica = compat.replica_of(vllm_config)
+        hello = Hello("scheduler", self.settings.engine, self._boot, Rank(0, replica, 0), self.info)
+        self.links = HubLinks(self.settings.hubs, hello, self._incarnations.get)
+        if self.settings.hub_wait_s is not None:
+            self.links.wait_welcomes(self.settings.hub_wait_s)
+        self._take_welcomes()
+
+    def admit(self, request: Any) -> bool:
+        """Name a new request, compile its steering, and key its cache by it.
+
+        Returns False for a request that cannot be run as it asks; it is never run otherwise.
+        """
+        self._take_welcomes()
+        key = request.request_id
+        options, needs, refusal = self._taken(request)
+        if refusal is not None:
+            # The front ends of capflow refuse these before they come here; vLLM's own do not know them.
+            logger.error("request %s: %s; it is aborted", key, refusal)
+        names = options.names
+        number = 0 if len(names) == 1 else compat_step.sample_number(key)
+        name = names[number] if number < len(names) else key
+        if name in self._keys:
+            name = f"{name}~{key}"
+        self._keys[name], self._names[key] = key, name
+        self._incarnations[name] = f"{self._boot[:12]}-{next(self._numbers_admitted)}"
+        self._options[key] = options
+        self._unscheduled[key] = Admitted(name, self._wants_number, self._incarnations[name], options)
+        wants = self._wants[self.settings.hub_of(name)]
+        together = key if len(names) < 2 else compat_step.parent_of(key)
+        self.reports.admit(key, together, name, [spec.label for spec in wants.controllers])
+        if positions := _positions(options, wants):
+            compat_cache.compute(request, positions)
+        if positions or options.program is not None or wants.controllers:
+            self.stops.watch(request)
+        if options.program is not None:
+            self._waiting[key] = needs
+            self._key_cache(request, options.program)
+        if wants.controllers:  # they may steer it at any step, unseen from here
+            compat.fork_cache_from(request, request.num_prompt_tokens, f"{self._boot}:{key}", self.hash_block_size)
+        return refusal is None
+
+    def _taken(self, request: Any) -> tuple[RequestOptions, tuple[Need, ...], UsageError | None]:
+        """Take a new request's options out of its parameters: workers have them from the orders.
+
+        Returns them compiled, with what they need of the bank; nothing and the error for what does not fit.
+        """
+        params = request.sampling_params
+        try:
+            options = RequestOptions.unpack(params.extra_args if params is not None else None)
+            if options.steering is not None:
+                options = options.compiled(self._fit)
+            else:
+                options.check(self.info)
+            prompt = request.num_prompt_tokens - (options.generated or 0)
+            needs = self._fit.size.check(options.program, prompt)
+            check_patches(options.program, prompt, None if options.generated is not None else self._length_max(request))
+        except UsageError as e:
+            return RequestOptions(), (), e
+        finally:
+            if params is not None and params.extra_args and KEY in params.extra_args:
+                params.extra_args = {name: value for name, value in params.extra_args.items() if name != KEY} or None
+        return options, needs, None
+
+    def go_on(self, request: Any, position: int) -> None:
+        """Key what a request computes from a position on, where more input became part of its prompt.
+
+        It is steered as a prompt there, behind tokens that were steered as generated ones: so is nobody else's.
+        """
+        program = self._options[request.request_id].program
+        if program is not None and program.prefill != program.decode:
+            self._fork_for_itself(request, position)
+
+    def _key_cache(self, request: Any, program: SteeringProgram) -> None:
+        """Key a request's cache blocks by what steers the positions in them.
+
+        What steers generated positions alone leaves the prompt's blocks to everyone. Equal steering has equal keys.
+        """
+        prompt = self._steered_from(request)
+        prefill = program.key(program.prefill)
+        decode = prefill if program.decode == program.prefill else program.key(program.decode)
+        patched = f"patched:{program.patched_key(prompt)}" if program.patched else ""
+        behind = f"decode:{prompt}:{decode}" if decode != prefill else ""  # where the prompt ends is part of it
+        if program.prefill:
+            compat.fork_cache_from(request, 0, f"prompt:{prefill}", self.hash_block_size)
+        first = program.first_patched(prompt)
+        for position, fork in sorted([(prompt, behind), (prompt if first is None else first, patched)]):
+            if fork:
+                compat.fork_cache_from(request, position, fork, self.hash_block_size)
+
+    def _length_max(self, request: Any) -> int | None:
+        """Return how many positions of a request are computed at most; None when more input may come."""
+        if request.resumable:
+            return None
+        return length_max(request.num_prompt_tokens, request.max_tokens, self._model_length_max)
+
+    def _steered_from(self, request: Any) -> int:
+        """Return the first position of a request that is steered as generated ones are."""
+        prompt: int = request.num_prompt_tokens
+        return prompt - (self._options[request.request_id].generated or 0)
+
+    def _fork_for_itself(self, request: Any, position: int) -> None:
+        """Let nobody else read the request's cache blocks from a position on."""
+        salt = f"{self._boot}:{request.request_id}:{time.monotonic_ns()}"
+        compat.fork_cache_from(request, position, salt, self.hash_block_size)
+
+    def has_room(self, request: Any) -> bool:
+        """Return whether the steering bank has room for a request, and take it; requests wait for it in their order."""
+        needs = self._waiting.get(request.request_id)
+        if needs is None:
+            return True
+        if self.holding_back or not self._held.hold(request.request_id, needs):
+            self.holding_back = True
+            return False
+        del self._waiting[request.request_id]
+        return True
+
+    def take_actions(self, scheduler: Any) -> None:
+        """Take what the hub sent since the last step; what can be applied goes into the next orders."""
+        for act in self.links.actions(self._is_ready):
+            reason = self._apply(act, scheduler)
+            if reason is not None:
+                self.links.outcome(Rejected(act.id, reason))
+
+    def order(self, scheduler_output: Any, requests: Mapping[str, Any]) -> None:
+        """Put the orders of the step just scheduled on its output. requests: those of the scheduler, by vLLM's id."""
+        if self._ended:  # a step of requests that are all over may never be taken in, when nothing else runs
+            for number in [n for n, step in self._under_way.items() if self._names.keys().isdisjoint(step.requests)]:
+                del self._under_way[number]
+        self._step += 1
+        orders = Orders(self._step, settled=min(self._under_way, default=self._step) - 1)
+        for key, limit in self.stops.limits.items():  # it computes tokens behind its end until the front end aborts it
+            self.cut(key, limit)
+        orders.cuts, self._cuts = self._cuts, {}
+        step = UnderWay(*compat_step.scheduled_tokens(scheduler_output, requests))
+        if step.requests:
+            self._under_way[self._step] = step
+        if self._unscheduled:
+            for key, _ in compat_step.new_requests(scheduler_output):
+                if (admitted := self._unscheduled.pop(key, None)) is not None:
+                    orders.admitted[key] = admitted
+        orders.ended, self._ended = self._ended, {}
+        orders.unscheduled, self._never = self._never, {}
+        ready, self._actions = self._actions, []
+        orders.actions = [(key, action) for _, key, action in ready]
+        orders.wants, self._new_wants = self._new_wants, {}
+        orders.attach(scheduler_output)
+        for action_id in (*self._aborts, *(action_id for action_id, _, _ in ready)):
+            self.links.outcome(ActionApplied(action_id, self._step))
+        self._aborts.clear()
+
+    def settle(self, scheduler_output: Any, model_runner_output: Any) -> None:
+        """Note that a step's output was taken in; drafts that were rejected in it are cut off."""
+        orders = Orders.of(scheduler_output)
+        step = self._under_way.pop(orders.step, None) if orders is not None else None
+        if step is not None:
+            for key, (end, drafts) in step.drafts.items():
+                accepted = max(compat_step.sampled_tokens(model_runner_output, key) - 1, 0)
+                if accepted < drafts:
+                    self.cut(key, end - drafts + accepted)
+
+    def cut(self, key: str, limit: int) -> None:
+        """Have every worker drop a request's rows at position `limit` and behind it from steps under way."""
+        self._cuts[key] = min(limit, self._cuts.get(key, limit))
+
+    def end(self, request: Any) -> None:
+        """Note that a request is over."""
+        key = request.request_id
+        self._waiting.pop(key, None)
+        self._options.pop(key, None)
+        self._held.release(key)
+        for held in self._acted.pop(key, {}).values():
+            self._held.release(held)
+        name = self._names.pop(key, None)
+        self.reports.end(key)
+        if name is not None:
+            del self._keys[name], self._incarnations[name]
+        for action_id in [action_id for action_id, its, _ in self._actions if its == key]:
+            self.links.outcome(Rejected(action_id, explain("request", got=name, expected="one that is running")))
+        self._actions = [action for action in self._actions if action[1] != key]
+        status = compat.finished_status(request)
+        if status == "abort" and key in self.input_over:  # how vLLM ends a request that waited for input in vain
+            status = "stop"
+        self.input_over.discard(key)
+        limit = compat.computed_limit(request)
+        if (stop := self.stops.end(key)) is not None:
+            status, limit = "stop", min(stop, limit)
+        admitted = self._unscheduled.pop(key, None)
+        if admitted is None:
+            self._ended[key] = Ended(status, limit)
+        else:
+            unsteered = admitted._replace(options=msgspec.structs.replace(admitted.options, program=None))
+            self._never[key] = Unscheduled(unsteered, request.num_prompt_tokens, status)
+
+    def close(self) -> None:
+        """Leave the hubs."""
+        self.links.close()
+
+    def _take_welcomes(self) -> None:
+        """Resolve what the hubs' consumers want, where a hub said something new."""
+        welcomes = self.links.welcomes
+        if any(new is not last for new, last in zip(welcomes, self._welcomes, strict=True)):
+            self._welcomes = welcomes
+            wants = tuple(Wants() if welcome is None else self._wants_of(welcome) for welcome in welcomes)
+            if wants != self._wants:
+                self._wants = wants
+                self._wants_number += 1
+                self._new_wants[self._wants_number] = wants
+
+    def _wants_of(self, welcome: Welcome) -> Wants:
+        info = self.info
+        specs = (spec.resolve(info.sites, num_layers=info.num_layers) for spec in welcome.captures)
+        return Wants(join(specs), welcome.controllers, welcome.actions)
+
+    def _is_ready(self, act: Act) -> bool:
+        """Return whether an action may be taken: steering waits for the first step of its request, and expires meanwhile."""
+        return isinstance(act.action, Abort) or self._keys.get(act.action.request, "") not in self._unscheduled
+
+    def _apply(self, act: Act, scheduler: Any) -> str | None:
+        """Prepare an action for the next step; return why not, if it cannot be."""
+        action = act.action
+        key = self._keys.get(action.request)
+        if key is None or self._incarnations[action.request] != action.incarnation:
+            return explain("request", got=action.request, expected="one that is running")
+        request = scheduler.requests[key]
+        if isinstance(action, Abort):
+            if not compat.abort(scheduler, key):
+                return explain("request", got=action.request, expected="one that is running")
+            self.aborted.append(request)
+            self._aborts.append(act.id)
+            return None
+        if isinstance(action, Steer):
+            try:
+                Steering(base=Tier(action.vectors)).check(self.info)
+                program = with_vectors(self._options[key].program, self.info.hidden_size, action.vectors)
+            except UsageError as e:
+                return str(e)
+            lacking = self._hold_action(key, program, request)
+            if lacking is not None:
+                do = f"try again when requests have ended, or start the engine with {HOLDS_MORE[lacking]}"
+                return explain(
+                    "steering bank", got=f"no room for more {lacking} beside what the running requests hold", do=do
+                )
+            self._fork_for_itself(request, max(request.num_computed_tokens, request.num_prompt_tokens))
+        # A preempted request has computed nothing, and the action holds from where it had been.
+        computed = max(request.num_computed_tokens, request.num_tokens - 1)
+        self.reports.act(key, action, max(computed, request.num_prompt_tokens))
+        self._actions.append((act.id, key, action))
+        return None
+
+    def _hold_action(self, key: str, program: SteeringProgram | None, request: Any) -> str | None:
+        """Take what an action needs of the bank, until the request is over; return what has no room for it.
+
+        What earlier actions took stays theirs: a preempted request computes again what they steered.
+        """
+        needs = needs_of(program, self._steered_from(request)) if program is not None else ()
+        acted = self._acted.setdefault(key, {})
+        if not needs or needs in acted:
+            return None
+        name = f"{key} {next(self._numbers)}"
+        if not self._held.hold(name, needs):
+            return self._held.lacking(needs)
+        acted[needs] = name
+        return None
+
+
+def _positions(options: RequestOptions, wants: Wants) -> Positions:
+    """Return the positions that are wanted of a request, whatever the site."""
+    asked = options.capture.specs if options.capture is not None else ()
+    seen = (controller.capture for controller in wants.controllers)
+    every = (spec.set_of_positions() for spec in (*asked, *seen) if spec is not None)
+    wanted = {want.positions for want in wants.wanted.values()}
+    return functools.reduce(operator.or_, (*every, *wanted), Positions.NONE)
