@@ -17,7 +17,8 @@ from capflow.capture.result import CaptureResult, joined
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.text.engine_name import name_of
 from capflow_engine.request.options import RequestOptions, check_id, check_names
-from capflow_engine.serve.front import SAMPLES_MAX, Front
+from capflow_engine.serve.ask import SAMPLES_MAX
+from capflow_engine.serve.front import Front
 
 PARAMETERS = ("n", "prompts", "wait")
 """The names of the query's parameters."""

@@ -8,6 +8,7 @@ them is checked here, before anything runs; a capture that fails never fails the
 # No postponed annotations: FastAPI reads those of the routes.
 
 import contextlib
+import functools
 import gc
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable
@@ -29,9 +30,11 @@ from capflow.errors import UsageError, explain
 from capflow.text import jsontext
 from capflow_engine.compat import engine as compat
 from capflow_engine.request.beams import searching
+from capflow_engine.serve.ask import Ask
 from capflow_engine.serve.ending import Door
-from capflow_engine.serve.fields import FIELDS, Asked
+from capflow_engine.serve.fields import FIELDS
 from capflow_engine.serve.front import Front
+from capflow_engine.serve.generate import bringing, steering
 from capflow_engine.serve.http import capture_routes, steering_routes
 from capflow_engine.serve.http.answers import (
     Members,
@@ -95,7 +98,7 @@ class Plugin:
         state.capflow = None
         if config is not None and isinstance(config.additional_config, Settings):
             state.capflow = front = Front(config, getattr(args, "capflow", Serving()))
-            engine_client.generate = front.steering(engine_client.generate)
+            engine_client.generate = steering(front, engine_client.generate)
             for serving in compat.searchers(state):
                 serving.beam_search = searching(serving.beam_search, front.everyone)
 
@@ -162,56 +165,52 @@ async def _answer(
     *,
     stream: Callable[[Any, Members], AsyncIterator[str]] = completions_stream,
 ) -> Any:
+    """Parse a request, have vLLM's handler answer it, and add what capflow has to say.
+
+    kind: how vLLM's id of the response begins; empty if the body has that id. stream: adds members to a stream.
+    """
     front: Front | None = raw_request.app.state.capflow
+    given = [name for name in FIELDS if getattr(request, name) is not None]
     if front is None:
-        asks = [name for name in FIELDS if getattr(request, name) is not None]
-        if asks:
-            return refused(UsageError(explain(asks[0], expected="nothing", do="start the server with `capflow serve`")))
+        if given:
+            do = "start the server with `capflow serve`"
+            return refused(UsageError(explain(given[0], expected="nothing", do=do)))
         return await handler(request, raw_request)
+    own = raw_request.headers.get("X-Request-Id") if kind else None
     try:
-        own = raw_request.headers.get("X-Request-Id") if kind else None  # which vLLM calls them by, but for responses
-        if any(getattr(request, name) is not None for name in FIELDS):
+        if given:
             jsontext.check_keys(await raw_request.body(), "body")
-        asked = front.take(request, f"{kind}{own or request.request_id}", prompts)
+        ask = Ask.of(request, front.fit, front.store, id=f"{kind}{own or request.request_id}", prompts=prompts)
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(front.running(ask))
+            if ask is None:
+                return await handler(request, raw_request)
+            with bringing(request, ask):
+                response = await handler(request, raw_request)
+            streams = isinstance(response, StreamingResponse)
+            if streams:
+                if ask.program is not None and ask.program.patched:
+                    # A patch may lie beyond the prompt. That is known, and refused, once the prompt is tokens.
+                    response.body_iterator = await begun(response.body_iterator)
+                chunks = response.body_iterator
+                if ask.reports:
+                    chunks = stream(chunks, functools.partial(front.members, ask))
+                response.body_iterator = _until_end(chunks, stack.pop_all())
+            elif isinstance(response, JSONResponse) and response.status_code == HTTPStatus.OK and ask.reports:
+                response = extended(response, await front.members(ask))
+            key = front.key(ask, streams=streams)
+            if response is not None and key is not None and response.status_code == HTTPStatus.OK:
+                response.headers[STEERING_HEADER] = key
+            return response
     except UsageError as e:
         return refused(e)
-    if asked is None:
-        return await handler(request, raw_request)
-    streams = False
-    try:
-        await front.check_consumers(asked)
-        with front.bringing(request.options):
-            response = await handler(request, raw_request)
-        if isinstance(response, StreamingResponse):
-            if (
-                asked.program is not None and asked.program.patched
-            ):  # which may lie beyond the prompt, once that is tokens
-                response.body_iterator = await begun(response.body_iterator)
-            streams = True
-            response.body_iterator = _streamed(front, asked, response.body_iterator, stream)
-        elif isinstance(response, JSONResponse) and response.status_code == HTTPStatus.OK and asked.reports:
-            response = extended(response, await front.results(asked))
-        key = front.key(asked, streams=streams)
-        if response is not None and key is not None and response.status_code == HTTPStatus.OK:
-            response.headers[STEERING_HEADER] = key
-    except UsageError as e:
-        return refused(e)
-    finally:
-        if not streams:
-            front.leave(asked)
-    return response
 
 
-async def _streamed(
-    front: Front, asked: Asked, chunks: Any, stream: Callable[[Any, Members], AsyncIterator[str]]
-) -> AsyncIterator[str]:
-    source: Any = stream(chunks, lambda: front.results(asked)) if asked.reports else chunks
-    try:
-        async with contextlib.aclosing(source):
-            async for chunk in source:
-                yield chunk
-    finally:
-        front.leave(asked)
+async def _until_end(chunks: Any, running: contextlib.AsyncExitStack) -> AsyncIterator[str]:
+    """Yield a stream's chunks; its request runs until the last."""
+    async with running, contextlib.aclosing(chunks):
+        async for chunk in chunks:
+            yield chunk
 
 
 def _prompts(request: CompletionRequest) -> int:

@@ -12,10 +12,12 @@ from capflow.steering.request import Steering
 
 pytest.importorskip("vllm")
 
-from capflow_engine.serve.fields import FIELDS, Asked, Server, check_spelling
+from capflow_engine.serve.ask import Ask
+from capflow_engine.serve.fields import FIELDS, check_spelling
 from capflow_engine.serve.refusals import path_of
 from capflow_engine.steering.applied import key_of
 from capflow_engine.steering.budget import Size
+from capflow_engine.steering.fit import Fit
 from capflow_engine.steering.store import SteeringStore, UnknownModuleError
 
 INFO = ModelInfo("tiny", 4, 8, "float32", tuple(Site(layer, "post_block") for layer in range(3)))
@@ -30,11 +32,11 @@ def server(**modules):
     store = SteeringStore()
     for name, fields in modules.items():
         store.register(name, Steering.parse(fields))
-    return Server(INFO, store, SIZE)
+    return Fit(INFO, SIZE), store
 
 
 def parse(fields, xargs=None, *, prompts=1, samples=1, at=None):
-    return Asked.parse(fields, xargs, at or server(), id="cmpl-1", prompts=prompts, samples=samples)
+    return Ask.parse(fields, xargs, *(at or server()), id="cmpl-1", prompts=prompts, samples=samples)
 
 
 @pytest.mark.parametrize(
@@ -133,10 +135,10 @@ def test_modules_and_the_global_state_are_worked_out_before_anything_runs():
     assert named.program == parse({"steering_vectors": VECTORS}).program
     assert parse({"steering_module_ref": ["half", 2.0]}, at=at) == named
     assert parse({}, json.dumps({"steering_module_ref": ["half", 2.0]}), at=at) == named
-    at.store.set_global(Steering.parse({"steering_vectors": VECTORS}))
+    at[1].set_global(Steering.parse({"steering_vectors": VECTORS}))
     assert parse({"capture": CAPTURE}, at=at).key == named.key
-    at.store.clear_global()
-    at.store.unregister("half")
+    at[1].clear_global()
+    at[1].unregister("half")
     assert named.program is not None
     assert named.options[0].steering is None
 
@@ -149,12 +151,12 @@ def test_an_unknown_module_is_an_error_of_its_own_on_either_way():
 
 def test_a_report_says_what_is_done_and_where():
     at = server(half={"decode_steering_vectors": {"post_block": {"2": [0.25] * 8}}})
-    at.store.set_global(Steering.parse({"steering_vectors": VECTORS}))
+    at[1].set_global(Steering.parse({"steering_vectors": VECTORS}))
     clamps = {"post_block": {"1": [{"vector": [1] * 8, "value": 0}, {"vector": [1, *[0] * 7], "max": 1}]}}
     patches = {"post_block": {"0": {"positions": [-1], "vector": [1.0] * 8}}}
     fields = {"steering_name": {"half": 0.5}, "steering_clamps": clamps, "steering_patches": patches}
     asked = parse({**fields, "steering_report": True}, at=at)
-    assert json.loads(msgspec.json.encode(asked.applied)) == {
+    assert json.loads(msgspec.json.encode(asked.summary)) == {
         "key": key_of(asked.program),
         "prefill": {"post_block:1": 2, "post_block:2": 1},
         "decode": {"post_block:1": 2, "post_block:2": 1},
@@ -162,19 +164,19 @@ def test_a_report_says_what_is_done_and_where():
         "modules": {"half": 0.5},
         "global": True,
     }
-    assert parse(fields, at=at).applied is None
+    assert parse(fields, at=at).summary is None
     assert parse(fields, at=at).key == asked.key
 
 
 def test_what_comes_to_nothing_says_so_and_what_asks_for_nothing_says_nothing():
     nothing = {"steering_vectors": {"post_block": {"2": {"vector": [0.5] * 8, "scale": 0.0}}}}
     assert parse(nothing).key == "none"
-    assert parse({"steering_report": True}).applied.key == "none"
+    assert parse({"steering_report": True}).summary.key == "none"
     assert parse({"capture": CAPTURE}).key is None
 
 
 def test_more_than_the_bank_holds_is_refused():
-    small = Server(INFO, SteeringStore(), Size.of(2 * 4 * INFO.hidden_size, INFO.hidden_size, 4))
+    small = Fit(INFO, Size.of(2 * 4 * INFO.hidden_size, INFO.hidden_size, 4)), SteeringStore()
     three = {"post_block": {str(n): [float(n + 1)] * 8 for n in range(3)}}
     with pytest.raises(UsageError, match="--steering-bank-bytes"):
         parse({"steering_vectors": three}, at=small)

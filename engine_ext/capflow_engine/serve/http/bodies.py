@@ -11,7 +11,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletion
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
-from capflow_engine.request.options import KEY
+from capflow_engine.request.options import KEY, PackedOptions
 from capflow_engine.serve.fields import FIELDS
 
 _VECTORS = "Vectors to add to the residual stream, by hook and layer: lists of numbers, or packed."
@@ -35,15 +35,19 @@ class Fields(BaseModel):
     steering_scale: Any = Field(default=None, description="What the modules' vectors and strengths are multiplied by.")
     steering_module_ref: Any = Field(default=None, description="A registered module and its scale, `[name, scale]`.")
     steering_report: Any = Field(default=None, description="Whether the response says what steered it.")
-    _options: Iterator[dict[str, Any]] | None = PrivateAttr(default=None)  # for each prompt, in order
+    _options: Iterator[PackedOptions] | None = PrivateAttr(default=None)
 
     @property
-    def options(self) -> Iterator[dict[str, Any]] | None:
-        """The options of each prompt, for those that `to_sampling_params` gives none."""
+    def options(self) -> Iterator[PackedOptions] | None:
+        """The options of each prompt, in order, as they were parsed."""
         return self._options
 
+    @options.setter
+    def options(self, options: Iterator[PackedOptions] | None) -> None:
+        self._options = options
+
     def to_sampling_params(self, *args: Any, **kwargs: Any) -> Any:
-        """Return vLLM's parameters for the next prompt, with what is asked for it."""
+        """Return vLLM's parameters for the next prompt, with its options."""
         params = super().to_sampling_params(*args, **kwargs)  # type: ignore[misc]
         if self._options is not None:
             params.extra_args = {**(params.extra_args or {}), KEY: next(self._options)}

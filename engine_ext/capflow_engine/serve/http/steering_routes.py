@@ -19,7 +19,6 @@ from capflow.errors import UsageError, explain
 from capflow.serve_options import STEERING_KEY
 from capflow.text.jsontext import check_keys
 from capflow_engine.serve.api_keys import ENVIRONMENT_VARIABLE, Keys
-from capflow_engine.serve.fields import resolved
 from capflow_engine.serve.http.steering_bodies import (
     ClearBody,
     Done,
@@ -117,7 +116,7 @@ _MUTATES = [Depends(key_holder)]
 def state(front: Front) -> SteeringState:
     """Return the global state and the modules."""
     held = front.store.held
-    key = key_of(resolved(None, front.server))
+    key = key_of(front.fit.program(None, front.store))
     return SteeringState(
         active=key != NOTHING_KEY,
         key=key,
@@ -158,7 +157,7 @@ def set_state(body: SetBody, front: Front) -> Set:
     return Set(
         hook_points=sorted({part.hook for part in parts}),
         layers_updated=sorted({part.layer for part in parts}),
-        key=key_of(resolved(None, front.server)),
+        key=key_of(front.fit.program(None, front.store)),
     )
 
 

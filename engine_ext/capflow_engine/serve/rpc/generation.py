@@ -11,9 +11,10 @@ import msgspec
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from capflow.errors import UsageError, explain
+from capflow_engine.serve.ask import Ask
 from capflow_engine.serve.ending import REFUSAL
-from capflow_engine.serve.fields import Asked
 from capflow_engine.serve.front import Front
+from capflow_engine.serve.generate import bringing
 from capflow_engine.serve.http.bodies import CapflowCompletionRequest
 from capflow_engine.serve.rpc import capflow_pb2 as pb
 from capflow_engine.serve.rpc.capflow_pb2_grpc import GenerateServicer
@@ -36,14 +37,14 @@ class GenerationService(GenerateServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:  # noqa: N802 - gRPC's
         """Answer once everything is generated."""
-        async with refusing(context), self._begun(request, context, stream=False) as (asked, answer):
+        async with refusing(context), self._begun(request, context, stream=False) as (ask, answer):
             response = _response(answer.model_dump(), first=True)
-            await self._finish(response, asked)
+            await self._finish(response, ask)
             return response
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:  # noqa: N802
         """Answer as it is generated."""
-        async with refusing(context), self._begun(request, context, stream=True) as (asked, chunks):
+        async with refusing(context), self._begun(request, context, stream=True) as (ask, chunks):
             first = True
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
@@ -53,13 +54,13 @@ class GenerationService(GenerateServicer):
                     response = _response(msgspec.json.decode(said), first=first)
                     first = False
                     if not response.outputs:
-                        await self._finish(response, asked)
+                        await self._finish(response, ask)
                     yield response
 
     @contextlib.asynccontextmanager
     async def _begun(
         self, request: pb.GenerateRequest, context: Any, *, stream: bool
-    ) -> AsyncIterator[tuple[Asked | None, Any]]:
+    ) -> AsyncIterator[tuple[Ask | None, Any]]:
         """Yield what a request asks of capflow, and vLLM's answer: a response, or the chunks of a stream."""
         if self._front.ending.begun:
             raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, REFUSAL)
@@ -67,17 +68,15 @@ class GenerationService(GenerateServicer):
             raise RefusedError(HTTPStatus.NOT_IMPLEMENTED, "this model does not generate")
         body = body_of(request, stream=stream)
         with self._front.ending.answering():
-            asked = self._front.take(body, f"cmpl-{body.request_id}", 1)
-            try:
-                await self._front.check_consumers(asked)
-                answer = await self._completed(body)
-                key = None if asked is None else self._front.key(asked, streams=stream)
+            front = self._front
+            ask = Ask.of(body, front.fit, front.store, id=f"cmpl-{body.request_id}", prompts=1)
+            async with front.running(ask):
+                with contextlib.nullcontext() if ask is None else bringing(body, ask):
+                    answer = await self._completed(body)
+                key = None if ask is None else front.key(ask, streams=stream)
                 if key is not None:
                     await context.send_initial_metadata(((STEERING_METADATA, key),))
-                yield asked, answer
-            finally:
-                if asked is not None:
-                    self._front.leave(asked)
+                yield ask, answer
 
     async def _completed(self, body: CapflowCompletionRequest) -> Any:
         """Return vLLM's answer; raise RefusedError when that is an error."""
@@ -89,14 +88,14 @@ class GenerationService(GenerateServicer):
             raise RefusedError(answer.error.code, answer.error.message, answer.error.param)
         return answer
 
-    async def _finish(self, response: pb.GenerateResponse, asked: Asked | None) -> None:
+    async def _finish(self, response: pb.GenerateResponse, ask: Ask | None) -> None:
         """Put into a response what capflow has to say."""
-        if asked is None or not asked.reports:
+        if ask is None or not ask.reports:
             return
-        said = await self._front.said(asked)
-        parsed(results_of(said), response)
-        if (applied := said.get("steering_applied")) is not None:
-            response.steering_applied.CopyFrom(applied_message(applied))
+        report = await self._front.report(ask)
+        parsed(results_of(report), response)
+        if (summary := report.get("steering_applied")) is not None:
+            response.steering_applied.CopyFrom(applied_message(summary))
 
 
 def results_of(said: Mapping[str, Any]) -> dict[str, Any]:

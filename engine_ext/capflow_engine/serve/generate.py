@@ -1,0 +1,91 @@
+"""The engine's `generate`, as vLLM's routes call it here: with what capflow's routes parsed, or the global state.
+
+Invariant: whatever vLLM generates in this process is steered by the global state, whichever route it came by.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import msgspec
+
+from capflow.steering.request import NOTHING
+from capflow_engine.compat import engine as compat
+from capflow_engine.request.beams import BEAMS
+from capflow_engine.request.dynamic import taken
+from capflow_engine.request.options import KEY, PackedOptions
+from capflow_engine.request.reach import check_params
+from capflow_engine.serve.ask import Ask
+from capflow_engine.serve.front import Front
+
+_BROUGHT: ContextVar[Iterator[PackedOptions] | None] = ContextVar("capflow_brought", default=None)
+"""The options of each prompt, for a route of vLLM's that makes another body of the request's, and its parameters of that."""
+
+
+@contextlib.contextmanager
+def bringing(body: Any, ask: Ask) -> Iterator[None]:
+    """Give the prompts of a body the options that were parsed for them, while the block runs vLLM's handler."""
+    body.options = options = ask.packed()
+    token = _BROUGHT.set(options)
+    try:
+        yield
+    finally:
+        _BROUGHT.reset(token)
+
+
+def steering(front: Front, generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an engine's `generate` that steers by the global state what no route of capflow's parsed.
+
+    It raises UsageError for patches of positions that a request never computes, before there is any answer.
+    """
+
+    @functools.wraps(generate)
+    def steered(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        beams = BEAMS.get()
+        params = beams.steered(prompt, sampling_params) if beams is not None else _steered(front, sampling_params)
+        length = compat.rendered_length(prompt)
+        if length is not None:
+            check_params(params, length, front.length_max)
+        return _heard(front, generate(prompt, params, *args, **kwargs), params)
+
+    return steered
+
+
+def _steered(front: Front, params: Any) -> Any:
+    """Return sampling parameters with all that steers their request.
+
+    Raises UsageError for what a client asks in a form that only the server's own routes may use.
+    """
+    packed = (params.extra_args or {}).get(KEY)
+    if isinstance(packed, PackedOptions):
+        return params
+    brought = _BROUGHT.get()
+    if brought is not None:
+        return _with_options(params, next(brought))
+    if packed is None and front.store.global_state == NOTHING:
+        return params
+    (options,) = Ask.parse({}, packed, front.fit, front.store, id="", prompts=1, samples=params.n).options
+    return _with_options(params, msgspec.structs.replace(options, id=options.id or None).pack())
+
+
+def _with_options(params: Any, options: PackedOptions) -> Any:
+    params = copy.copy(params)
+    params.extra_args = {**(params.extra_args or {}), KEY: options}
+    return params
+
+
+async def _heard(front: Front, outputs: Any, params: Any) -> AsyncIterator[Any]:
+    """Yield vLLM's outputs; the front gets what they carry for capflow."""
+    packed = (params.extra_args or {}).get(KEY)
+    name = None if packed is None else packed.options.id
+    async with contextlib.aclosing(outputs):
+        async for output in outputs:
+            dynamic = taken(output)
+            if dynamic is not None and name is not None:
+                front.hear(name, dynamic)
+            yield output
