@@ -106,6 +106,18 @@ class ConfiguredConsumer:
             Spill.of(consumer, spool_dir, spool_bytes, spill_fallback) if overload is WhenFull.SPILL else None,
         )
 
+    @functools.cached_property
+    def spec(self) -> CaptureSpec | None:
+        """What the consumer captures of every request. It is asked once, in the hub's process; this is its answer.
+
+        Raises what the plugin raises, and CapflowError for what is no spec.
+        """
+        spec = self.consumer.spec()
+        if spec is not None and not isinstance(spec, CaptureSpec):
+            got, expected = type(spec).__name__, "a CaptureSpec or None"
+            raise CapflowError(explain(f"consumer {self.name}: spec()", got=got, expected=expected))
+        return spec
+
 
 @dataclass(frozen=True)
 class ConfiguredController:
@@ -314,12 +326,15 @@ def configure(name: str, options: Mapping[str, Any], known: Mapping[str, Plugin]
         consumer = plugin(config)
         consumer.instance = name
         consumer.check()
+        configured = _with_queue(consumer, options, where)
+        # Asked here, so that a spec that cannot be stops the start; the hub reads the answer.
+        _ = configured.spec
     except CapflowError as e:
         rename(e, kind, name)
         raise
     except Exception as e:
         raise CapflowError(explain(f"consumer {name} failed", got=f"{type(e).__name__}: {e}")) from e
-    return _with_queue(consumer, options, where)
+    return configured
 
 
 def rename(error: CapflowError, name: str, instance: str) -> None:

@@ -91,7 +91,10 @@ class Consumer(Named, ABC):
         self.config = config
 
     def spec(self) -> CaptureSpec | None:
-        """Return what to capture of every request for this consumer, or None."""
+        """Return what to capture of every request for this consumer, or None.
+
+        It is called once, in the hub's process, after `check`. Raises UsageError when the options name no spec.
+        """
         return None
 
     def check(self) -> None:

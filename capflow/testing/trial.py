@@ -48,7 +48,7 @@ class Subject:
     @property
     def capture(self) -> CaptureSpec | None:
         """The spec of each request: every site, or None if the consumer has a spec of its own."""
-        if self.configured().consumer.spec() is not None:
+        if self.configured().spec is not None:
             return None
         hooks = sorted({site.hook for site in self.model.sites})
         return CaptureSpec(hooks=dict.fromkeys(hooks, "all"))

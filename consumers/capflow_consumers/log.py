@@ -48,7 +48,6 @@ class LogConsumer(Consumer):
 
     def check(self) -> None:
         """Raise UsageError when an option is out of range."""
-        self.spec()
         if self.config.every < 1:
             raise UsageError(explain(f"consumers.{self.instance}.every", got=self.config.every, expected="1 or more"))
 

@@ -65,7 +65,6 @@ class RecordConsumer(Consumer):
 
     def check(self) -> None:
         """Raise UsageError for options out of range, and for a path that is no recording or cannot be written."""
-        self.spec()
         where = f"consumers.{self.instance}"
         if not 0 < self.config.bytes_max <= limits.SPOOL_BYTES_MAX:
             expected, do = f"1..{limits.SPOOL_BYTES_MAX}", "remove it to use the default"

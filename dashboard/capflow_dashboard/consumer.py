@@ -100,7 +100,6 @@ class Dashboard(Consumer):
             raise UsageError(
                 explain("consumers.dashboard.token", got=f"{len(config.token)} characters", expected=expected)
             )
-        self.spec()
         self._try_port()
 
     def claim(self) -> tuple[str, str] | None:

@@ -57,10 +57,6 @@ class Reward(Consumer):
             raise UsageError(explain(f"{probe.where}: weight", got=f"{len(probe.names)} probes", expected="one"))
         return probe
 
-    def check(self) -> None:
-        """Raise UsageError when the probe cannot be read."""
-        self.spec()
-
     def spec(self) -> CaptureSpec:
         """Return a spec of the probe's site at generated tokens."""
         return CaptureSpec({self.probe.site.hook: [self.probe.site.layer]}, positions="all_generated")

@@ -10,6 +10,7 @@ from capflow.capture.result import RequestDone
 from capflow.capture.site import Site
 from capflow.errors import UsageError
 from capflow_consumers.log import LogConfig, LogConsumer
+from tests.kit.checked import checked
 from tests.kit.frames import make_frame, row_of
 
 SITES = (Site(0, "post_block"), Site(1, "post_block"))
@@ -51,4 +52,4 @@ def test_options_are_checked():
     with pytest.raises(UsageError, match=r"consumers\.log\.every: got 0, expected 1 or more"):
         LogConsumer(LogConfig(every=0)).check()
     with pytest.raises(UsageError, match=r"consumers\.log\.positions: got x, expected one of"):
-        LogConsumer(LogConfig(positions="x")).check()
+        checked(LogConsumer(LogConfig(positions="x")))

@@ -38,6 +38,7 @@ from capflow_dashboard.rates import RateSeries
 from capflow_dashboard.record import RequestRecord
 from capflow_dashboard.series import MISSING, Measures, norms
 from tests.kit.captured import write
+from tests.kit.checked import checked
 from tests.kit.dashboards import Pageless, context, dashboard, norm_of, open_dashboard
 from tests.kit.frames import make_finished, make_frame, make_model, row_of, token_of
 from tests.kit.hubs import address, running_hub, worker_link  # noqa: F401
@@ -347,7 +348,7 @@ def test_the_plugin_brings_it_and_its_options_are_as_described():
 )
 def test_options_are_checked(option, value, message):
     with pytest.raises(UsageError) as raised:
-        Dashboard(DashboardConfig(**({"port": 0} | {option: value}))).check()
+        checked(Dashboard(DashboardConfig(**({"port": 0} | {option: value}))))
     assert f"consumers.dashboard.{message}" in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -369,9 +370,9 @@ def test_probes_are_read_and_their_sites_asked_for(tmp_path):
     }
     assert Dashboard(DashboardConfig(probes=paths, layers=[0])).spec().hooks == {"post_block": [0, 3], "mlp_in": [2]}
     with pytest.raises(UsageError, match="probes: got a twice, expected probes with different names"):
-        Dashboard(DashboardConfig(port=0, probes=[paths[0], paths[0]])).check()
+        checked(Dashboard(DashboardConfig(port=0, probes=[paths[0], paths[0]])))
     with pytest.raises(UsageError, match="no such file"):
-        Dashboard(DashboardConfig(port=0, probes=("nowhere.safetensors",))).check()
+        checked(Dashboard(DashboardConfig(port=0, probes=("nowhere.safetensors",))))
 
 
 def test_a_port_in_use_is_one_line_before_anything_starts():

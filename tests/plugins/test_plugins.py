@@ -217,6 +217,25 @@ class TestConfigure:
         monkeypatch.chdir("/")  # where another `x` lies
         assert configure("sink", options, KNOWN).spill.name != spill.name
 
+    def test_asks_a_consumer_for_its_spec_once(self):
+        answers = [CaptureSpec({"post_block": "all"})]
+
+        class Asked(Sink):
+            def spec(self):
+                return answers.pop()
+
+        made = configure("sink", {"root": "x"}, {"sink": Asked})
+        assert answers == []
+        assert made.spec == made.spec == CaptureSpec({"post_block": "all"})
+
+    def test_refuses_a_spec_that_is_none(self):
+        class Wrong(Sink):
+            def spec(self):
+                return {"hooks": {"post_block": "all"}}
+
+        with pytest.raises(CapflowError, match=r"consumer sink: spec\(\): got dict, expected a CaptureSpec or None"):
+            configure("sink", {"root": "x"}, {"sink": Wrong})
+
     def test_makes_a_controllers_state(self):
         made = configure("watch", {"threshold": "0.5"}, KNOWN)
         assert isinstance(made, ConfiguredController)

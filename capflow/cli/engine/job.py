@@ -362,7 +362,7 @@ def _wanted(running: HubRun, own: dict[str, Wanted], prompt: Prompt, info: Model
 def _missing(running: HubRun, job: ModelJob, results: dict[str, dict[str, CaptureResult]]) -> list[str]:
     """Return the rows and results that are missing, counted here from the specs; no report is believed."""
     assert job.info is not None
-    own = {consumer.name: _resolved(consumer.consumer.spec(), job.info) for consumer in running.hub.consumers}
+    own = {consumer.name: _resolved(consumer.spec, job.info) for consumer in running.hub.consumers}
     lines = []
     answered = {str(d["id"]): d for d in job.done}
     total = 0

@@ -151,7 +151,7 @@ def _entries(path: Path, consumers: Sequence[ConfiguredConsumer], *, ask: bool, 
         do = "--steps-per-s N gives it a pace"
         raise UsageError(explain("--speed", got="a data set, which has no times", expected="full", do=do))
     for consumer in consumers:
-        if not ask and consumer.consumer.spec() is None:
+        if not ask and consumer.spec is None:
             where = f"--consumer {consumer.name}"
             raise UsageError(explain(where, got="one that captures only what requests ask for", do="add --ask"))
     return entries_of(captures, ask=ask)

@@ -150,11 +150,10 @@ class HubRun:
     def check_specs(self, num_layers: int, sites: tuple[Site, ...]) -> None:
         """Raise UsageError if a consumer or a controller asks for a site or layer that the model does not have."""
         for consumer in self.hub.consumers:
-            if (spec := consumer.consumer.spec()) is not None:
-                spec.resolve(sites, num_layers=num_layers, where=f"consumers.{consumer.name}")
+            if consumer.spec is not None:
+                consumer.spec.resolve(sites, num_layers=num_layers, where=f"consumers.{consumer.name}")
         for controller in self.controllers:
-            spec = controller.make().spec()
-            spec.resolve(sites, num_layers=num_layers, where=f"consumers.{controller.name}")
+            controller.capture.resolve(sites, num_layers=num_layers, where=f"consumers.{controller.name}")
 
     def tell_addresses(self) -> None:
         """Print the address of each consumer that listens on one."""

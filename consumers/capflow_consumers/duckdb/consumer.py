@@ -138,7 +138,6 @@ class DuckdbConsumer(Consumer):
             raise UsageError(
                 explain(f"consumers.{self.instance}.probes", got=f"{twice[0]} twice", expected="different names")
             )
-        self.spec()
         for field, low in (("batch_rows", 1), ("flush_s", 0), ("memory_bytes_max", 64 * limits.MIB)):
             value = getattr(self.config, field)
             if not value >= low:

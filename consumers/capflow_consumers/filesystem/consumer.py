@@ -140,7 +140,6 @@ class FilesystemConsumer(Consumer):
 
     def check(self) -> None:
         """Raise UsageError for options out of range and for a root that cannot be written."""
-        self.spec()
         config = self.config
         bounds = {"buffer_bytes_max": 0, "tail_s": 0, "shard_bytes": limits.MIB, "threads": 0}
         for name, least in bounds.items():

@@ -159,7 +159,6 @@ class NatsConsumer(Consumer):
             raise UsageError(
                 explain("consumers.nats", got=f"no {e.name}", expected="nats-py and cryptography", do=do)
             ) from e
-        self.spec()
         names = [name for probes in self._probes.values() for probe in probes for name in probe.names]
         for name in names:
             if names.count(name) > 1:

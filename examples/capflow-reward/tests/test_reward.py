@@ -67,4 +67,4 @@ def test_rows_of_another_width_are_refused(probe):
 def test_several_probes_are_refused(tmp_path):
     Probe.make(SITE, np.eye(2), names=["a", "b"]).save(tmp_path / "two.safetensors")
     with pytest.raises(UsageError, match="got 2 probes, expected one"):
-        Reward(RewardConfig(str(tmp_path / "two.safetensors"))).check()
+        Reward(RewardConfig(str(tmp_path / "two.safetensors"))).spec()

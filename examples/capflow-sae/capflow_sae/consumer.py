@@ -78,7 +78,6 @@ class Sae(Consumer):
     def check(self) -> None:
         """Raise UsageError for options out of range and for an `out` that is a file."""
         config = self.config
-        self.spec()
         for field in ("features", "active", "batch", "threads", "learning_rate"):
             if not getattr(config, field) > 0:
                 raise UsageError(explain(f"consumers.sae.{field}", got=getattr(config, field), expected="above 0"))

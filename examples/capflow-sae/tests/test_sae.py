@@ -96,5 +96,6 @@ def test_the_files_say_what_they_are(tmp_path):
     ],
 )
 def test_options_out_of_range_are_refused(tmp_path, options, words):
+    sae = Sae(SaeConfig(**({"out": str(tmp_path), "site": "post_block:3"} | options)))
     with pytest.raises(UsageError, match=words):
-        Sae(SaeConfig(**({"out": str(tmp_path), "site": "post_block:3"} | options))).check()
+        sae.check() or sae.spec()

@@ -21,6 +21,7 @@ from capflow.probes.kinds import load_probe
 from capflow.probes.probe import Probe
 from capflow_consumers.duckdb.consumer import DuckdbConfig, DuckdbConsumer
 from capflow_consumers.duckdb.schema import TABLES, VIEWS
+from tests.kit.checked import checked
 from tests.kit.databases import OPENER, SITES, Clock, Counts, done, opened, probe_file, query
 from tests.kit.frames import make_frame, make_model, row_of, token_of
 from tests.kit.sources import ROOT
@@ -393,7 +394,7 @@ def test_rows_of_several_widths_and_dtypes_are_written_beside_each_other(tmp_pat
 )
 def test_a_wrong_option_is_named_before_anything_is_opened(tmp_path, options, message):
     with pytest.raises(UsageError, match=re.escape(message)):
-        DuckdbConsumer(DuckdbConfig(**{"path": str(tmp_path / "f"), **options})).check()
+        checked(DuckdbConsumer(DuckdbConfig(**{"path": str(tmp_path / "f"), **options})))
 
 
 def test_probes_of_one_name_or_of_different_widths_are_refused(tmp_path):

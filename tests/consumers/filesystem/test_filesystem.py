@@ -29,6 +29,7 @@ from capflow_consumers.dataset import layout
 from capflow_consumers.dataset.names import LENGTH_MAX, slug
 from capflow_consumers.dataset.rows import RowBuffer
 from capflow_consumers.filesystem.consumer import FilesystemConfig, FilesystemConsumer
+from tests.kit.checked import checked
 from tests.kit.frames import make_frame, row_of, token_of
 from tests.kit.hubs import configured
 from tests.kit.selectors_model import budgets, forms, meant
@@ -544,7 +545,7 @@ def test_capture_requests_captures_nothing_of_its_own(tmp_path):
 )
 def test_a_wrong_option_is_named_before_anything_is_opened(tmp_path, options, message):
     with pytest.raises(UsageError, match=re.escape(message)):
-        FilesystemConsumer(FilesystemConfig(root=str(tmp_path), **options)).check()
+        checked(FilesystemConsumer(FilesystemConfig(root=str(tmp_path), **options)))
 
 
 def test_a_root_that_cannot_be_written_stops_the_start(tmp_path):
