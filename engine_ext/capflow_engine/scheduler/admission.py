@@ -10,6 +10,7 @@ step belong to nobody before, or with the word that the step is settled.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import logging
@@ -174,6 +175,8 @@ class Admission:
             return RequestOptions(), (), e
         finally:
             if params is not None and params.extra_args and KEY in params.extra_args:
+                # A copy: in one process, vLLM gives several samples the same parameters.
+                request.sampling_params = params = copy.copy(params)
                 params.extra_args = {name: value for name, value in params.extra_args.items() if name != KEY} or None
         return options, needs, None
 
