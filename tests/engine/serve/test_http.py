@@ -7,7 +7,6 @@ import urllib.error
 import urllib.request
 
 import numpy as np
-import openai
 import pytest
 
 import capflow
@@ -15,65 +14,25 @@ from capflow.capture.site import Site
 from capflow.steering.action import ActionApplied, Steer
 from capflow.steering.vector import SteeringVector
 from capflow.transport.client import Client
-from tests.kit.engines import LAYERS, relative_error
-from tests.kit.hubs import free_port
-from tests.kit.servers import environment, healthy, process, wait_until
+from tests.kit.doors import CAPTURE, KEY, PROMPT, PROMPTS, post
 from tests.kit.waiting import eventually
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
-KEY = "for-the-tests"
-CAPTURE = {"hooks": {"post_block": [1, 3]}, "positions": "all"}
 CALL = {"model": "tiny", "max_tokens": 6, "temperature": 0, "extra_body": {"ignore_eos": True}}
-PROMPT = "w5 w77 w123 w9 w250"
 LONG = 2500  # tokens, so many that a client can act while they come
 STEERED = 600  # of a request that is steered by who waits for it to begin
-PROMPTS = {
-    "/v1/completions": {"prompt": PROMPT},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": PROMPT}]},
-    "/v1/responses": {"input": PROMPT},
-    "/v1/messages": {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 6},
-    "/v1/chat/completions/batch": {"messages": [[{"role": "user", "content": PROMPT}]]},
-}
-CHAT = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
 @pytest.fixture(scope="module")
-def served(tiny_with_words, tmp_path_factory):
-    """A hub, and a server that it serves: the client, the port and where the rows lie."""
-    home = tmp_path_factory.mktemp("home")
-    (home / "chat.jinja").write_text(CHAT)
-    variables = environment(home)
-    port = free_port()
-    command = [
-        "serve", tiny_with_words, "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "4096",
-        "--hf-overrides", '{"max_position_embeddings": 4096}', "--served-model-name", "tiny", "--api-key", KEY,
-        "--chat-template", str(home / "chat.jinja"),
-    ]  # fmt: skip
-    hub = process("run", "--consumer", f"filesystem:root={home}/rows,capture=requests", environment=variables)
-    with hub as (_hub, _), process(*command, environment=variables) as (server, _):
-        try:
-            wait_until(lambda: healthy(port), 400, server)
-            client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0)
-            yield client, port, home / "rows"
-        finally:
-            server.terminate()
-            _hub.terminate()
+def served(served):
+    """The client, the port, and where the rows lie."""
+    return served.client, served.port, served.root
 
 
 def ask(client, **changes):
     extra = {**CALL["extra_body"], **changes.pop("extra_body", {})}
     return client.completions.create(**{**CALL, "prompt": PROMPT, **changes, "extra_body": extra})
-
-
-def post(port, path, body, key=KEY):
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), headers)
-    try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as e:
-        return e.code, json.load(e)
 
 
 def get(port, path):
@@ -96,46 +55,10 @@ def plain(answer):
     return {key: value for key, value in said.items() if key not in ("id", "created", "capture_results")}
 
 
-def test_a_completion_has_its_rows_when_it_waited_for_them(served, reference):
-    client, _, root = served
-    answer = ask(client, extra_body={"capture": CAPTURE, "capture_wait": True, "capture_id": "waited"})
-    (result,) = answer.capture_results.values()
-    assert result["status"] == "ok"
-    text = answer.choices[0].text
-    tokens = [int(word[1:]) for word in f"{PROMPT} {text}".split()]
-    expected = reference.post_block(tokens)
-    capture = capflow.open(root)["waited"]
-    assert set(capture.sites) == {Site(1, "post_block"), Site(3, "post_block")}
-    for site in capture.sites:
-        assert capture[site].token_ids.tolist() == tokens[:-1]
-        assert relative_error(capture[site].rows, expected[site.layer][:-1]) < 1e-5
-
-
-def test_a_spec_by_consumer_has_its_rows_and_its_tag(served):
-    client, _, root = served
-    capture = {"filesystem": {**CAPTURE, "positions": "last_prompt", "tag": "mine"}}
-    answer = ask(client, extra_body={"capture": capture, "capture_wait": True, "capture_id": "tagged"})
-    result = answer.capture_results["filesystem"]
-    assert (result["status"], result["tag"]) == ("ok", "mine")
-    found = capflow.open(root)["tagged"]
-    assert (found.tag, [len(found[site].rows) for site in found.sites]) == ("mine", [1, 1])
-
-
 def test_fields_change_nothing_of_the_answer_but_what_they_add(served):
     client, _, _ = served
     assert plain(ask(client, extra_body={"capture": CAPTURE})) == plain(ask(client))
     assert "capture_results" not in ask(client).model_extra
-
-
-def test_a_chat_completion_captures_too(served):
-    client, _, root = served
-    messages = [{"role": "user", "content": PROMPT}]
-    extra = {"ignore_eos": True, "capture": CAPTURE, "capture_wait": True, "capture_id": "chatted"}
-    answer = client.chat.completions.create(
-        model="tiny", messages=messages, max_tokens=4, temperature=0, extra_body=extra
-    )
-    assert answer.model_extra["capture_results"]["filesystem"]["status"] == "ok"
-    assert capflow.open(root)["chatted"].prompt_length == answer.usage.prompt_tokens
 
 
 @pytest.mark.parametrize("usage", [None, {"include_usage": True}], ids=["without usage", "with usage"])
@@ -251,11 +174,11 @@ def test_a_response_has_the_results_too(served):
 def test_a_message_has_the_results_too(served):
     """Whole and streamed; where it has no name of its own, by the response's id."""
     _, port, root = served
-    body = {"model": "tiny", **PROMPTS["/v1/messages"], "temperature": 0}
+    body = {"model": "tiny", **PROMPTS["messages"], "temperature": 0}
     asks = {"capture": CAPTURE, "capture_wait": True}
-    status, plain = post(port, "/v1/messages", body)
+    status, plain = post(port, "messages", body)
     assert (status, "capture_results" in plain) == (200, False)
-    status, answer = post(port, "/v1/messages", body | asks)
+    status, answer = post(port, "messages", body | asks)
     assert status == 200, answer
     assert answer.pop("capture_results")["filesystem"]["status"] == "ok"
     capture = capflow.open(root)[answer["id"]]
@@ -279,9 +202,9 @@ def test_each_conversation_of_a_batch_has_its_own_result(served):
     _, port, root = served
     talks = [[{"role": "user", "content": text}] for text in (PROMPT, "w7 w8")]
     body = {"model": "tiny", "messages": talks, "max_tokens": 4, "temperature": 0, "seed": 1}
-    plain = post(port, "/v1/chat/completions/batch", body)[1]
+    plain = post(port, "chat/completions/batch", body)[1]
     asks = {"capture": CAPTURE, "capture_wait": True, "capture_id": "batch"}
-    status, answer = post(port, "/v1/chat/completions/batch", body | asks)
+    status, answer = post(port, "chat/completions/batch", body | asks)
     assert status == 200, answer
     assert [one["filesystem"]["status"] for one in answer["capture_results_by_choice"]] == ["ok", "ok"]
     assert [choice["message"] for choice in answer["choices"]] == [choice["message"] for choice in plain["choices"]]
@@ -289,7 +212,7 @@ def test_each_conversation_of_a_batch_has_its_own_result(served):
     tokens = [data[f"batch#{number}"][Site(1, "post_block")].token_ids.tolist() for number in range(2)]
     assert (77 in tokens[0], 77 in tokens[1], 8 in tokens[1]) == (True, False, True)
     assert get(port, "/v1/capture/batch?prompts=2")["done"] is True
-    status, answer = post(port, "/v1/chat/completions/batch", body | {"capture": CAPTURE, "capture_wait": True})
+    status, answer = post(port, "chat/completions/batch", body | {"capture": CAPTURE, "capture_wait": True})
     assert status == 200
     assert f"{answer['id']}#1" in capflow.open(root)
 
@@ -305,35 +228,6 @@ def test_what_was_pending_is_answered_later_with_the_server_s_key(served):
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(request, timeout=60)
     assert refused.value.code == 401
-
-
-@pytest.mark.parametrize(
-    ("body", "path", "words"),
-    [
-        ({"capture": {"hooks": {"post_block": [LAYERS]}}}, "capture.hooks.post_block", f"layer {LAYERS}"),
-        ({"capture": {"hooks": {"mlp_in": [0]}}}, "capture.hooks.mlp_in", "--sites"),
-        ({"capture": {"hooks": {"nowhere": [0]}}}, "capture.hooks", "nowhere"),
-        ({"capture": {"hooks": {"post_block": "all"}, "position": "all"}}, "capture.position", "one of"),
-        ({"capture": {"hooks": {"post_block": "all"}, "positions": {"last": -1}}}, "capture.positions.last", "-1"),
-        ({"capture": "everything"}, "capture", "everything"),
-        ({"capture": {"filesystem": {"hooks": {"nowhere": [0]}}}}, "capture.filesystem.hooks", "nowhere"),
-        ({"capture": {"nobody": CAPTURE}}, "capture", "consumer nobody, expected one of the hub's: filesystem"),
-        ({"capture": {**CAPTURE, "tag": "a\nb"}}, "capture.tag", "printable"),
-        ({"capture": {"hooks": {"post_block": "all"}}, "capture_wait": "yes"}, "capture_wait", "true or false"),
-        ({"capture": {"hooks": {"post_block": "all"}}, "capture_id": 7}, "capture_id", "characters"),
-        ({"steering_vectors": {"post_block": {"1": [1.0, 2.0]}}}, "steering_vectors.post_block.1", "width"),
-        ({"steering": {"post_block": {"1": [1.0, 2.0]}}}, "steering", "steering_vectors"),
-        ({"vllm_xargs": {"capflow": "{"}}, "vllm_xargs.capflow", "JSON"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("route", PROMPTS)
-def test_a_bad_field_is_400_with_its_path_before_anything_runs(served, route, body, path, words):
-    _, port, _ = served
-    status, answer = post(port, route, {"model": "tiny", **PROMPTS[route], **body})
-    assert status == 400
-    assert answer["error"]["param"] == path
-    assert words in answer["error"]["message"]
-    assert "\n" not in answer["error"]["message"]
 
 
 def test_the_key_guards_the_routes(served):
@@ -363,7 +257,7 @@ def test_an_id_that_runs_is_refused_to_another_request(served):
     stream = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=LONG, stream=True, extra_body=extra)
     next(iter(stream))
     body = {"model": "tiny", "max_tokens": 2, "prompt": PROMPT, "capture": CAPTURE, "capture_id": "one"}
-    status, answer = post(port, "/v1/completions", body)
+    status, answer = post(port, "completions", body)
     stream.close()
     assert status == 400
     assert answer["error"]["param"] == "capture_id"

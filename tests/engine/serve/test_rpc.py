@@ -1,15 +1,10 @@
 """One live server over gRPC, and the same over HTTP: prompts, streams, steering, captures, refusals, and calls that end early."""
 
-import base64
-import json
 import re
 import subprocess
 import sys
 import urllib.request
-from pathlib import Path
-from typing import NamedTuple
 
-import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
@@ -23,63 +18,24 @@ import capflow
 from capflow.capture.site import Site
 from capflow_engine.serve.rpc import capflow_pb2 as pb
 from capflow_engine.serve.rpc.capflow_pb2_grpc import GenerateStub, SteeringStub
-from tests.kit.engines import LAYERS, WIDTH, relative_error
-from tests.kit.hubs import free_port
-from tests.kit.servers import environment, healthy, process, wait_until
+from tests.kit.doors import (
+    AUTHORIZED,
+    BODY_BYTES_MAX,
+    CAPTURE,
+    KEY,
+    LENGTH_MAX,
+    PROMPT,
+    STEERING_KEY,
+    TOKENS,
+    VECTOR,
+    post,
+)
 from tests.kit.sources import ROOT
 from tests.kit.waiting import eventually
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
-KEY, STEERING_KEY = "for-the-tests", "to-steer"
-AUTHORIZED = (("authorization", f"Bearer {KEY}"),)
 MAY_STEER = (*AUTHORIZED, ("x-api-key", STEERING_KEY))
-PROMPT = "w5 w77 w123 w9 w250"
-TOKENS = [int(word[1:]) for word in PROMPT.split()]
-LENGTH_MAX = 4096
-BODY_BYTES_MAX = 200_000
-CAPTURE = {"hooks": {"post_block": [1, 3]}, "positions": "all"}
-VECTOR = [3.0 if n % 2 else -3.0 for n in range(WIDTH)]
-OTHER = [-4.0 if n % 3 else 2.0 for n in range(WIDTH)]
-PACKED = {"dtype": "float16", "shape": [2, WIDTH], "layer_indices": [1, 2]}
-DATA = np.array([VECTOR, OTHER], np.float16).tobytes()
-ROW = np.array(OTHER, np.float32).tobytes()
-
-
-class Served(NamedTuple):
-    """A server: a channel to its gRPC, the port of its HTTP, where the rows lie, and the address of its gRPC."""
-
-    channel: grpc.Channel
-    port: int
-    root: Path
-    address: str
-
-
-@pytest.fixture(scope="module")
-def served(tiny_with_words, tmp_path_factory):
-    """A server, and a hub that it serves."""
-    home = tmp_path_factory.mktemp("home")
-    (home / "one.json").write_text(json.dumps({"vectors": {"post_block": {"1": VECTOR}}}))
-    port, rpc = free_port(), free_port()
-    command = [
-        "serve", tiny_with_words, "--port", str(port), "--dtype", "float32", "--enforce-eager",
-        "--hf-overrides", json.dumps({"max_position_embeddings": LENGTH_MAX}), "--max-model-len", str(LENGTH_MAX),
-        "--served-model-name", "tiny", "--api-key", KEY,
-        "--steering-api-key", STEERING_KEY, "--steering-modules", f"one={home}/one.json",
-        "--steering-body-bytes-max", str(BODY_BYTES_MAX), "--grpc-port", str(rpc),
-    ]  # fmt: skip
-    variables = environment(home)
-    hub = process("run", "--consumer", f"filesystem:root={home}/rows,capture=requests", environment=variables)
-    with hub as (_hub, _), process(*command, environment=variables) as (server, said):
-        try:
-            wait_until(lambda: healthy(port), 400, server)
-            address = f"127.0.0.1:{rpc}"
-            with grpc.insecure_channel(address) as channel:
-                yield Served(channel, port, home / "rows", address)
-        finally:
-            server.terminate()
-            _hub.terminate()
-    assert not any("Traceback" in line for line in said)
 
 
 @pytest.fixture
@@ -102,10 +58,9 @@ def http(port, **changes):
         "return_token_ids": True,
         **changes,
     }
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        return json.load(answer)
+    status, answer = post(port, "completions", body)
+    assert status == 200, answer
+    return answer
 
 
 def refusal(call):
@@ -175,48 +130,6 @@ def test_sampling_is_that_of_http(served, generate):
     assert list(pushed.token_ids) == [17] * 6
 
 
-STEERINGS = {
-    "layers": (
-        {"steering_vectors": {"post_block": {"layers": {1: {"vector": VECTOR, "scale": 0.5}}}}},
-        {"steering_vectors": {"post_block": {"1": {"vector": VECTOR, "scale": 0.5}}}},
-    ),
-    "packed": (
-        {"decode_steering_vectors": {"post_block": {**PACKED, "data": DATA, "scales": [1, 0.5]}}},
-        {"decode_steering_vectors": {"post_block": {**PACKED, "data": base64.b64encode(DATA).decode(), "scales": [1, 0.5]}}},
-    ),
-    "clamps": (
-        {"prefill_steering_clamps": {"post_block": {"layers": {1: {"clamps": [{"vector": VECTOR, "value": 9}]}}}}},
-        {"prefill_steering_clamps": {"post_block": {"1": {"vector": VECTOR, "value": 9}}}},
-    ),
-    "patches": (
-        {"steering_patches": {"post_block": {"layers": {2: {"patches": [
-            {"positions": [-1, 0], "vector": {"dtype": "float32", "shape": [WIDTH], "data": ROW}}]}}}}},
-        {"steering_patches": {"post_block": {"2": {"positions": [-1, 0], "vector": OTHER}}}},
-    ),
-    "module": ({"steering_name": ["one"], "steering_scale": -1}, {"steering_name": "one", "steering_scale": -1}),
-    "modules": ({"steering_scales": {"one": 2}}, {"steering_name": {"one": 2}}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("form", STEERINGS)
-def test_what_steers_is_applied_as_over_http(served, generate, form):
-    message, body = STEERINGS[form]
-    plain = http(served.port)["choices"][0]["token_ids"]
-    expected = http(served.port, **body, steering_report=True)
-    said = expected["steering_applied"]
-    answer, call = generate.Generate.with_call(asked(**message, steering_report=True), metadata=AUTHORIZED)
-    applied = answer.steering_applied
-    assert list(answer.outputs[0].token_ids) == expected["choices"][0]["token_ids"] != plain
-    assert (applied.key, dict(call.initial_metadata())["x-capflow-steering"]) == (said["key"], said["key"])
-    assert (dict(applied.prefill), dict(applied.decode)) == (said["prefill"], said["decode"])
-    assert {str(at): dict(counts.sites) for at, counts in applied.patched.items()} == said["patched"]
-    assert (dict(applied.modules), applied.global_state) == (said["modules"], said["global"])
-    *parts, last = generate.GenerateStream(asked(**message, steering_report=True), metadata=AUTHORIZED)
-    assert [token for part in parts for token in part.outputs[0].token_ids] == expected["choices"][0]["token_ids"]
-    assert last.steering_applied == applied
-    assert not any(part.HasField("steering_applied") for part in parts)
-
-
 def test_the_global_state_steers_calls_that_ask_for_nothing(served, generate):
     channel, port = served.channel, served.port
     steering = SteeringStub(channel)
@@ -231,33 +144,6 @@ def test_the_global_state_steers_calls_that_ask_for_nothing(served, generate):
     assert generate.Generate(asked(), metadata=AUTHORIZED).outputs[0] != expected
 
 
-def test_a_capture_has_its_rows_when_it_was_waited_for(served, generate, reference):
-    root = served.root
-    answer = generate.Generate(asked(capture=CAPTURE, capture_wait=True, capture_id="whole"), metadata=AUTHORIZED)
-    *parts, last = generate.GenerateStream(
-        asked(capture=CAPTURE, capture_wait=True, request_id="streamed"), metadata=AUTHORIZED
-    )
-    assert not any(part.capture_results for part in parts)
-    tokens = [*TOKENS, *answer.outputs[0].token_ids]
-    expected = reference.post_block(tokens)
-    for message, name in ((answer, "whole"), (last, "cmpl-streamed")):
-        result = message.capture_results["filesystem"]
-        assert (result.status, result.HasField("error")) == ("ok", False)
-        assert str(root) in str(result.payload)
-        capture = capflow.open(root)[name]
-        assert set(capture.sites) == {Site(1, "post_block"), Site(3, "post_block")}
-        for site in capture.sites:
-            assert capture[site].token_ids.tolist() == tokens[:-1]
-            assert relative_error(capture[site].rows, expected[site.layer][:-1]) < 1e-5
-
-
-def test_a_spec_by_consumer_has_its_tag(served, generate):
-    capture = {"filesystem": {**CAPTURE, "tag": "mine"}}
-    answer = generate.Generate(asked(capture=capture, capture_wait=True, capture_id="tagged"), metadata=AUTHORIZED)
-    result = answer.capture_results["filesystem"]
-    assert (result.status, result.tag, capflow.open(served.root)["tagged"].tag) == ("ok", "mine", "mine")
-
-
 def test_every_choice_has_its_own_result(served, generate):
     request = asked(capture=CAPTURE, capture_wait=True, capture_id="many", n=2, temperature=1)
     answer = generate.Generate(request, metadata=AUTHORIZED)
@@ -268,35 +154,12 @@ def test_every_choice_has_its_own_result(served, generate):
 
 
 INVALID, MISSING = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
-FAR = {"post_block": {"layers": {1: {"patches": [
-    {"positions": [10], "vector": {"dtype": "float32", "shape": [WIDTH], "data": ROW}}]}}}}  # fmt: skip
-SHORT = {"post_block": {"layers": {1: {"vector": [1.0]}}}}
 
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
 @pytest.mark.parametrize(
     ("changes", "code", "field"),
     [
-        ({"capture": {"hooks": {"post_block": [LAYERS]}}}, INVALID, "capture.hooks.post_block"),
-        ({"capture": {"hooks": {"post_block": [1.5]}}}, INVALID, "capture.hooks.post_block"),
-        ({"capture": {"hooks": {"post_block": "all"}, "position": "all"}}, INVALID, "capture.position"),
-        ({"capture": {}}, INVALID, "capture.hooks"),
-        ({"capture": {"nobody": CAPTURE}}, INVALID, "capture"),
-        ({"capture": CAPTURE, "capture_id": ""}, INVALID, "capture_id"),
-        ({"steering_vectors": SHORT}, INVALID, "steering_vectors.post_block.1"),
-        ({"decode_steering_vectors": {"mlp_in": SHORT["post_block"]}}, INVALID, "decode_steering_vectors.mlp_in.1"),
-        ({"prefill_steering_vectors": {"post_block": {**PACKED, "data": DATA[1:]}}}, INVALID,
-         "prefill_steering_vectors.post_block.data"),
-        ({"steering_clamps": {"post_block": {"layers": {1: {"clamps": [{"vector": VECTOR}]}}}}}, INVALID,
-         "steering_clamps.post_block.1.0"),
-        ({"steering_clamps": {"post_block": {"layers": {1: {"clamps": [{"vector": VECTOR, "max": 1.0}] * 65}}}}}, INVALID,
-         "steering_clamps.post_block.1"),
-        ({"steering_patches": {"post_block": {"layers": {1: {"patches": [{"positions": [0]}]}}}}}, INVALID,
-         "steering_patches.post_block.1.0.vector"),
-        ({"steering_patches": FAR}, INVALID, "steering_patches.post_block.1.positions"),
-        ({"steering_scale": 2.0}, INVALID, "steering_scale"),
-        ({"steering_scales": {"one": float("inf")}}, INVALID, "steering_name.one"),
-        ({"steering_name": ["gone"]}, MISSING, "steering_name"),
         ({"prompt": ""}, INVALID, "prompt"),
         ({"prompt_token_ids": {"token_ids": [10**6]}}, INVALID, None),
         ({"top_p": 3.0}, INVALID, "top_p"),
@@ -305,7 +168,7 @@ SHORT = {"post_block": {"layers": {1: {"vector": [1.0]}}}}
         ({"model": "another"}, MISSING, "model"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_refused_by_its_field(generate, method, changes, code, field):
+def test_a_wrong_parameter_is_refused_by_its_field(generate, method, changes, code, field):
     def call():
         answer = getattr(generate, method)(asked(**changes), metadata=AUTHORIZED)
         return answer if method == "Generate" else list(answer)
