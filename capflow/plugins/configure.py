@@ -1,7 +1,7 @@
-"""Plugins: finds them, and makes configured consumers and controllers of what the user wrote.
+"""Plugins: finds them, and makes configured consumers and controllers from the user's options.
 
-Every plugin that is installed is loaded, capflow's own like anyone's, and one that cannot be stops the
-start: a consumer that is silently missing is found out when its data is.
+Invariant: every installed plugin is loaded, or the start stops. A consumer that is silently missing would be noticed
+only when its data is needed.
 """
 
 from __future__ import annotations
@@ -33,20 +33,25 @@ from capflow.protocol.message import ControllerSpec
 Plugin = type[Consumer] | type[Controller]
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_AT = "@"  # between a plugin's name and that of an instance of it
+# Between the name of a plugin and that of an instance.
+_AT = "@"
 _FIELD = re.compile(r" - at `\$\.(\w+)")
 _EXPECTED = re.compile(r"Expected (.*?)(?:, got .*?)?(?: - at .*)?$")
 _SEQUENCES = (inspect.ListType, inspect.VarTupleType, inspect.TupleType, inspect.SetType, inspect.FrozenSetType)
 
 UNIVERSAL_OPTIONS = ("policy", "queue_bytes_max", "spool_dir", "spool_bytes", "spill_fallback")
-"""The options that every consumer has besides its own; the last three go with policy `spill`."""
+"""The options that every consumer has. The last three belong to the policy `spill`."""
 
 
 @dataclass(frozen=True)
 class Spill:
-    """Where a consumer with policy `spill` has its inbox: the directory `name`, or one beside it, below `root`; how much it may hold; what holds then.
+    """The inbox of a consumer with the policy `spill`.
 
-    The name is the same wherever and whenever the consumer is run with the same configuration from the same directory.
+    root: the directory of the inboxes.
+    name: of the inbox's directory, or the beginning of it. The same configuration, run from the same directory, always
+        has the same name.
+    bytes_max: how much the inbox may hold.
+    fallback: the policy if the inbox is full.
     """
 
     root: Path
@@ -56,9 +61,9 @@ class Spill:
 
     @classmethod
     def of(cls, consumer: Consumer, root: Path | None, bytes_max: int | None, fallback: str | None) -> Spill:
-        """Return it as given, or as is the default."""
-        said = msgspec.json.encode(consumer.config, enc_hook=str, order="sorted")
-        digest = xxhash.xxh3_64_hexdigest(said + str(Path.cwd()).encode())
+        """Return the inbox of a consumer; None is the default."""
+        options = msgspec.json.encode(consumer.config, enc_hook=str, order="sorted")
+        digest = xxhash.xxh3_64_hexdigest(options + str(Path.cwd()).encode())
         return cls(
             (root or default_root() / "hub").absolute(),
             f"{consumer.instance}-{digest}",
@@ -69,10 +74,10 @@ class Spill:
 
 @dataclass(frozen=True)
 class ConfiguredConsumer:
-    """A consumer ready to be opened, and the queue that it is to have in the hub.
+    """A consumer ready to be opened, with the options of its queue in the hub.
 
-    name: what the instance is called.
-    spill: of one with that policy.
+    name: the instance's.
+    spill: its inbox; None with another policy.
     """
 
     name: str
@@ -92,7 +97,7 @@ class ConfiguredConsumer:
         spool_bytes: int | None = None,
         spill_fallback: str | None = None,
     ) -> ConfiguredConsumer:
-        """Return the consumer with a queue as given, or as its class and the limits say."""
+        """Return the consumer with a queue. The defaults are its class's policy and the limits."""
         chosen = policy or consumer.policy
         if chosen not in tuple(WhenFull):
             where, expected = f"consumers.{consumer.instance}.policy", f"one of {', '.join(WhenFull)}"
@@ -108,9 +113,9 @@ class ConfiguredConsumer:
 
     @functools.cached_property
     def spec(self) -> CaptureSpec | None:
-        """What the consumer captures of every request. It is asked once, in the hub's process; this is its answer.
+        """What the consumer captures of every request. The consumer is asked once, in the hub's process.
 
-        Raises what the plugin raises, and CapflowError for what is no spec.
+        Raises what the plugin raises, and CapflowError if it returns no spec.
         """
         spec = self.consumer.spec()
         if spec is not None and not isinstance(spec, CaptureSpec):
@@ -123,7 +128,7 @@ class ConfiguredConsumer:
 class ConfiguredController:
     """A controller ready to be sent to workers.
 
-    name: what the instance is called.
+    name: the instance's.
     """
 
     name: str
@@ -131,13 +136,13 @@ class ConfiguredController:
     state: msgspec.Struct
 
     def spec(self) -> ControllerSpec:
-        """Return what tells a worker to run it."""
+        """Return what a worker needs to run it."""
         instance = "" if self.name == self.kind.name else self.name
         return ControllerSpec(self.kind.name, msgspec.msgpack.encode(self.state), instance, self.capture)
 
     @functools.cached_property
     def capture(self) -> CaptureSpec:
-        """What it sees of every request. Raises CapflowError when the plugin does not say it."""
+        """What it sees of every request. Raises CapflowError if the plugin returns no spec."""
         try:
             spec = self.make().spec()
         except CapflowError:
@@ -150,7 +155,7 @@ class ConfiguredController:
         return spec
 
     def check(self, model: ModelInfo) -> None:
-        """Raise UsageError when the model does not have what the controller needs, or its plugin fails at it."""
+        """Raise UsageError if the model does not have what the controller needs, or the plugin fails."""
         self.capture.resolve(model.sites, num_layers=model.num_layers, where=f"controllers.{self.name}.capture")
         try:
             self.make().open(model)
@@ -170,7 +175,7 @@ Configured = ConfiguredConsumer | ConfiguredController
 
 
 class Option(msgspec.Struct, frozen=True):
-    """One option of a plugin, for showing: its type as a user reads it, and its default unless required."""
+    """One option of a plugin for display: its type as a user reads it, and its default unless it is required."""
 
     name: str
     type: str
@@ -181,28 +186,28 @@ class Option(msgspec.Struct, frozen=True):
 def load_plugins(entry_points: Iterable[importlib.metadata.EntryPoint] | None = None) -> dict[str, Plugin]:
     """Return the consumers and controllers of every installed plugin, by name.
 
-    Raises CapflowError naming the plugin that cannot be imported, brings what is neither, or repeats a name.
+    Raises CapflowError that names the plugin if it cannot be imported, brings another class, or repeats a name.
     """
     if entry_points is None:
         entry_points = importlib.metadata.entry_points(group=contract.ENTRY_POINT_GROUP)
-    found: dict[str, Plugin] = {}
+    plugins: dict[str, Plugin] = {}
     brought_by: dict[str, str] = {}
     for entry_point in sorted(entry_points, key=lambda e: e.name):
         for plugin in _brought(entry_point):
             _check(plugin, entry_point.name)
-            if plugin.name in found:
+            if plugin.name in plugins:
                 got = f"{plugin.name} from both {brought_by[plugin.name]} and {entry_point.name}"
                 raise CapflowError(
                     explain("plugins", got=got, expected="names of their own", do="uninstall one of them")
                 )
-            found[plugin.name] = plugin
+            plugins[plugin.name] = plugin
             brought_by[plugin.name] = entry_point.name
-    return found
+    return plugins
 
 
 def _brought(entry_point: importlib.metadata.EntryPoint) -> list[Any]:
-    """Return what one plugin's hook gives."""
-    what = f"plugin {entry_point.name} ({entry_point.value})"
+    """Return what one plugin's hook returns."""
+    where = f"plugin {entry_point.name} ({entry_point.value})"
     manager = pluggy.PluginManager("capflow")
     manager.add_hookspecs(contract)
     try:
@@ -211,33 +216,33 @@ def _brought(entry_point: importlib.metadata.EntryPoint) -> list[Any]:
         brought = manager.hook.capflow_consumers()
     except Exception as e:
         got = f"{type(e).__name__}: {e}"
-        raise CapflowError(explain(f"{what} cannot be loaded", got=got, do="mend it or uninstall it")) from e
+        raise CapflowError(explain(f"{where} cannot be loaded", got=got, do="mend it or uninstall it")) from e
     if not brought:
-        raise CapflowError(explain(what, got="no hook", expected="an implementation of capflow_consumers()"))
+        raise CapflowError(explain(where, got="no hook", expected="an implementation of capflow_consumers()"))
     classes = brought[0]
     if not isinstance(classes, Sequence) or isinstance(classes, str):
-        raise CapflowError(explain(f"{what}: capflow_consumers()", got=classes, expected="a list of classes"))
+        raise CapflowError(explain(f"{where}: capflow_consumers()", got=classes, expected="a list of classes"))
     return list(classes)
 
 
 def _check(plugin: Any, entry_point: str) -> None:
-    what = f"plugin {entry_point}: capflow_consumers()"
+    where = f"plugin {entry_point}: capflow_consumers()"
     if not (isinstance(plugin, type) and issubclass(plugin, Consumer | Controller)):
-        raise CapflowError(explain(what, got=plugin, expected="subclasses of Consumer or Controller"))
+        raise CapflowError(explain(where, got=plugin, expected="subclasses of Consumer or Controller"))
     name = getattr(plugin, "name", None)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise CapflowError(explain(f"{what}: {plugin.__name__}.name", got=name, expected="letters, digits, - and _"))
+        raise CapflowError(explain(f"{where}: {plugin.__name__}.name", got=name, expected="letters, digits, - and _"))
     missing: Iterable[str] = getattr(plugin, "__abstractmethods__", ())
     if missing:
         expected = f"methods {', '.join(sorted(missing))}"
-        raise CapflowError(explain(f"{what}: {plugin.__name__}", got="an abstract class", expected=expected))
+        raise CapflowError(explain(f"{where}: {plugin.__name__}", got="an abstract class", expected=expected))
     config = getattr(plugin, "Config", None)
     if not (isinstance(config, type) and issubclass(config, msgspec.Struct)):
-        raise CapflowError(explain(f"{what}: {plugin.__name__}.Config", got=config, expected="a msgspec.Struct"))
+        raise CapflowError(explain(f"{where}: {plugin.__name__}.Config", got=config, expected="a msgspec.Struct"))
 
 
 def options_of(plugin: Plugin) -> list[Option]:
-    """Return a plugin's options, in the order of its Config, and after them every consumer's."""
+    """Return a plugin's options, in the order of its Config, then those of every consumer."""
     options = [
         Option(
             field.name,
@@ -259,7 +264,7 @@ def options_of(plugin: Plugin) -> list[Option]:
 
 
 def parse(text: str) -> tuple[str, dict[str, str]]:
-    r"""Return the name and the options that `NAME:key=value,key=value` or `NAME@INSTANCE:key=value` holds.
+    r"""Return the name and the options in `NAME:key=value,key=value` or `NAME@INSTANCE:key=value`.
 
     A value may contain `=`; a comma in it is written `\,`, a backslash before a comma `\\`.
     """
@@ -277,11 +282,14 @@ def parse(text: str) -> tuple[str, dict[str, str]]:
 
 
 def read_config(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return the names and options of the consumers that a TOML file lists as `[[consumer]]` tables; a name may be `NAME@INSTANCE`."""
+    """Return the names and options of the consumers in a TOML file, in tables `[[consumer]]`.
+
+    A name may be `NAME@INSTANCE`.
+    """
     try:
         with path.open("rb") as file:
             content = tomllib.load(file)
-    except (OSError, ValueError, RecursionError) as e:  # also a number of 5,000 digits, and what is nested too deeply
+    except (OSError, ValueError, RecursionError) as e:  # also for a number of 5,000 digits, and for deep nesting
         got = e.strerror if isinstance(e, OSError) else str(e)
         raise UsageError(explain(f"--config {path}", got=got, expected="a TOML file")) from e
     unknown = set(content) - {"consumer"}
@@ -300,15 +308,17 @@ def read_config(path: Path) -> list[tuple[str, dict[str, Any]]]:
     return consumers
 
 
-def configure(name: str, options: Mapping[str, Any], known: Mapping[str, Plugin]) -> Configured:
-    """Return the consumer or controller of that name, `NAME` or `NAME@INSTANCE`, with its options, checked.
+def configure(name: str, options: Mapping[str, Any], plugins: Mapping[str, Plugin]) -> Configured:
+    """Return the consumer or controller of a name with its options, checked.
 
-    Raises UsageError naming the option, what came and what was expected.
+    name: `NAME` or `NAME@INSTANCE`.
+    plugins: the installed plugins, by name.
+    Raises UsageError that names the option, what came and what was expected.
     """
     kind, at, instance = name.partition(_AT)
-    plugin = known.get(kind)
+    plugin = plugins.get(kind)
     if plugin is None:
-        expected = f"one of {', '.join(sorted(known)) or 'none installed'}"
+        expected = f"one of {', '.join(sorted(plugins)) or 'none installed'}"
         raise UsageError(explain("--consumer", got=kind, expected=expected, do="see `capflow plugins`"))
     if at and not _NAME.fullmatch(instance):
         expected = f"{kind}@ and 1..64 letters, digits, - and _"
@@ -321,13 +331,14 @@ def configure(name: str, options: Mapping[str, Any], known: Mapping[str, Plugin]
     try:
         if not issubclass(plugin, Consumer):
             controller = ConfiguredController(name, plugin, plugin.load(config))
-            assert controller.capture is not None  # asked for now, so that a plugin that fails at it stops the start
+            # Asked here, so that a plugin that fails stops the start.
+            assert controller.capture is not None
             return controller
         consumer = plugin(config)
         consumer.instance = name
         consumer.check()
         configured = _with_queue(consumer, options, where)
-        # Asked here, so that a spec that cannot be stops the start; the hub reads the answer.
+        # Asked here, so that a wrong spec stops the start. The hub reads the answer.
         _ = configured.spec
     except CapflowError as e:
         rename(e, kind, name)
@@ -338,18 +349,21 @@ def configure(name: str, options: Mapping[str, Any], known: Mapping[str, Plugin]
 
 
 def rename(error: CapflowError, name: str, instance: str) -> None:
-    """Have an error about an option name the instance, where its message begins with the plugin's name alone."""
+    """Have an error about an option name the instance, if its message begins with the plugin's name alone."""
     option = str(error).removeprefix(f"consumers.{name}.")
     if option != str(error):
         error.args = (f"consumers.{instance}.{option}",)
 
 
 def configure_all(
-    texts: Iterable[str], config: Path | None, known: Mapping[str, Plugin]
+    texts: Iterable[str], config: Path | None, plugins: Mapping[str, Plugin]
 ) -> tuple[list[ConfiguredConsumer], list[ConfiguredController]]:
-    """Return what a config file lists and then what `--consumer` options say, each name once.
+    """Return the consumers and controllers of a config file, then those of `--consumer` options.
 
-    Raises UsageError for a name that comes twice, and for two instances of a consumer that would write the same.
+    texts: the values of `--consumer`.
+    config: the file.
+    plugins: the installed plugins, by name.
+    Raises UsageError for a name that comes twice, and for two instances of a consumer with the same claim.
     """
     asked: list[tuple[str, Mapping[str, Any]]] = list(read_config(config)) if config is not None else []
     asked.extend(parse(text) for text in texts)
@@ -358,7 +372,7 @@ def configure_all(
         if name in made:
             do = f"name the other one {name.partition(_AT)[0]}@NAME, with a name of your own"
             raise UsageError(explain(f"consumers.{name}", got="the consumer twice", expected="it once", do=do))
-        made[name] = configure(name, options, known)
+        made[name] = configure(name, options, plugins)
     _check_claims(one.consumer for one in made.values() if isinstance(one, ConfiguredConsumer))
     return (
         [c for c in made.values() if isinstance(c, ConfiguredConsumer)],
@@ -367,7 +381,7 @@ def configure_all(
 
 
 def _check_claims(consumers: Iterable[Consumer]) -> None:
-    """Raise UsageError when two instances of one consumer would write to the same place."""
+    """Raise UsageError if two instances of one consumer would write to the same place."""
     claimed: dict[tuple[type[Consumer], tuple[str, str]], str] = {}
     for consumer in consumers:
         claim = consumer.claim()
@@ -409,8 +423,8 @@ def _convert(plugin: Plugin, options: Mapping[str, Any], where: str) -> msgspec.
         at = _FIELD.search(str(e))
         if at is None:
             raise UsageError(explain(where, got=str(e), expected="valid options")) from e
-        said = _EXPECTED.match(str(e))
-        expected = said[1].replace("`", "") if said else _type_name(fields[at[1]].type)
+        text = _EXPECTED.match(str(e))
+        expected = text[1].replace("`", "") if text else _type_name(fields[at[1]].type)
         raise UsageError(explain(f"{where}.{at[1]}", got=str(options[at[1]]), expected=expected)) from e
 
 
@@ -419,7 +433,7 @@ def _members(kind: inspect.Type) -> Sequence[inspect.Type]:
 
 
 def _split(value: Any, kind: inspect.Type) -> Any:
-    """Return the list that `a+b+c` means, where a list is expected."""
+    """Return the list that `a+b+c` means, if the option is a list."""
     members = _members(kind)
     if not isinstance(value, str) or not any(isinstance(member, _SEQUENCES) for member in members):
         return value
@@ -444,7 +458,7 @@ def _type_name(kind: inspect.Type) -> str:
 
 
 def _with_queue(consumer: Consumer, options: Mapping[str, Any], where: str) -> ConfiguredConsumer:
-    """Return a consumer with the queue that the options of every consumer say."""
+    """Return a consumer with the queue that its universal options describe."""
     policy = _one_of(options, "policy", tuple(WhenFull), where) or consumer.policy
     if policy != "spill":
         for name in UNIVERSAL_OPTIONS[2:]:

@@ -1,18 +1,18 @@
 """The plugin contract: the classes `Consumer` and `Controller`, and the hook by which a package brings them.
 
-A package names a module in its entry points, group `capflow`:
+A package names a module in its entry points, in the group `capflow`:
 
     [project.entry-points.capflow]
     my_plugin = "my_package.my_module"
 
-and the module implements `capflow_consumers` with `capflow.hookimpl`. capflow's own consumers are registered the same way.
+The module implements `capflow_consumers` with `capflow.hookimpl`. capflow's own consumers are registered the same way.
 
-A consumer lives in the hub and is given rows. It has one thread of its own: none of its methods is called
-while another runs, and it may block without slowing any other consumer. A controller lives in a worker,
-between two steps, and answers rows with actions that hold from the next position on.
+A consumer runs in the hub and receives rows. It has a thread of its own: its methods never run at the same time, and it
+may block without slowing other consumers. A controller runs in a worker, between two steps. It receives rows and
+returns actions, which hold from the next position on.
 
-Both are configured by a frozen msgspec struct, `Config`: each field is an option of `--consumer NAME:field=value`;
-fields without a default are required and unknown options are errors. Lists are written `a+b+c`.
+A frozen msgspec struct, `Config`, has the options of both: each field is an option of `--consumer NAME:field=value`.
+Fields without a default are required; unknown options are errors. Lists are written `a+b+c`.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ class NoConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Context(Protocol):
-    """What the hub offers a consumer; valid from `open` to the end of `close`."""
+    """What the hub offers to a consumer. Valid from `open` to the end of `close`."""
 
     def act(self, action: Action) -> None:
-        """Send an action to the engine that runs its request; what comes of it is counted and logged."""
+        """Send an action to the engine that runs its request. The outcome is counted and logged."""
 
     def count(self, name: str, amount: int = 1) -> None:
-        """Add to a counter of this consumer, shown with the hub's own."""
+        """Add to a counter of this consumer, which is shown with the hub's own."""
 
 
 class Named:
-    """What has a plugin's name, and a name of its own where one hub has several of the plugin.
+    """The names of a plugin and of its instance.
 
-    name: the plugin's, which `--consumer NAME` gives.
+    name: the plugin's, as in `--consumer NAME`.
     """
 
     name: ClassVar[str]
@@ -62,7 +62,7 @@ class Named:
 
     @property
     def instance(self) -> str:
-        """What it is called in results, metrics and logs: `name`, or `name@…` where it was configured as such."""
+        """Its name in results, metrics and logs: `name`, or `name@…` if it was configured so."""
         return self._instance or self.name
 
     @instance.setter
@@ -71,16 +71,14 @@ class Named:
 
 
 class Consumer(Named, ABC):
-    """Given rows in the hub. Subclasses set the class variables and fill in the methods.
+    """Receives rows in the hub. Subclasses set the class variables and implement the methods.
 
-    An exception of a method is of one of three kinds, see `capflow.errors.kind_of`: the call is made again later (retry), the consumer is
-    closed and opened again (fatal), or what it was given is set aside (poison).
+    An exception of a method has one of three effects, by `capflow.errors.kind_of`: the call is repeated later (retry),
+    the consumer is closed and opened again (fatal), or the frame is set aside (poison).
 
-    name: what `--consumer NAME` says; `instance` is what this one is called, `NAME` or `NAME@…`.
-
-    policy: what its queue does when full, unless configured otherwise (the option `policy` is every consumer's, as is
-        `queue_bytes_max`).
-    reads_requests: whether it is given the rows that requests ask for themselves, beside those of its own `spec`.
+    name: the plugin's, as in `--consumer NAME`. `instance` is this consumer's: `NAME` or `NAME@…`.
+    policy: what its queue does if it is full. The option `policy`, which every consumer has, overrides it.
+    reads_requests: whether it receives the rows of requests' own specs, beside those of its own `spec`.
     """
 
     Config: ClassVar[type[msgspec.Struct]] = NoConfig
@@ -93,69 +91,74 @@ class Consumer(Named, ABC):
     def spec(self) -> CaptureSpec | None:
         """Return what to capture of every request for this consumer, or None.
 
-        It is called once, in the hub's process, after `check`. Raises UsageError when the options name no spec.
+        It is called once, in the hub's process, after `check`. Raises UsageError if the options name no spec.
         """
         return None
 
     def check(self) -> None:
-        """Raise UsageError when the configuration cannot work, before anything is opened or started."""
+        """Raise UsageError if the configuration cannot work. Nothing is open or started yet."""
 
     def claim(self) -> tuple[str, str] | None:
-        """Return what this consumer alone may write, as an option and its value; None when several may share it.
+        """Return what only this consumer may write, as an option and its value; None if several may share it.
 
         A hub refuses two instances of one consumer with the same claim.
         """
         return None
 
     def open(self, context: Context) -> None:
-        """Take what the consumer needs. An exception stops the hub's start.
+        """Open what the consumer needs. An exception stops the hub's start.
 
-        It may be called again after `close`, and begins anew then: nothing of the opening before is left.
+        It may be called again after `close`, and then begins anew.
         """
 
     def on_session(self, engine: str, model: ModelInfo) -> None:
-        """An engine connected (or came back); called before any frame of it. What happens twice before it is told may be told once."""
+        """An engine connected or came back. Called before any frame of it.
+
+        Two events that occur before the call may be one call.
+        """
 
     def on_engine_gone(self, engine: str) -> None:
-        """An engine is gone and all its requests are over: forget it. No frame of it comes before the next `on_session` that names it."""
+        """An engine is gone and all its requests ended: forget it. Its frames come only after another `on_session`."""
 
     @abstractmethod
     def on_frame(self, frame: Frame) -> None:
         """Take a frame; `frame.chunks()` holds this consumer's rows. Views of it may be kept.
 
-        Frames of one worker come in order. Raises RetryError, having taken nothing of the frame, when it may be taken later: it is given
-        again. Raises FatalError when the consumer must be closed and opened again. Any other exception, but those that
-        `capflow.errors.kind_of` takes for one of these, sets the frame aside: its requests are answered with status `error` or `partial_error`,
-        and the next frame comes all the same.
+        Frames of one worker come in order. Raises RetryError if the frame may be taken later; nothing of it was taken,
+        and it is given again. Raises FatalError if the consumer must be closed and opened again. Any other exception
+        sets the frame aside, except those that `capflow.errors.kind_of` maps to one of these: the results of its
+        requests have status `error` or `partial_error`, and the next frame comes.
         """
 
     def on_request_done(self, done: RequestDone) -> CaptureResult | Future[CaptureResult] | None:
-        """A request is over, and every row of it was given to `on_frame`. None means `ok` with no payload.
+        """A request ended, and all its rows were given to `on_frame`. None means `ok` without a payload.
 
-        Called for every request of which this consumer was promised rows, but for those that end while 32 MiB of such ends wait for it
-        (`limits.NOTES_BYTES_MAX`). A Future lets what takes time go on beside what comes next: the hub keeps
-        what it has of the request until the Future has a result, and takes an exception in it as one of this method. `close` sees to it that none is left.
+        Called for every request of which this consumer was to get rows, except those that end while 32 MiB of ends wait
+        for it (`limits.NOTES_BYTES_MAX`). With a Future, slow work goes on beside the next calls: the hub keeps the
+        frames of the request until the Future has a result. An exception in it counts as one of this method. `close`
+        must leave no Future without a result.
 
-        A result says what is stored. Raises as `on_frame` does: after RetryError the same call is made again.
+        The result names what is stored. Raises as `on_frame` does: after RetryError the call is repeated.
         """
         return None
 
     def on_action(self, answered: Answered) -> None:
-        """An action on a request was applied or rejected: at once when it was asked for through this hub by anyone.
+        """An action on a request was applied or rejected. Called at once for actions that came through this hub.
 
-        The steering that a request brings itself, and what controllers do to it inside the workers, is told when the request is over, also of a request
-        of which no rows are captured; before `on_request_done`. A consumer with policy `spill` may be told of one again after a kill, by the same id.
+        For the steering that a request brings, and for actions of controllers in the workers, it is called when the
+        request ends, before `on_request_done`, also if no rows of the request are captured. After a kill, a consumer
+        with policy `spill` may get an action again, with the same id.
         """
 
     def look(self) -> tuple[str, str] | None:
-        """Return where what was consumed lies and a command that shows it, for the table at the end of a run."""
+        """Return the place of the data and a command that shows it, for the table at the end of a run."""
         return None
 
     def on_idle(self) -> None:
-        """Called about four times a second while nothing else is, and between frames."""
+        """Called about four times a second, between frames and while there are none."""
 
     def close(self) -> None:
-        """Give back what `open` took; everything delivered was handled before."""
+        """Close what `open` opened. All frames were handled before."""
 
 
 class StepRows(NamedTuple):
@@ -175,7 +178,7 @@ class StepRows(NamedTuple):
 
 
 class StepView(Protocol):
-    """What a controller sees of a step: the rows that its `spec` names."""
+    """A step as a controller sees it: the rows that its `spec` names."""
 
     step: int
 
@@ -184,10 +187,10 @@ class StepView(Protocol):
 
 
 class Controller(Named, ABC):
-    """Runs between two steps, in the worker of the pipeline stage that has the sites it sees; all its sites lie in one stage.
+    """Runs between two steps, in the worker of the pipeline stage that has its sites. One stage must have all of them.
 
-    `State` is what travels from the hub to the workers: `load`, in the hub, makes it of the `Config`
-    (and reads the files it names); in the worker the class is made of it.
+    `State` travels from the hub to the workers. In the hub, `load` makes it from the `Config`, and reads the files that
+    this names. In a worker, the class is made from it.
     """
 
     Config: ClassVar[type[msgspec.Struct]]
@@ -196,36 +199,36 @@ class Controller(Named, ABC):
     @classmethod
     @abstractmethod
     def load(cls, config: Any) -> msgspec.Struct:
-        """Return the state; raise UsageError when the configuration cannot work."""
+        """Return the state. Raises UsageError if the configuration cannot work."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
 
     @abstractmethod
     def spec(self) -> CaptureSpec:
-        """Return the sites and positions that `on_step` is to see, of every request.
+        """Return the sites and positions that `on_step` sees, of every request.
 
-        Each such position is seen once: prompts compute those of them that are cached.
+        Each such position is seen once: cached positions of prompts are computed again.
         """
 
     def steers(self) -> Sequence[Site]:
-        """Return the sites at which it steers, as far as it knows them, so that what cannot work is refused at the start."""
+        """Return the sites at which it steers, as far as it knows them. Impossible ones are refused at the start."""
         return ()
 
     def open(self, model: ModelInfo) -> None:
-        """Raise UsageError when the state does not fit the model."""
+        """Raise UsageError if the state does not fit the model."""
 
     @abstractmethod
     def on_step(self, view: StepView) -> Sequence[Action]:
         """Return the actions (`Steer`, `Unsteer`) that hold from each request's next position on.
 
-        To return an action again that holds already changes nothing. How positions are distributed over steps depends on the batch,
-        on `--max-num-batched-tokens` and on drafts: so that what happens to a request does not, every row must count, in
-        the order of their positions. After an exception the step's actions are not done.
+        An action that holds already changes nothing. The batch, `--max-num-batched-tokens` and drafts decide which
+        positions a step has. So that a request's actions do not depend on them, a controller must use every row, in the
+        order of positions. After an exception the step's actions are not done.
         """
 
     def on_request_done(self, request: str) -> None:
-        """A request is over; forget it."""
+        """A request ended; forget it."""
 
 
 ENTRY_POINT_GROUP = "capflow"
@@ -238,6 +241,6 @@ hookimpl = pluggy.HookimplMarker("capflow")
 def capflow_consumers() -> Sequence[type[Consumer | Controller]]:  # type: ignore[empty-body]
     """Return the consumer and controller classes that the plugin brings.
 
-    Each has a `name` of its own, of letters, digits, `-` and `_`. Two plugins with one name stop the start, as
-    does a class that is neither a `Consumer` nor a `Controller`.
+    Each has a unique `name` of letters, digits, `-` and `_`. Two plugins of one name stop the start; so does a class
+    that is neither a `Consumer` nor a `Controller`.
     """

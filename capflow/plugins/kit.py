@@ -1,6 +1,7 @@
-"""The kit for plugins: writes a package with a consumer that works, with its tests, to be changed.
+"""The kit for plugins: writes a package with a working consumer and its tests, to be changed.
 
-The files of `capflow/plugin_template` are the package; `$name`, `$module` and `$Class` in them stand for what the plugin is called.
+The package is made from the files of `capflow/plugin_template`; `$name`, `$module` and `$Class` in them stand for the
+plugin's names.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _FILES = {
 
 
 class Names(NamedTuple):
-    """What a plugin is called: its consumer, its module, and its class."""
+    """The names of a plugin: of its consumer, its module, and its class."""
 
     name: str
     module: str
@@ -36,17 +37,18 @@ class Names(NamedTuple):
 
     @classmethod
     def of(cls, name: str, taken: Collection[str]) -> Names:
-        """Return the names of a plugin. Raises UsageError for a name that cannot be one or is taken.
+        """Return the names of a plugin. Raises UsageError for a name that is not allowed or taken.
 
-        taken: those of installed plugins.
+        taken: the names of installed plugins.
         """
         if not _NAME.fullmatch(name) or len(name) > _LENGTH_MAX:
-            expected = f"at most {_LENGTH_MAX} lower-case letters and digits, in words joined with -, like loudest or token-norms"
+            words = "in words joined with -, like loudest or token-norms"
+            expected = f"at most {_LENGTH_MAX} lower-case letters and digits, {words}"
             raise UsageError(explain("NAME", got=name, expected=expected))
         if keyword.iskeyword(name) or name == "test":
             raise UsageError(explain("NAME", got=name, expected="a name that Python does not use"))
         if name in taken:
-            do = "`capflow plugins` lists those that are"
+            do = "`capflow plugins` lists them"
             raise UsageError(explain("NAME", got=name, expected="one that no installed plugin has", do=do))
         module = "capflow_" + name.replace("-", "_")
         if importlib.util.find_spec(module) is not None:
@@ -55,9 +57,9 @@ class Names(NamedTuple):
 
 
 def write_plugin(names: Names, directory: Path) -> list[Path]:
-    """Write a plugin's package into a directory, which is made; return its files.
+    """Write a plugin's package into a new directory. Returns its files.
 
-    Raises UsageError when the directory is there, whatever is in it, and CapflowError when it cannot be written; then nothing is left.
+    Raises UsageError if the directory exists, CapflowError if it cannot be written. Then nothing of it is left.
     """
     try:
         directory.mkdir()

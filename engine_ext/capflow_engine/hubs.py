@@ -1,7 +1,7 @@
-"""The hubs of an engine, by number: where each is and with which key; and its scheduler's sessions with them.
+"""The hubs of an engine, by number: the address and the key of each, and the scheduler's sessions with them.
 
-A hub's number is its place in the list that the engine was started with, and decides which requests are its own (`capflow.protocol.routing`).
-What one hub wants holds for its own requests; it may ask for actions on any.
+A hub's number is its place in the list that the engine was started with. It decides which requests are the hub's
+(`capflow.protocol.routing`). What a hub wants holds for its own requests; it may ask for actions on any request.
 """
 
 from __future__ import annotations
@@ -25,28 +25,30 @@ from capflow.transport.links.scheduler import SchedulerLink
 class HubAt(NamedTuple):
     """Where a hub is.
 
-    key: the file of the key to speak to it with, never the key itself.
+    address: the hub's.
+    key: the file of the key for its sessions, never the key itself.
     """
 
     address: str
     key: str | None = None
 
     def client(self, timeout_s: float = limits.HUB_WAIT_S_DEFAULT) -> Client:
-        """Return a client of it."""
+        """Return a client of the hub."""
         return Client(self.address, timeout_s, key=self.key, insecure=True)  # checked by `hubs_at`
 
     def is_listening(self) -> bool:
-        """Return whether anything listens there, soon."""
+        """Return at once whether anything listens there."""
         return is_listening(self.address)
 
 
 def hubs_at(
     addresses: Sequence[str], key: str | None = None, *, insecure: bool = False, where: str = "hub"
 ) -> tuple[HubAt, ...]:
-    """Return the hubs at some addresses, or the one at the default address if there are none.
+    """Return the hubs at some addresses; without any, the hub at the default address.
 
-    key: this side's, by name or path, for those that have one. Raises UsageError for a wrong address or key, and for
-        one address twice.
+    key: this side's key, by name or path, for hubs that have keys.
+    where: the name of the option, for errors.
+    Raises UsageError for a wrong address or key, and for an address that is given twice.
     """
     addresses = tuple(addresses) or (default_address(),)
     if len(addresses) > limits.HUBS_MAX:
@@ -56,20 +58,20 @@ def hubs_at(
         if plain.count(address) > 1:
             raise UsageError(explain(where, got=f"{address} twice", expected="each hub once"))
     any_keyed = any(hub_key(address) is not None for address in addresses)
-    found = []
+    hubs = []
     for address in addresses:
         named = key if hub_key(address) is not None or not any_keyed else None
         path = peer_key_path(address, named)
         if path is not None:
-            read_key(path)  # now rather than in a worker
-        found.append(HubAt(address, None if path is None else str(path)))
-    return tuple(found)
+            read_key(path)  # a wrong key is refused here, not in a worker
+        hubs.append(HubAt(address, None if path is None else str(path)))
+    return tuple(hubs)
 
 
 class HubLinks:
     """A scheduler's sessions, one with each hub.
 
-    running: as of `SchedulerLink`.
+    running: as in `SchedulerLink`.
     """
 
     def __init__(self, hubs: Sequence[HubAt], hello: Hello, running: Callable[[str], str | None]) -> None:
@@ -77,7 +79,7 @@ class HubLinks:
 
     @property
     def welcomes(self) -> tuple[Welcome | None, ...]:
-        """Each hub's latest Welcome, None of one that was never there."""
+        """Each hub's latest Welcome; None if the hub was never there."""
         return tuple(link.welcome for link in self._links)
 
     def wait_welcomes(self, timeout_s: float) -> None:
@@ -87,7 +89,7 @@ class HubLinks:
             link.wait_welcome(max(0.0, deadline - time.monotonic()))
 
     def actions(self, ready: Callable[[Act], bool]) -> list[Act]:
-        """Return the actions that wait and are ready, their ids told apart by hub; never waits."""
+        """Return the waiting actions that are ready, the hub's number before their ids. Never waits."""
         return [
             msgspec.structs.replace(act, id=f"{number}/{act.id}")
             for number, link in enumerate(self._links)
@@ -95,7 +97,7 @@ class HubLinks:
         ]
 
     def outcome(self, outcome: Outcome) -> None:
-        """Say what came of an action to the hub that asked for it; never waits."""
+        """Send the outcome of an action to the hub that asked for it. Never waits."""
         number, _, own_id = outcome.id.partition("/")
         self._links[int(number)].outcome(msgspec.structs.replace(outcome, id=own_id))
 

@@ -1,7 +1,7 @@
-"""How an engine is to be tapped and where its rows go: what travels in vLLM's `additional_config`.
+"""The settings of an engine: its taps and where its rows go. They travel in vLLM's `additional_config`.
 
 vLLM puts the hash of `additional_config` into the key of its compile cache. `Settings.compute_hash`
-covers what changes the compiled graph, the taps, and leaves out what does not, such as an address.
+covers what changes the compiled graph, such as the taps. It leaves out all else, such as an address.
 """
 
 from __future__ import annotations
@@ -26,16 +26,22 @@ if TYPE_CHECKING:  # it needs torch
     from capflow_engine.structure import Structure
 
 SITES_DEFAULT = ("post_block:*",)
-"""The patterns of the sites that carry a tap when the user names none."""
+"""The patterns of the sites that carry a tap by default."""
 
 STEERING_BANK_BYTES = 256 * limits.MIB
-"""The memory of the steering bank when the user says nothing: at hidden size 4096, 16,384 different vectors."""
+"""The memory of the steering bank by default: 16,384 different vectors of width 4096."""
 
-_GRAPH_VERSION = 4  # goes up with every change to what a tap puts into the graph
+# Rises with every change to what a tap puts into the graph.
+_GRAPH_VERSION = 4
 
 
 class Outbound(NamedTuple):
-    """What a worker does when its outbound queue is full, and with `spill` where to, how much, and what holds then."""
+    """What a worker does if its outbound queue is full.
+
+    policy: block, drop or spill.
+    spool_dir, spool_bytes: with `spill`, the directory and how many bytes it holds.
+    spill_fallback: with `spill`, the policy if the directory is full.
+    """
 
     policy: str = POLICY_DEFAULT
     spool_dir: str = ""
@@ -49,16 +55,16 @@ class Outbound(NamedTuple):
 
     @classmethod
     def of(cls, policy: Any, spool_dir: str | None, spool_bytes: int | None, spill_fallback: Any) -> Outbound:
-        """Return what was asked for, None being what is not said; the directory is absolute.
+        """Return the choice that options make; None is as if an option was not given. The directory becomes absolute.
 
-        Raises UsageError for a value that is none, for a directory that cannot be written, and for what says nothing with
-        another policy.
+        Raises UsageError for a wrong value, for a directory that cannot be written, and for an option that has no
+        effect with the policy.
         """
         if policy not in POLICIES_OF_WORKERS:
             raise UsageError(explain("policy", got=policy, expected=f"one of {', '.join(POLICIES_OF_WORKERS)}"))
-        said = {"spool_dir": spool_dir, "spool_bytes": spool_bytes, "spill_fallback": spill_fallback}
+        options = {"spool_dir": spool_dir, "spool_bytes": spool_bytes, "spill_fallback": spill_fallback}
         if policy != "spill":
-            for name, value in said.items():
+            for name, value in options.items():
                 if value is not None:
                     raise UsageError(explain(name, got=f"policy {policy}", expected="policy spill with it"))
             return cls(policy)
@@ -75,17 +81,17 @@ class Outbound(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """What the extension's parts in all of an engine's processes agree on.
+    """The settings that all processes of an engine share.
 
     engine: the engine's name, new at each start.
-    hubs: those that its workers connect to, by number.
-    sites: those that carry a tap, in order.
-    fixed: those of them that can only be captured.
-    outbound, outbound_bytes_max: of each worker's outbound queue.
+    hubs: the hubs that its workers connect to, by number.
+    sites: the sites that carry a tap, in order.
+    fixed: the sites among them that can be captured and not steered.
+    outbound, outbound_bytes_max: the policy and the size of each worker's outbound queue.
     staging_bytes_max: the device memory for the rows of one step.
-    steering_bank_bytes: the device memory for what steers.
+    steering_bank_bytes: the device memory of the steering bank.
     hub_wait_s: how long the engine's start waits for the hubs; None starts without.
-    capture_wait_s: how long a response over HTTP waits for the consumers at most, when its request wants it to.
+    capture_wait_s: how long a response over HTTP waits for the consumers at most, if its request asks it to.
     user: the `additional_config` that the user gave vLLM besides.
     """
 
@@ -102,7 +108,7 @@ class Settings:
     user: Mapping[str, Any] = field(default_factory=dict)
 
     def compute_hash(self) -> str:
-        """Return the part of vLLM's compile-cache key that says what the taps put into the graph."""
+        """Return the part of vLLM's compile-cache key that depends on what the taps put into the graph."""
         factors = json.dumps(
             [_GRAPH_VERSION, [str(site) for site in self.sites], self.steering_bank_bytes, dict(self.user)],
             sort_keys=True,
@@ -111,7 +117,7 @@ class Settings:
         return hashlib.sha256(factors.encode()).hexdigest()
 
     def hub_of(self, request: str) -> int:
-        """Return the number of the hub that has a request, by the id it is known by outside."""
+        """Return the number of the hub that has a request, by its id outside of vLLM."""
         return hub_of(request, len(self.hubs))
 
     # vLLM and its platforms read and write `additional_config` as the dict that it is elsewhere.
@@ -127,7 +133,12 @@ class Settings:
 
 
 class Tapped(NamedTuple):
-    """What of a model is tapped: how many layers it has, the sites that carry a tap, and those that cannot be steered."""
+    """The taps of a model.
+
+    num_layers: how many layers it has.
+    sites: the sites that carry a tap.
+    fixed: the sites among them that cannot be steered.
+    """
 
     num_layers: int
     sites: tuple[Site, ...]
@@ -135,7 +146,7 @@ class Tapped(NamedTuple):
 
     @classmethod
     def of(cls, patterns: Iterable[str], layers: Sequence[Structure]) -> Tapped:
-        """Return what patterns name in a model of these layers; raise UsageError as `tapped_sites` does."""
+        """Return the taps that patterns name in a model of these layers. Raises UsageError as `tapped_sites` does."""
         sites = tapped_sites(patterns, layers)
         return cls(len(layers), sites, tuple(site for site in sites if site.hook in layers[site.layer].fixed))
 
@@ -154,14 +165,14 @@ def tapped_sites(patterns: Iterable[str], layers: Sequence[Structure]) -> tuple[
             hooks = ", ".join(HOOKS)
             expected = f"HOOK:LAYER with a hook of {hooks} and a layer of 0..{len(layers) - 1}, or * for either"
             raise UsageError(explain("--sites", got=pattern, expected=expected))
-        found = [site for site in named if site.hook in layers[site.layer].places]
-        if not found:
+        present = [site for site in named if site.hook in layers[site.layer].places]
+        if not present:
             layer, hook = layers[named[0].layer], named[0].hook
             do = "see `capflow sites MODEL` for what this model has"
             raise UsageError(
                 explain("--sites", got=pattern, expected=f"a site of {layer.layer} ({layer.missing[hook]})", do=do)
             )
-        chosen.update(found)
+        chosen.update(present)
     return tuple(sorted(chosen))
 
 

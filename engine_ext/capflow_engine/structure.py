@@ -6,8 +6,9 @@ attention adds to it and what the MLP adds, whatever the modules are called. A h
 proves it: the stream before the MLP, plus what the MLP adds, must be the layer's output. What cannot be
 proved is left out, with the reason; a layer whose stream cannot be followed is refused.
 
-A layer may multiply the stream by a number in one dtype only, so that it does not overflow. The stream is what the layer computes in
-float32: the forward is run on symbols of the model's dtype and of float32, and the ratio of both sums is taken out of every place.
+A layer may multiply the stream by a number in one dtype only, so that it does not overflow. The stream is what the
+layer computes in float32: the forward is run on symbols of the model's dtype and of float32, and the ratio of both sums
+is taken out of every place.
 
 No tensor of the model is read, except that a norm is copied and tried on random numbers to learn whether it adds
 the residual that it is given. So the model may lie on the meta device.
@@ -28,20 +29,20 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 Mixes = Callable[[nn.Module], bool]
-"""Whether a module is one that mixes tokens: an attention or state-space core of vLLM."""
+"""Returns whether a module mixes tokens: an attention or state-space core of vLLM."""
 
 Divisor = Callable[[nn.Module], float]
-"""By what a module divides its output in the model's dtype and not in float32."""
+"""Returns the number by which a module divides its output in the model's dtype and not in float32."""
 
 
 class Slot(NamedTuple):
-    """An argument of a module's forward: its position, None where it is given by name, and its name."""
+    """An argument of a module's forward: its position, None if it is given by name, and its name."""
 
     position: int | None
     name: str | None
 
     def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the argument of a call, None when the call leaves it out."""
+        """Return the argument of a call; None if the call leaves it out."""
         if self.name is not None and self.name in kwargs:
             return kwargs[self.name]
         return args[self.position] if self.position is not None and self.position < len(args) else None
@@ -52,9 +53,10 @@ class HookPlace:
     """Where a hook point lies: before or after a module of the layer.
 
     module: its path in the layer, empty for the layer itself.
-    slots: the value is among the module's arguments; with no slots it is what the module returns, the elements `items`
-        of a tuple or a tensor alone. Two slots or items are the halves of a split stream, and their sum is the value.
-    scale: the value is this many times what stands there.
+    slots: the arguments of the module that hold the value. Without slots the module returns the value.
+    items: without slots, the elements of the returned tuple that hold the value; a tensor alone is element 0. Two slots
+        or items are the halves of a split stream; their sum is the value.
+    scale: the value is this many times what is there.
     """
 
     module: str
@@ -68,13 +70,13 @@ _WHOLE = HookPlace("")
 
 @dataclass(frozen=True)
 class Structure:
-    """What is known of one decoder layer.
+    """The hook points of one decoder layer.
 
+    layer: the name of its class.
     places: by hook.
-    missing: for every other hook, why it is not there.
-
-    fixed: of hooks that can be captured and not steered, why: who else is given the same tensor.
-    taken, given: how many times the stream is what the layer takes and what it returns.
+    missing: the reason for every other hook.
+    fixed: the reason for hooks that can be captured and not steered: what else takes the same tensor.
+    taken, given: the layer takes so many times the stream, and returns so many times the stream.
     """
 
     layer: str
@@ -86,13 +88,13 @@ class Structure:
 
 
 class UnclearError(Exception):
-    """A layer does something that symbols cannot follow; the text says what."""
+    """A layer does something that symbols cannot follow; the message names it."""
 
 
 def resolve(layer: nn.Module, dtype: torch.dtype, mixes: Mixes, divisor: Divisor = lambda _: 1.0) -> Structure:
     """Return the structure of a decoder layer of a model that computes in `dtype`.
 
-    Raises UnclearError when it cannot be said where the layer's residual stream is.
+    Raises UnclearError if the layer's residual stream cannot be located.
     """
     reading = _read(layer, dtype, mixes)
     if dtype == torch.float32:
@@ -114,7 +116,11 @@ def _read(layer: nn.Module, dtype: torch.dtype, mixes: Mixes) -> _Reading:
 
 
 def _unscaled(structure: Structure, taken: float, gain: float) -> Structure:
-    """Return a structure whose places give the stream, where the layer takes it `taken` times and returns it `gain` times that."""
+    """Return a structure whose places give the stream itself.
+
+    taken: the layer takes so many times the stream.
+    gain: it returns so many times what it takes.
+    """
     if taken == gain == 1.0:
         return structure
     factors = {"pre_attn": 1 / taken, "post_attn": 1 / taken, "mlp_out": 1 / taken, "post_block": 1 / (taken * gain)}
@@ -136,7 +142,7 @@ _RESIDUAL = "residual"
 
 
 class _Symbol(fx.Proxy):
-    """A tensor, as the layer's own Python sees it: of unknown values, but of a known dtype."""
+    """A tensor as the layer's Python sees it: its values are unknown, its dtype is known."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -151,7 +157,7 @@ class _Tracer(fx.Tracer):
         self.dtype = dtype
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Return True: what a submodule does inside is its own affair."""
+        """Return True: submodules are not traced."""
         del m, module_qualified_name
         return True
 
@@ -186,16 +192,16 @@ def _trace(layer: nn.Module, dtype: torch.dtype, stream: str, *, optional: bool)
 
     try:
         return _Tracer(dtype).trace(Root())
-    except Exception as e:  # whatever a model's Python raises when it meets a symbol
+    except Exception as e:  # a model's Python may raise anything when it meets a symbol
         first = next(iter(str(e).splitlines()), "")
         raise UnclearError(f"its forward cannot be followed: {type(e).__name__}: {first}") from e
 
 
-# --- what the trace says ---
+# --- the reading of the trace ---
 
 
 class _Term(NamedTuple):
-    """Something that is added up: what a node of the graph returns, or one element of it."""
+    """A term of a sum: what a node of the graph returns, or one element of it."""
 
     node: fx.Node
     item: int | None = None
@@ -210,7 +216,7 @@ class _Sum(dict[_Term, float]):
     factor: tuple[fx.Node, ...] = ()
 
     def plus(self, other: _Sum, sign: float = 1.0) -> _Sum | None:
-        """Return the sum of two, None when their unknown factors differ."""
+        """Return the sum of two; None if their unknown factors differ."""
         if self.factor != other.factor:
             return None
         total = _Sum(self)
@@ -226,7 +232,7 @@ class _Sum(dict[_Term, float]):
         return product
 
     def without(self, terms: set[_Term]) -> _Sum:
-        """Return what is left without some terms."""
+        """Return the sum without some terms."""
         return _Sum({term: number for term, number in self.items() if term not in terms})
 
     def equals(self, other: _Sum) -> bool:
@@ -243,7 +249,7 @@ _SAME_MODULES = (nn.Dropout, nn.Identity)
 
 
 class _Reading:
-    """What is read from one layer's graph."""
+    """Reads one layer's graph."""
 
     def __init__(
         self,
@@ -260,16 +266,17 @@ class _Reading:
         self.h, self.r = _Term(self.places["h"]), _Term(self.places["r"])
         self.names, self.stream_name = list(parameters), stream
         self.values: dict[fx.Node, Any] = {}
-        # By a norm's path, what `_adds` found of it.
+        # The result of `_adds`, by the norm's path.
         self._adding: dict[str, bool] = {}
         for node in self.nodes:
             self.values[node] = self._value(node)
 
     def scales(self, plain: _Reading, divisor: Divisor) -> tuple[float, float]:
-        """Return how many times the stream the layer takes, and how many times what it takes it returns.
+        """Return two numbers: the layer takes so many times the stream, and returns so many times what it takes.
 
-        plain: the same layer in float32, where both are 1. Raises UnclearError when the layer does not scale all that
-            it adds to the stream as the stream is scaled: then it computes something else than in float32.
+        plain: the same layer in float32, where both are 1.
+        Raises UnclearError if the layer scales what it adds otherwise than the stream: then it does not compute what it
+        computes in float32.
         """
         out, gain, *_ = self._output()
         reference, plain_gain, *_ = plain._output()
@@ -289,13 +296,13 @@ class _Reading:
     def structure(self, gain: float = 1.0) -> Structure:
         """Return the layer's hook points.
 
-        gain: what it multiplies the stream by before the MLP takes it, in this dtype alone.
+        gain: the layer multiplies the stream by this number before the MLP takes it, in this dtype alone.
         """
         out, _, split, items = self._output()
-        found = Structure(type(self.layer).__name__)
+        structure = Structure(type(self.layer).__name__)
         names = [self.stream_name, *([_RESIDUAL] if split else [])]
-        found.places["pre_attn"] = HookPlace("", tuple(Slot(self.names.index(n), n) for n in names))
-        found.places["post_block"] = HookPlace("", items=items)
+        structure.places["pre_attn"] = HookPlace("", tuple(Slot(self.names.index(n), n) for n in names))
+        structure.places["post_block"] = HookPlace("", items=items)
         added = {term for term in out if term not in (self.h, self.r)}
         later = {t for t in added if any(o.node in self._upstream(t.node) for o in added if o.node is not t.node)}
         parallel = not later
@@ -304,18 +311,18 @@ class _Reading:
             reason = (
                 "the layer has no MLP beside attention" if len(added) < 2 else "attention cannot be told from the MLP"
             )
-            found.missing.update(dict.fromkeys(("post_attn", "mlp_in", "mlp_out"), reason))
-            return found
+            structure.missing.update(dict.fromkeys(("post_attn", "mlp_in", "mlp_out"), reason))
+            return structure
         before = out.without(mlp)
-        self._find_post_attn(found, before, gain, parallel=parallel)
-        self._find_mlp(found, mlp, out)
-        return found
+        self._find_post_attn(structure, before, gain, parallel=parallel)
+        self._find_mlp(structure, mlp, out)
+        return structure
 
     def _output(self) -> tuple[_Sum, float, bool, tuple[int, ...]]:
         """Return the stream that leaves the layer, and where.
 
-        That is its sum, with the layer's input once; how many times the input it really holds; whether it is split, and which
-        elements of the output hold it.
+        Returns its sum, with the layer's input once; how many times it really holds the input; whether it is split; and
+        the elements of the output that hold it.
         """
         returned = next(node for node in self.nodes if node.op == "output").args[0]
         parts = list(returned) if isinstance(returned, tuple | list) else [returned]
@@ -337,54 +344,54 @@ class _Reading:
             raise UnclearError("its output is not its input plus what its modules add")
         return out.times(1 / scale), scale, split, items
 
-    def _find_post_attn(self, found: Structure, before: _Sum, gain: float, *, parallel: bool) -> None:
+    def _find_post_attn(self, structure: Structure, before: _Sum, gain: float, *, parallel: bool) -> None:
         """Find the module that is given the stream to which the MLP's output is added, `gain` times."""
         if parallel:
-            found.missing["post_attn"] = "attention and the MLP stand side by side"
+            structure.missing["post_attn"] = "attention and the MLP stand side by side"
             return
         before = before.times(gain)
         for node in self.nodes:
             if node.op != "call_module":
                 continue
             if self._is_norm(node) and (pair := self._fused(node)) is not None and pair.equals(before):
-                found.places["post_attn"] = HookPlace(_path(node), self._slots(node, 2), scale=1 / gain)
+                structure.places["post_attn"] = HookPlace(_path(node), self._slots(node, 2), scale=1 / gain)
                 return
             for number, value in enumerate(self._arguments(node)):
                 if isinstance(value, _Sum) and value.equals(before) and not value.factor:
                     slots = (self._slots(node, number + 1)[number],)
-                    found.places["post_attn"] = HookPlace(_path(node), slots, scale=1 / gain)
+                    structure.places["post_attn"] = HookPlace(_path(node), slots, scale=1 / gain)
                     return
-        found.missing["post_attn"] = "no module is given the stream after attention"
+        structure.missing["post_attn"] = "no module is given the stream after attention"
 
-    def _find_mlp(self, found: Structure, mlp: set[_Term], out: _Sum) -> None:
+    def _find_mlp(self, structure: Structure, mlp: set[_Term], out: _Sum) -> None:
         """Find what the MLP takes and what it adds."""
         sources = {source for term in mlp for source in self._sources(term.node, set())}
         if any(self._is_mixed(node) for term in mlp for node in self._body(term.node, set())):
-            found.missing["mlp_in"] = found.missing["mlp_out"] = "the layer has several attention blocks"
-            found.places.pop("post_attn", None)
-            found.missing.setdefault("post_attn", "the layer has several attention blocks")
+            structure.missing["mlp_in"] = structure.missing["mlp_out"] = "the layer has several attention blocks"
+            structure.places.pop("post_attn", None)
+            structure.missing.setdefault("post_attn", "the layer has several attention blocks")
             return
         if len(sources) == 1:
-            place = found.places["mlp_in"] = next(iter(sources))
+            place = structure.places["mlp_in"] = next(iter(sources))
             body = {node for term in mlp for node in self._body(term.node, set())}
             if place.slots:
-                found.fixed["mlp_in"] = "the MLP takes the residual stream itself"
+                structure.fixed["mlp_in"] = "the MLP takes the residual stream itself"
             elif any(
                 self._goes_elsewhere(n, body) for n in self.nodes if n.op == "call_module" and _path(n) == place.module
             ):
-                found.fixed["mlp_in"] = "attention takes what the MLP takes"
+                structure.fixed["mlp_in"] = "attention takes what the MLP takes"
         else:
-            found.missing["mlp_in"] = "the modules of the MLP take different inputs"
+            structure.missing["mlp_in"] = "the modules of the MLP take different inputs"
         term = next(iter(mlp))
         if len(mlp) == 1 and term.node.op == "call_module":
-            found.places["mlp_out"] = HookPlace(_path(term.node), items=(term.item or 0,), scale=out[term])
+            structure.places["mlp_out"] = HookPlace(_path(term.node), items=(term.item or 0,), scale=out[term])
         else:
-            found.missing["mlp_out"] = "what the MLP adds is no one module's output"
+            structure.missing["mlp_out"] = "what the MLP adds is no one module's output"
 
     # The walk backwards from what the MLP adds.
 
     def _sources(self, node: fx.Node, seen: set[fx.Node]) -> Iterator[HookPlace]:
-        """Yield where the values lie that a part of the MLP is computed from."""
+        """Yield the places of the values that a part of the MLP is computed from."""
         if node in seen:
             return
         seen.add(node)
@@ -413,7 +420,7 @@ class _Reading:
         return seen
 
     def _goes_elsewhere(self, node: fx.Node, body: set[fx.Node]) -> bool:
-        """Return whether the first thing that a norm returns is given to anything outside of a body."""
+        """Return whether anything outside of a body takes the first element that a norm returns."""
         for user in node.users:
             if user.target is operator.getitem:
                 if user.args[1] == 0 and self._goes_elsewhere(user, body):
@@ -448,7 +455,7 @@ class _Reading:
     # Values.
 
     def _value(self, node: fx.Node) -> Any:
-        """Return what a node stands for: a sum, or None where it is no tensor of interest."""
+        """Return the value of a node: a sum, or None if it is no tensor of interest."""
         if node.op == "placeholder":
             return _Sum({_Term(node): 1.0}) if node.name in ("h", "r") else None
         if node.op == "call_function":
@@ -504,14 +511,14 @@ class _Reading:
         return _Sum({_Term(source, item): 1.0})
 
     def _carried(self, node: fx.Node) -> _Sum | None:
-        """Return the residual that a norm hands on: what it was given, added up or as it came."""
+        """Return the residual that a norm hands on: added up, or unchanged."""
         arguments = self._arguments(node)
         if len(arguments) < 2 or not isinstance(arguments[1], _Sum):
             return None
         return self._fused(node) or arguments[1]
 
     def _fused(self, node: fx.Node) -> _Sum | None:
-        """Return the sum that a norm adds up before it normalises; None when it adds nothing."""
+        """Return the sum that a norm adds up before it normalises; None if it adds nothing."""
         if not self._is_norm(node):
             return None
         values = self._arguments(node)
@@ -531,7 +538,7 @@ class _Reading:
         return [self.values.get(a) if isinstance(a, fx.Node) else a for a in (*node.args, *node.kwargs.values())]
 
     def _slots(self, node: fx.Node, count: int) -> tuple[Slot, ...]:
-        """Return where a module is given its first arguments."""
+        """Return the slots of a module's first arguments."""
         parameters = inspect.signature(self._module(node).forward).parameters.values()
         names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         positional = [Slot(n, names[n] if n < len(names) else None) for n in range(len(node.args))]
@@ -554,9 +561,10 @@ def _path(node: fx.Node) -> str:
 
 
 def _adds(norm: nn.Module) -> bool:
-    """Return whether a norm that is given a residual adds it, hands the sum on and normalises that.
+    """Return whether a norm adds the residual that it takes, normalises the sum and hands it on.
 
-    A copy of it is tried on random numbers. Raises UnclearError when it does neither that nor hand the residual on.
+    A copy is tried on random numbers. Raises UnclearError if the norm neither does that nor hands the residual on
+    unchanged.
     """
     trial = copy.deepcopy(norm).to_empty(device="cpu").float()
     width = max((p.shape[-1] for p in trial.parameters() if p.dim()), default=64)
@@ -592,5 +600,5 @@ _SMALL_ELEMENTS_MAX = 65536
 
 
 def large_on_meta() -> TorchFunctionMode:
-    """Return a context in which `torch.empty` makes large tensors, such as weights, on the meta device only."""
+    """Return a context in which `torch.empty` makes large tensors, such as weights, on the meta device."""
     return _LargeOnMeta()

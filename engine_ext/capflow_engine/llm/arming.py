@@ -1,4 +1,4 @@
-"""Arming: an engine's arguments checked and capflow's put in, and the hub that it brings its frames to."""
+"""Arming: checks an engine's arguments, adds capflow's, and starts the hub for its consumers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ _NO_HUB_WAIT_S = 0.5
 
 @dataclass(frozen=True)
 class Armed:
-    """What an engine in this process is started with. hub: the one that was started for its consumers, if any."""
+    """What an engine in this process is started with.
+
+    settings: the engine's.
+    hub: the hub that was started for its consumers, if any.
+    """
 
     settings: Settings
     hub: HubProcess | None
@@ -39,12 +43,14 @@ def arm(
     bank_bytes: int,
     engine_name: str | None,
 ) -> Armed:
-    """Return the settings for an engine, with a hub started for its consumers.
+    """Return the settings of an engine. Starts a hub for its consumers, if there are any.
 
-    engine_name: the engine's, None for a random one. kind: vLLM's class for an engine's arguments, of which `additional_config` is taken out here. hub: the address of one that runs,
-    or of several.
+    kind: vLLM's class for an engine's arguments.
+    arguments: those of `kind`; `additional_config` is taken out.
+    hub: the address of a running hub, or of several.
+    engine_name: the engine's name; None for a random one.
 
-    Raises UsageError for wrong arguments and HubUnreachableError when a hub was named and does not answer.
+    Raises UsageError for wrong arguments, HubUnreachableError if a named hub does not answer.
     """
     for name in ("worker_cls", "scheduler_cls"):
         if name in arguments:
@@ -64,7 +70,7 @@ def arm(
     else:
         hubs = hubs_at(named, key, insecure=insecure)
         for one in hubs if named else ():
-            with one.client():  # raises when nobody answers
+            with one.client():  # raises if the hub does not answer
                 pass
     settings = Settings(
         engine=new_engine(engine_name),

@@ -1,8 +1,10 @@
-"""The asker: asks the hub, for a server's event loop, what became of requests.
+"""The asker: asks a hub for the results of requests, on behalf of a server's event loop.
 
-One thread of its own has one connection for all the requests that wait, and asks for those that are due at once. Invariants: an answer
-comes in time, whatever the hub does; the event loop waits for no socket; the hub is asked about `_NAMES_PER_S` requests in a second, of which
-each question has an even part, or about those of few questions every `_EVERY_S`.
+One thread has one connection for all waiting requests, and asks for all that are due in one message.
+
+Invariants: an answer comes in time, whatever the hub does. The event loop never waits for a socket. The hub is asked
+about at most `_NAMES_PER_S` requests in a second, shared evenly by the questions; each question is asked at most every
+`_EVERY_S` seconds.
 """
 
 from __future__ import annotations
@@ -25,17 +27,19 @@ from capflow.transport.client import Client
 logger = logging.getLogger("vllm.capflow")
 
 Results = dict[str, dict[str, CaptureResult]]
-"""What became of requests, by id and consumer."""
+"""The results of requests, by id and consumer."""
 
 HUB = "hub"
-"""Stands for the consumers while no hub answers, so that nobody knows which there are."""
+"""The name of a result while no hub answers and the consumers are unknown."""
 
-_CONNECT_S = 1.0  # how long the hub has to answer
+# How long the hub has to answer.
+_CONNECT_S = 1.0
 _EVERY_S = 0.02
-_LOOK_S = 0.2  # so long a question that comes meanwhile may wait
+# How long a question that comes meanwhile may wait.
+_LOOK_S = 0.2
 _NAMES_PER_S = 20_000
-_UNKNOWN = "no hub answers; what became of the capture is not known"
-_AWAY = "no hub is there; what became of the capture is not known"
+_UNKNOWN = "no hub answers; the result of the capture is unknown"
+_AWAY = "no hub is there; the result of the capture is unknown"
 
 
 @dataclass(eq=False)
@@ -43,13 +47,14 @@ class _Ask:
     """A question about some requests.
 
     names: of the requests.
-    engine: whose they are, by id or name; empty for that of any engine that alone has one of the id.
     captures: whether they brought specs of their own.
-    patient: as of `Asker.ask`.
+    patient: as in `Asker.ask`.
     deadline: when it is answered at the latest.
-    known_by: of `Asker.find`: until when a request that the hub does not know is waited for; None of `Asker.ask`.
-    due: when the hub is asked next; asked: when it was last; the thread's.
-    final: results that do not change any more; their requests are asked about no more; the thread's.
+    engine: whose requests they are, by id or name. Empty if only one engine has requests of these ids.
+    known_by: of `Asker.find`: how long to wait for a request that the hub does not know; None in `Asker.ask`.
+    due: when the hub is asked next.
+    asked: when the hub was last asked. Only the thread uses it.
+    final: results that no longer change; their requests are not asked about again. Only the thread uses it.
     """
 
     names: tuple[str, ...]
@@ -65,22 +70,29 @@ class _Ask:
     final: Results = field(default_factory=dict)
 
     def due_at(self, over_at: float) -> float:
-        """Return when the hub is asked next. over_at: as of `waits`."""
+        """Return when the hub is asked next.
+
+        over_at: as in `waits`.
+        """
         until = self.deadline if self.known_by is None else min(self.deadline, self.known_by)
         return min(self.due, over_at, until) if until > self.asked else min(self.due, over_at, self.deadline)
 
-    def waits(self, found: Results, now: float, over_at: float) -> bool:
-        """Return whether what the hub knows is not enough yet. over_at: when every question is answered at the latest."""
-        if self.known_by is not None and not all(found.values()):
+    def waits(self, results: Results, now: float, over_at: float) -> bool:
+        """Return whether the question still waits for results of the hub.
+
+        over_at: when every question is answered at the latest.
+        """
+        if self.known_by is not None and not all(results.values()):
             return now < min(self.known_by, over_at)
-        return now < min(self.deadline, over_at) and not all(map(_final, found.values()))
+        return now < min(self.deadline, over_at) and not all(map(_final, results.values()))
 
 
 class Asker:
-    """Asks a hub; connects when first used, and again when the hub was away.
+    """Asks a hub. Connects when first used, and again after the hub was away.
 
-    client: makes one that waits for so many seconds. is_listening: says at once whether there is any use in that. engine: whose requests
-    it asks for.
+    client: makes a client with a timeout in seconds.
+    is_listening: returns at once whether a hub listens.
+    engine: whose requests are asked about.
     """
 
     def __init__(
@@ -89,17 +101,21 @@ class Asker:
         self._client = client
         self._is_listening = is_listening
         self._engine = engine
-        self._turned_at = 0.0  # when the hub was last asked; the thread's
-        self._away_at: float | None = None  # since when the hub is away or refuses; None while it answers; the thread's
-        self._over_at = math.inf  # when every question is answered at last; set by `hurry`
+        # When the hub was last asked. Only the thread uses it.
+        self._turned_at = 0.0
+        # Since when the hub is away or refuses; None while it answers. Only the thread uses it.
+        self._away_at: float | None = None
+        # When every question is answered at the latest; `hurry` sets it.
+        self._over_at = math.inf
         self._asks: queue.SimpleQueue[_Ask] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None  # from the first question to the end of the process
+        # From the first question to the end of the process.
+        self._thread: threading.Thread | None = None
 
     async def ask(self, names: Sequence[str], *, captures: bool, wait_s: float, patient: bool = True) -> Results:
-        """Return what became of requests, once their consumers are done with them or `wait_s` seconds are over.
+        """Return the results of requests, once their consumers are done with them or `wait_s` seconds have passed.
 
-        A consumer that is not done by then is `pending`. Without a hub the result is an error of `HUB`: at once, or if `patient`
-        once the hub has been away for `limits.HUB_AWAY_S`.
+        A consumer that is not done by then is `pending`. Without a hub the result is an error named `HUB`: at once, or,
+        if `patient`, once the hub has been away for `limits.HUB_AWAY_S`.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Results] = loop.create_future()
@@ -107,10 +123,11 @@ class Asker:
         return await self._answer(_Ask(tuple(names), captures, patient, deadline, loop, answer, self._engine))
 
     async def find(self, names: Sequence[str], *, wait_s: float, known_s: float, engine: str = "") -> Results:
-        """Return the results of requests, once their consumers are done with them or `wait_s` seconds are over.
+        """Return the results of requests, once their consumers are done with them or `wait_s` seconds have passed.
 
-        engine: whose requests they are, where it is not the asker's. A request that the hub does not know after `known_s` seconds has no
-        results. Raises CapflowError when no hub answers, or when it refuses.
+        known_s: a request that the hub does not know after so many seconds has no results.
+        engine: whose requests they are, if not the asker's.
+        Raises CapflowError if no hub answers, or if it refuses.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Results] = loop.create_future()
@@ -135,7 +152,7 @@ class Asker:
         return await ask.answer
 
     def hurry(self, within_s: float) -> None:
-        """Have every question answered within so many seconds, those that come later too."""
+        """Answer every question within so many seconds, also later ones."""
         self._over_at = time.monotonic() + within_s
 
     def _run(self) -> None:
@@ -146,7 +163,9 @@ class Asker:
                 waiting.append(self._asks.get())
             while not self._asks.empty():
                 waiting.append(self._asks.get())
-            waiting = [ask for ask in waiting if not ask.answer.done()]  # done already: its client went away
+            waiting = [
+                ask for ask in waiting if not ask.answer.done()
+            ]  # the client of a question that is already done went away
             try:
                 waiting = self._turn(client, waiting)
                 self._away_at = None
@@ -165,7 +184,7 @@ class Asker:
                 time.sleep(max(_EVERY_S, min(_LOOK_S, due_s)))
 
     def _turn(self, client: Client, waiting: list[_Ask]) -> list[_Ask]:
-        """Ask once for all that are due; answer those that are done or over, and return the others."""
+        """Ask once for all that are due. Answers those that are done or out of time, and returns the others."""
         now = time.monotonic()
         due = [ask for ask in waiting if now >= ask.due_at(self._over_at)]
         left = [ask for ask in waiting if now < ask.due_at(self._over_at)]
@@ -179,10 +198,10 @@ class Asker:
         for ask in due:
             unknown = (name for name in ask.names if name not in ask.final)
             names.setdefault(ask.engine, {}).update(dict.fromkeys(unknown))
-        found = {engine: client.results(its, wait=False, engine=engine) for engine, its in names.items()}
+        answers = {engine: client.results(its, wait=False, engine=engine) for engine, its in names.items()}
         consumers: list[str] | None = None
         for ask in due:
-            mine = {name: ask.final.get(name) or found[ask.engine].get(name, {}) for name in ask.names}
+            mine = {name: ask.final.get(name) or answers[ask.engine].get(name, {}) for name in ask.names}
             ask.final |= {name: results for name, results in mine.items() if _final(results)}
             ask.asked = now
             ask.due = now + (len(ask.names) - len(ask.final)) * len(waiting) / _NAMES_PER_S
@@ -190,17 +209,17 @@ class Asker:
             if wanted and ask.waits(mine, time.monotonic(), self._over_at):
                 left.append(ask)
                 continue
-            if ask.known_by is None and not all(mine.values()):  # of some the hub knows nothing, or nothing yet
+            if ask.known_by is None and not all(mine.values()):  # the hub does not know some of them, or not yet
                 consumers = list(client.status()["consumers"]) if consumers is None else consumers
-                known = {name: CaptureResult("pending" if wanted else "not_requested") for name in consumers}
-                mine = {name: results or known for name, results in mine.items()}
+                unknown_yet = {name: CaptureResult("pending" if wanted else "not_requested") for name in consumers}
+                mine = {name: results or unknown_yet for name, results in mine.items()}
             _tell(ask, mine)
         return left
 
     def _failed(self, waiting: list[_Ask], error: CapflowError) -> list[_Ask]:
-        """Answer those that wait for the hub no longer, and return the others.
+        """Answer the questions that no longer wait for the hub, and return the others.
 
-        A hub that listens and is slow is waited for until the deadline; one that is away, or that refuses, for
+        Questions wait for a slow hub that listens until their deadline, for one that is away or refuses for
         `limits.HUB_AWAY_S`.
         """
         now = time.monotonic()
@@ -213,7 +232,7 @@ class Asker:
         if isinstance(error, HubUnreachableError):
             why = _UNKNOWN if slow else _AWAY
         else:
-            why = f"what became of the capture is not known: {error}"
+            why = f"the result of the capture is unknown: {error}"
         left = []
         for ask in waiting:
             if away or now >= min(ask.deadline, self._over_at) or not ask.patient:
@@ -232,7 +251,7 @@ def _tell(ask: _Ask, results: Results) -> None:
 
 
 def _tell_failure(ask: _Ask, why: str) -> None:
-    """Answer that the hub does not: as an error of `HUB`, or for `Asker.find` by raising it."""
+    """Answer that the hub does not answer: by an error result named `HUB`, or an exception for `Asker.find`."""
     if ask.known_by is None:
         _tell(ask, {name: {HUB: CaptureResult("error", why)} for name in ask.names})
     else:
@@ -244,5 +263,5 @@ def _post(ask: _Ask, answer: Callable[[], None]) -> None:
         if not ask.answer.done():
             answer()
 
-    with contextlib.suppress(RuntimeError):  # the event loop is closed: the server is gone
+    with contextlib.suppress(RuntimeError):  # the event loop is closed: the server ended
         ask.loop.call_soon_threadsafe(tell)

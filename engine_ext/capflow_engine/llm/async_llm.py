@@ -18,7 +18,7 @@ from capflow_engine.compat import engine as compat
 
 compat.require()
 
-from vllm import AsyncLLMEngine, RequestOutput, SamplingParams  # noqa: E402 - only once the version is known to be one that works
+from vllm import AsyncLLMEngine, RequestOutput, SamplingParams  # noqa: E402 - after the version check
 from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
 
 from capflow_engine.llm.arming import arm  # noqa: E402
@@ -28,7 +28,13 @@ from capflow_engine.request.dynamic import taken  # noqa: E402
 from capflow_engine.request.options import KEY, Ready, RequestOptions  # noqa: E402
 from capflow_engine.request.params import Prepared  # noqa: E402
 from capflow_engine.request.reach import check_added  # noqa: E402
-from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Outbound, Settings, engine_arguments  # noqa: E402
+from capflow_engine.settings import (  # noqa: E402
+    SITES_DEFAULT,
+    STEERING_BANK_BYTES,
+    Outbound,
+    Settings,
+    engine_arguments,
+)
 from capflow_engine.steering.applied import Dynamic  # noqa: E402
 from capflow_engine.steering.budget import Size  # noqa: E402
 from capflow_engine.steering.fit import Fit  # noqa: E402
@@ -38,13 +44,14 @@ from capflow_engine.steering.store import SteeringStore  # noqa: E402
 class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
     """vLLM's `AsyncLLM` whose requests may capture and be steered; made by `start`.
 
-    steering: the modules that requests may name, and the global state, which steers every request besides; it refuses
-    what does not fit the model.
+    steering: the modules that requests may name, and the global state, which steers every request. It refuses what does
+        not fit the model.
     """
 
     steering: SteeringStore
     capflow_settings: Settings
-    _running: set[str]  # what the samples of running requests are called
+    # The names of the samples of running requests.
+    _running: set[str]
 
     @classmethod
     def start(
@@ -65,12 +72,13 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         capture_wait_s: float = limits.CAPTURE_WAIT_S_DEFAULT,
         **kwargs: Any,
     ) -> Self:
-        """Start an engine; all else goes to vLLM's `AsyncEngineArgs`. The arguments are those of `capflow.LLM`.
+        """Start an engine. Call this where the event loop runs; it blocks until the engine is ready.
 
-        capture_wait_s: how long the last output of a request waits for the consumers. Call it where the event loop runs;
-        it blocks until the engine is ready.
+        The arguments are those of `capflow.LLM`, with one more. All others go to vLLM's `AsyncEngineArgs`.
 
-        Raises UsageError for wrong arguments and HubUnreachableError when a hub was named and does not answer.
+        capture_wait_s: how long the last output of a request waits for the consumers.
+
+        Raises UsageError for wrong arguments, HubUnreachableError if a named hub does not answer.
         """
         compat.prepare_environment(kwargs)
         armed = arm(
@@ -115,11 +123,13 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str | None = None, **kwargs: Any
     ) -> AsyncIterator[RequestOutput]:
-        """Yield outputs as vLLM's `generate` does; the last has `capture_results`, and so has each sample in it.
+        """Yield outputs as vLLM's `generate` does. The last one and each of its samples have `capture_results`.
 
-        It has `steering_applied` besides, as an output of `capflow.LLM` has. request_id: vLLM's name of the request; by default
-        that of its parameters, or a new one. Raises UsageError for what does not fit the model, the bank or the prompt, and for a
-        part of a streaming input that asks for anything itself, and for a request in the engine's own form.
+        The last one also has `steering_applied`, as an output of `capflow.LLM`.
+
+        request_id: vLLM's name of the request; by default that of its parameters, or a new one.
+        Raises UsageError for what does not fit the model, the bank or the prompt, for a part of a streaming input that
+        asks for capture or steering, and for a request in the engine's own form.
         """
         _check_prompt(prompt)
         name = request_id or f"{start_of(self.capflow_settings.engine)[:8]}-{next(self._numbers)}"
@@ -130,7 +140,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
             raise UsageError(explain("id", got=prepared.options.id, expected="one that no running request has"))
         self._running.update(names)
         if isinstance(prompt, AsyncGenerator):
-            prompt = _asking_nothing(prompt)
+            prompt = _checked_parts(prompt)
         outputs = super().generate(prompt, prepared.params, request_id or prepared.options.id, **kwargs)
         dynamic: Dynamic | None = None
         try:
@@ -145,7 +155,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
             self._running.difference_update(names)
 
     async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        """Add a request as vLLM's `add_request` does, steered by what holds now; its outputs say nothing of capflow.
+        """Add a request as vLLM's `add_request` does, steered by what holds now. Its outputs have nothing of capflow.
 
         Raises UsageError as `generate` does.
         """
@@ -153,13 +163,15 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         if isinstance(params, SamplingParams) and not isinstance((params.extra_args or {}).get(KEY), Ready):
             params = Prepared.of(params, self._fit, self.steering, request_id).params
             if isinstance(prompt, AsyncGenerator):
-                prompt = _asking_nothing(prompt)
+                prompt = _checked_parts(prompt)
         return await super().add_request(request_id, prompt, params, *args, **kwargs)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Stop the engine, then the hub that was started for it, once its consumers took everything; a second call does nothing.
+        """Stop the engine, then the hub that was started for it, once its consumers took everything.
 
-        timeout: how long the engine may take, in seconds; by default for as long as its hub takes rows, a minute at most.
+        A second call does nothing.
+
+        timeout: how long the engine may take, in seconds; by default as long as its hub takes rows, a minute at most.
         """
         if self._at_exit is not None and self._at_exit.detach() is None:
             return
@@ -172,19 +184,20 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
     async def __aexit__(self, *exc: object) -> None:
         self.shutdown()
 
-    _at_exit: weakref.finalize[Any, Any] | None = None  # ends what nobody shut down; dead once that is done
+    # Ends an engine that was not shut down; dead after a shutdown.
+    _at_exit: weakref.finalize[Any, Any] | None = None
     _stop_hub: Callable[[], Any] = staticmethod(lambda: None)
 
     async def _add_results(self, output: RequestOutput, options: RequestOptions) -> None:
-        """Ask the hub what became of the rows; nothing is said when no hub is known and none were asked for."""
-        found = {}
+        """Put the results of a request on its output; none if no hub is known and the request did not ask for any."""
+        results = {}
         captures = options.capture is not None
         if captures or self._knows_hub:
             wait_s = self._capture_wait_s
-            found = await self._asker.ask(options.names, captures=captures, wait_s=wait_s, patient=captures)
-        output.capture_results = joined(found)
+            results = await self._asker.ask(options.names, captures=captures, wait_s=wait_s, patient=captures)
+        output.capture_results = joined(results)
         for sample in output.outputs:
-            sample.capture_results = found.get(options.names[sample.index], {})
+            sample.capture_results = results.get(options.names[sample.index], {})
 
 
 def _end(core: Any, hub: HubProcess | None) -> None:
@@ -195,19 +208,19 @@ def _end(core: Any, hub: HubProcess | None) -> None:
 
 
 def _check_prompt(prompt: Any) -> None:
-    """Raise UsageError for a request in the engine's own form: the parameters in it would hold, and not those that are given."""
+    """Raise UsageError for a request in the engine's own form: its parameters would replace those of the call."""
     if compat.is_engine_request(prompt):
         do = "give it as text, as tokens, or as vLLM's renderer returns it"
         raise UsageError(explain("prompt", got="an EngineCoreRequest", expected="a prompt", do=do))
 
 
-async def _asking_nothing(parts: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """Yield the parts of a streaming input; raise UsageError for one that asks for what was asked for with the first."""
+async def _checked_parts(parts: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """Yield the parts of a streaming input. Raises UsageError for a part that asks for capture or steering itself."""
     async with contextlib.aclosing(parts):
         async for part in parts:
             if part.sampling_params is not None and KEY in (part.sampling_params.extra_args or {}):
-                wrong = "sampling_params of a part of the input"
+                where = "sampling_params of a part of the input"
                 raise UsageError(
-                    explain(wrong, got="capture or steering", expected="none: generate's hold for all parts")
+                    explain(where, got="capture or steering", expected="none: generate's hold for all parts")
                 )
             yield part

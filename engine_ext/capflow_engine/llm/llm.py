@@ -18,7 +18,7 @@ from capflow_engine.compat import engine as compat
 
 compat.require()
 
-from vllm import LLM as VLLM  # noqa: E402 - only once the version is known to be one that works
+from vllm import LLM as VLLM  # noqa: E402 - after the check of its version
 from vllm import RequestOutput  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 
@@ -39,24 +39,30 @@ from capflow_engine.steering.store import SteeringStore  # noqa: E402
 class LLM(VLLM):  # type: ignore[misc]
     """A `vllm.LLM` whose requests may capture and be steered. It takes what that takes, and more.
 
-    consumers: consumers to run for this engine, as on the command line (`"filesystem:root=rows"`); a hub is started
-    for them and stopped with `close`. hub: the address of a running hub instead, or of several, between which the requests are
-    divided. Without either, the default address is used. key: this engine's key, by name or path, for a hub that has one; without it that of `CAPFLOW_KEY`. insecure:
-    allows a hub on another machine without keys. sites: patterns of the sites that carry a tap. policy: what a worker does when its
-    outbound queue is full; engine_name is what it is called in data and at its hubs, where a random name is new at each start; with `spill`, spool_dir, spool_bytes and spill_fallback say where to, how much for each worker, and what
-    holds then. steering_bank_bytes: the memory for the vectors that steer the requests which run; a request waits
-    for room in it.
+    consumers: consumers to run for this engine, as on the command line (`"filesystem:root=rows"`). A hub is started for
+        them; `close` stops it.
+    hub: the address of a running hub instead, or of several, which divide the requests among them. By default the
+        default address.
+    key: this engine's key, by name or path, for a hub that has one; by default that of `CAPFLOW_KEY`.
+    insecure: allows a hub on another machine without keys.
+    sites: patterns of the sites that carry a tap.
+    policy: what a worker does if its outbound queue is full.
+    spool_dir, spool_bytes, spill_fallback: with the policy `spill`, the directory, the bytes of each worker, and what a
+        worker does if those are full.
+    steering_bank_bytes: the memory for the vectors that steer running requests. A request waits for room in it.
+    engine_name: the engine's name in data and at its hubs; by default a random one at each start.
+    steering: a `SteeringStore`: the modules that requests may name, and the global state, which steers every request of
+        `generate`, `chat`, `enqueue` and `enqueue_chat`. It refuses what does not fit the model. A change holds for
+        later requests.
 
-    steering: the modules that requests may name, and the global state, which steers every request of `generate`, `chat`, `enqueue`
-    and `enqueue_chat` besides; a `SteeringStore`, which refuses what does not fit the model. What is changed there holds for
-    requests that come later.
+    `beam_search` is steered by its argument `steering`. Outputs of `generate`, `chat` and `wait_for_completion` have
 
-    `beam_search` is steered by `steering=`. Outputs of `generate`, `chat` and `wait_for_completion` have `capture_results`: by consumer, what became of the request's rows. With `n` samples
-    each is a request of its own, called `id#0`, `id#1`, …; each of `output.outputs` has its own results too. They have
-    `steering_applied` besides, an `Applied`: what steered the request; None when it neither asked for that nor was steered.
+    * `capture_results`: the result of each consumer. Each of `n` samples is a request of its own, called `id#0`, `id#1`
+      and so on; each of `output.outputs` has its own results.
+    * `steering_applied`: the summary of the request's steering; None if it neither asked for steering nor was steered.
+
     Close it with `close()` or use it as a context manager.
-
-    Raises UsageError for wrong arguments and HubUnreachableError when a hub was named and does not answer.
+    Raises UsageError for wrong arguments, HubUnreachableError if a named hub does not answer.
     """
 
     def __init__(
@@ -77,11 +83,15 @@ class LLM(VLLM):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         compat.prepare_environment(kwargs)
-        self._stop_hub: Callable[[], Any] = lambda: None  # stops the hub started here; also when this is collected
+        # Stops the hub that was started here; also when this object is collected.
+        self._stop_hub: Callable[[], Any] = lambda: None
         self._numbers = itertools.count()
-        self._beams: SteeringProgram | None = None  # what steers the beams that are searched now
-        self._generated = 0  # how many tokens of an answer each of them has
-        self._enqueued: dict[str, Prepared] = {}  # requests whose outputs nobody has had, by what those are called
+        # The program of the running beam search.
+        self._beams: SteeringProgram | None = None
+        # How many tokens of an answer each beam has.
+        self._generated = 0
+        # Enqueued requests, by the names of their outputs.
+        self._enqueued: dict[str, Prepared] = {}
         armed = arm(
             EngineArgs,
             model,
@@ -124,7 +134,7 @@ class LLM(VLLM):  # type: ignore[misc]
         return self._with_results(super().chat(messages, [one.params for one in params], **kwargs), params)
 
     def enqueue(self, prompts: Any, sampling_params: Any = None, *args: Any, **kwargs: Any) -> list[str]:
-        """Enqueue as `vllm.LLM.enqueue` does, steered by what holds now; the outputs are those of `wait_for_completion`."""
+        """Enqueue as `vllm.LLM.enqueue` does, steered by what holds now. `wait_for_completion` returns the outputs."""
         params = self._prepared(sampling_params, 1 if _is_one_prompt(prompts) else len(prompts))
         return self._remembered(super().enqueue(prompts, [one.params for one in params], *args, **kwargs), params)
 
@@ -140,18 +150,19 @@ class LLM(VLLM):  # type: ignore[misc]
     def beam_search(
         self, prompts: Any, params: Any, *args: Any, steering: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> list[Any]:
-        """Search as `vllm.LLM.beam_search` does, steered: by fields of `sampling_params`, and by the global state.
+        """Search as `vllm.LLM.beam_search` does, steered by `steering` and the global state.
 
-        steering: `{"decode_steering_vectors": …}` for instance. Raises UsageError for what does not fit.
+        steering: fields of `sampling_params`, such as `{"decode_steering_vectors": …}`.
+        Raises UsageError for what does not fit.
         """
         options = RequestOptions(steering=Steering.parse(steering) if steering else None)
         options.check(self.capflow_model)
         self._beams = self._fit.program(options.steering, self.steering)
         try:
-            found: list[Any] = super().beam_search(prompts, params, *args, **kwargs)
+            outputs: list[Any] = super().beam_search(prompts, params, *args, **kwargs)
         finally:
             self._beams = None
-        return found
+        return outputs
 
     def close(self) -> None:
         """Stop the engine, then the hub that was started for it, once its consumers took everything."""
@@ -178,7 +189,7 @@ class LLM(VLLM):  # type: ignore[misc]
         return super()._render_and_run_requests(prompts, params, **kwargs)
 
     def _prepared(self, params: Any, count: int) -> list[Prepared]:
-        """Return one copy of the parameters for each prompt, checked, each with a name of its own."""
+        """Return one checked copy of the parameters for each prompt, each with a name of its own."""
         if params is None:
             params = self.get_default_sampling_params()
         many = list(params) if isinstance(params, Sequence) else [params] * count
@@ -203,17 +214,20 @@ class LLM(VLLM):  # type: ignore[misc]
         return keys
 
     def _with_results(self, outputs: list[Any], params: list[Prepared]) -> list[Any]:
-        """Return outputs with what became of their requests. params: of those that were not enqueued before, in order."""
+        """Return outputs with the results of their requests.
+
+        params: of the requests that were not enqueued before, in order.
+        """
         compat.flush(self.llm_engine)
         others = iter(params)
         prepared = [self._enqueued.get(output.request_id) or next(others) for output in outputs]
-        self._enqueued.clear()  # vLLM runs whatever was enqueued
-        found = self._results.ask([one.options for one in prepared])
+        self._enqueued.clear()  # vLLM runs all that was enqueued
+        results = self._results.ask([one.options for one in prepared])
         for output, one in zip(outputs, prepared, strict=True):
             names = one.options.names
             for name, sample in zip(names, output.outputs, strict=True):
-                sample.capture_results = found.get(name, {})
-            output.capture_results = joined({name: found[name] for name in names if name in found})
+                sample.capture_results = results.get(name, {})
+            output.capture_results = joined({name: results[name] for name in names if name in results})
             output.steering_applied = one.applied_with(taken(output))
         return outputs
 

@@ -1,7 +1,7 @@
-"""The consumers that requests may name, as the hubs of an engine say; a request that names another is refused before it runs.
+"""The consumers that requests may name, by hub. A request that names another one is refused before it runs.
 
-Invariant: a hub that does not answer within a second, or is of an earlier version, refuses nothing here. Its results say then what became
-of each name. A hub that listens and does not answer holds up one request in ten seconds, not each.
+Invariants: a hub that does not answer within a second, or is of an earlier version, causes no refusal here; the results
+then report each name. A hub that listens and does not answer delays one request in ten seconds, not each.
 """
 
 from __future__ import annotations
@@ -18,31 +18,34 @@ from capflow_engine.request.options import RequestOptions
 from capflow_engine.settings import Settings
 
 _ANSWER_S = 1.0
-_KNOWN_S = 10.0  # how long an answer holds for the names in it, and that there was none
+# How long an answer, or its absence, holds.
+_KNOWN_S = 10.0
 
 
 class Readers:
-    """What each hub of an engine answered last; for any thread."""
+    """The consumers that each hub of an engine last reported. Safe for any thread."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._hubs = [_Hub(hub) for hub in settings.hubs]
 
     def check(self, options: Sequence[RequestOptions]) -> None:
-        """Raise UsageError when a capture names a consumer that the request's hub does not have. It may ask the hub, and wait for that."""
+        """Raise UsageError if a capture names a consumer that the request's hub does not have. May wait for the hub."""
         for one in options:
             if not isinstance(one.capture, CaptureByConsumer):
                 continue
             named = frozenset(one.capture.by_name)
             for number in {self._settings.hub_of(name) for name in one.names}:
-                known = self._hubs[number].readers(named)
-                strangers = () if known is None else sorted(named - known)
-                if strangers and known is not None:
-                    expected = f"one of the hub's: {', '.join(sorted(known)) or 'none, for no consumer reads requests'}"
+                readers = self._hubs[number].readers(named)
+                strangers = () if readers is None else sorted(named - readers)
+                if strangers and readers is not None:
+                    expected = (
+                        f"one of the hub's: {', '.join(sorted(readers)) or 'none, for no consumer reads requests'}"
+                    )
                     raise UsageError(explain("capture", got=f"consumer {strangers[0]}", expected=expected))
 
     async def check_async(self, options: Sequence[RequestOptions]) -> None:
-        """Do the same on a thread of its own, where an event loop must not wait."""
+        """As `check`, on a thread of its own: an event loop must not wait."""
         if any(isinstance(one.capture, CaptureByConsumer) for one in options):
             await asyncio.to_thread(self.check, options)
 
@@ -50,13 +53,16 @@ class Readers:
 class _Hub:
     def __init__(self, at: HubAt) -> None:
         self._at = at
-        self._lock = threading.Lock()  # guards what follows
+        # Guards what follows.
+        self._lock = threading.Lock()
         self._known: frozenset[str] = frozenset()
-        self._until = 0.0  # when it is asked again at the latest, on the monotonic clock
-        self._silent_until = 0.0  # for how long a hub that did not answer is not asked, on the same clock
+        # Until when `_known` holds, on the monotonic clock.
+        self._until = 0.0
+        # Until when a hub that did not answer is not asked, on the same clock.
+        self._silent_until = 0.0
 
     def readers(self, named: frozenset[str]) -> frozenset[str] | None:
-        """Return the consumers that requests may name; None when the hub does not say. A name that is not known has the hub asked."""
+        """Return the consumers that requests may name; None if the hub does not say. Asks the hub for unknown names."""
         with self._lock:
             if named <= self._known and time.monotonic() < self._until:
                 return self._known

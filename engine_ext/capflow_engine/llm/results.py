@@ -1,4 +1,4 @@
-"""What became of requests, asked of the hubs that have them: by an engine that may wait, or for a server's event loop."""
+"""The results of requests, from the hubs that have them: for an engine that may wait, or a server's event loop."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ _NO_HUB_S = 60.0
 
 
 class HubResults:
-    """Asks one hub, and waits for its answers; for one thread. It connects when first used, or when the hub is back."""
+    """Asks one hub and waits for its answers. For one thread. Connects when first used, or when the hub is back."""
 
     def __init__(self, hub: HubAt, engine: str) -> None:
         self._hub = hub
         self._engine = engine
-        self._client: Client | None = None  # from the first use, while the hub is there
-        self._no_hub_until = 0.0  # for how long nobody looks for a hub that was not there, on the clock of `monotonic`
+        # From the first use on, while the hub is there.
+        self._client: Client | None = None
+        # Until when a hub that was not there is not looked for, on the clock of `monotonic`.
+        self._no_hub_until = 0.0
 
     def ask(self, requests: Sequence[tuple[str, bool]]) -> Results:
-        """Return what became of the requests of which rows were wanted, by id; nothing when there is no hub.
+        """Return the results of the requests whose rows were wanted, by id; nothing if there is no hub.
 
-        requests: the id of each, and whether it brought a spec of its own. Where none did, a hub that is not there is not waited for.
+        requests: the id of each, and whether it brought a spec of its own. If none did, a missing hub is not waited
+            for.
         """
         asked = any(captures for _, captures in requests)
         paused = self._client is None and time.monotonic() < self._no_hub_until
@@ -48,7 +51,7 @@ class HubResults:
             return self._client.results(names, wait=True, timeout=_RESULTS_WAIT_S, engine=self._engine) if names else {}
         except HubUnreachableError as e:
             if asked or not self._no_hub_until:
-                logger.warning("%s; the results of captures are not known", e)
+                logger.warning("%s; the results of captures are unknown", e)
             self._no_hub_until = time.monotonic() + _NO_HUB_S
             self.close()
             return {}
@@ -61,23 +64,23 @@ class HubResults:
 
 
 class AllResults:
-    """Asks each hub of an engine for what became of its own requests."""
+    """Asks each hub of an engine for the results of its requests."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._hubs = [HubResults(hub, settings.engine) for hub in settings.hubs]
 
     def ask(self, options: Sequence[RequestOptions]) -> Results:
-        """Return what became of requests, by id, of those of which rows were wanted."""
+        """Return the results of the requests whose rows were wanted, by id."""
         by_hub: list[list[tuple[str, bool]]] = [[] for _ in self._hubs]
         for one in options:
             for name in one.names:
                 by_hub[self._settings.hub_of(name)].append((name, one.capture is not None))
-        found: Results = {}
+        results: Results = {}
         for hub, requests in zip(self._hubs, by_hub, strict=True):
             if requests:
-                found |= hub.ask(requests)
-        return found
+                results |= hub.ask(requests)
+        return results
 
     def close(self) -> None:
         """Leave the hubs."""
@@ -86,14 +89,14 @@ class AllResults:
 
 
 class Askers:
-    """The same for an event loop, as `Asker` does it: a hub that is gone delays no answer of another."""
+    """As `AllResults`, for an event loop, by an `Asker` for each hub. A missing hub delays no other hub's answer."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._hubs = [Asker(hub.client, hub.is_listening, settings.engine) for hub in settings.hubs]
 
     async def ask(self, names: Sequence[str], *, captures: bool, wait_s: float, patient: bool = True) -> Results:
-        """Return what became of requests, in the order of their names; see `Asker.ask`."""
+        """Return the results of requests, in the order of their names; see `Asker.ask`."""
 
         def ask(hub: Asker, its: list[str]) -> Coroutine[None, None, Results]:
             return hub.ask(its, captures=captures, wait_s=wait_s, patient=patient)
@@ -114,12 +117,12 @@ class Askers:
         by_hub: dict[int, list[str]] = {}
         for name in names:
             by_hub.setdefault(self._settings.hub_of(name), []).append(name)
-        found: Results = {}
-        for results in await asyncio.gather(*(ask(self._hubs[hub], its) for hub, its in by_hub.items())):
-            found |= results
-        return {name: found[name] for name in names}
+        results: Results = {}
+        for each in await asyncio.gather(*(ask(self._hubs[hub], its) for hub, its in by_hub.items())):
+            results |= each
+        return {name: results[name] for name in names}
 
     def hurry(self, within_s: float) -> None:
-        """Have every question answered within so many seconds, with what is known then."""
+        """Answer every question within so many seconds, with the results that are known by then."""
         for asker in self._hubs:
             asker.hurry(within_s)

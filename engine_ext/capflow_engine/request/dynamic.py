@@ -1,7 +1,8 @@
-"""What may steer a request while it runs, told with its answer: actions that came through a hub, and controllers.
+"""What may steer a request while it runs: actions that came through a hub, and controllers. Its answer reports both.
 
-The scheduler knows both before a step, and the front end puts them into the answer. They travel in vLLM's own outputs, in the
-field for KV connectors, which capflow refuses. Which controllers did act, and when, only workers know: consumers are told.
+The scheduler knows both before a step; the front end puts them into the answer. They travel in vLLM's own outputs, in
+the field for KV connectors, which capflow refuses. Only workers know which controllers acted, and when; consumers get
+that with the request's end.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from capflow_engine.steering.applied import Change, Dynamic
 
 
 @dataclass
-class _Told:
-    """What is told of a request and its samples."""
+class _Report:
+    """The report of a request and its samples."""
 
     controllers: tuple[str, ...]
     changes: list[Change] = field(default_factory=list)
@@ -30,58 +31,66 @@ class _Told:
 
 
 class Reports:
-    """What the scheduler tells of the requests that run. Samples of one request share what is told."""
+    """The scheduler's reports of the requests that run. The samples of one request share one report."""
 
     def __init__(self) -> None:
-        # By vLLM's id: what all samples of the request are called together, and what this one is called.
+        # The name of the request and the name of this sample, by vLLM's id.
         self._members: dict[str, tuple[str, str]] = {}
-        # By what samples are called together, where there is anything to tell.
-        self._told: dict[str, _Told] = {}
-        # Requests that are over, until the outputs that say so are there.
+        # By the name of the request, if there is anything to report.
+        self._reports: dict[str, _Report] = {}
+        # Requests that ended, until vLLM outputs their end.
         self._over: dict[str, tuple[str, str]] = {}
 
     def admit(self, key: str, together: str, name: str, controllers: Sequence[str]) -> None:
-        """Note a new request, which these controllers watch."""
+        """Note a new request.
+
+        together: the name of the request; its samples share that.
+        name: the name of this sample.
+        controllers: those that watch it.
+        """
         self._members[key] = together, name
         if controllers:
-            self._told.setdefault(together, _Told(tuple(controllers)))
+            self._reports.setdefault(together, _Report(tuple(controllers)))
 
     def act(self, key: str, action: Steer | Unsteer, position: int) -> None:
-        """Note an action that holds from a position of a request on; those behind the first `limits.ACTED_MAX` are not listed."""
+        """Note an action that holds from a position of a request on. A report lists the first `limits.ACTED_MAX`."""
         together, name = self._members[key]
-        changes = self._told.setdefault(together, _Told(())).changes
+        changes = self._reports.setdefault(together, _Report(())).changes
         if len(changes) < limits.ACTED_MAX:
             sites = tuple(f"{v.site.hook}:{v.site.layer}" for v in action.vectors) if isinstance(action, Steer) else ()
             changes.append(Change(name, str(action.__struct_config__.tag), sites, position))
 
     def end(self, key: str) -> None:
-        """Note that a request is over."""
+        """Note that a request ended."""
         member = self._members.pop(key, None)
-        if member is not None and member[0] in self._told:
+        if member is not None and member[0] in self._reports:
             self._over[key] = member
 
     def attach(self, outputs: Mapping[int, Any], stopped: Mapping[str, int]) -> None:
-        """Put what is told on a step's outputs for the front ends. stopped: requests that a stop string ended."""
-        if not self._told:
+        """Put the reports on a step's outputs for the front ends.
+
+        stopped: requests that a stop string ended.
+        """
+        if not self._reports:
             return
         for each in outputs.values():
             for output in each.outputs:
                 key = output.request_id
                 member = self._members.get(key) or self._over.get(key)
-                told = self._told.get(member[0]) if member is not None else None
-                if told is not None and (told.changes or output.finish_reason is not None or key in stopped):
-                    output.kv_transfer_params = told.packed()
+                report = self._reports.get(member[0]) if member is not None else None
+                if report is not None and (report.changes or output.finish_reason is not None or key in stopped):
+                    output.kv_transfer_params = report.packed()
         running = {together for together, _ in self._members.values()} if self._over else set()
         for together, _ in self._over.values():
             if together not in running:
-                self._told.pop(together, None)
+                self._reports.pop(together, None)
         self._over.clear()
 
 
 def taken(output: Any) -> Dynamic | None:
-    """Take what is told out of one of vLLM's outputs; None where it has nothing."""
-    told = output.kv_transfer_params
-    if not isinstance(told, dict) or KEY not in told:
+    """Take the report out of one of vLLM's outputs; None if it has none."""
+    params = output.kv_transfer_params
+    if not isinstance(params, dict) or KEY not in params:
         return None
     output.kv_transfer_params = None
-    return msgspec.convert(told[KEY], Dynamic)
+    return msgspec.convert(params[KEY], Dynamic)

@@ -1,7 +1,7 @@
-"""What one request asks of capflow: what travels in `SamplingParams.extra_args["capflow"]`.
+"""What one request asks of capflow. It travels in `SamplingParams.extra_args["capflow"]`.
 
-In process it is a plain dict of msgpack types, made by `RequestOptions.pack`; over HTTP it is the same as JSON text in
-`vllm_xargs`, without the packed vectors' bytes.
+In Python it is a dict of plain values that `RequestOptions.pack` makes. Over HTTP it is JSON text in `vllm_xargs`,
+where packed vectors are base64.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from capflow_engine.steering.store import SteeringStore
 
 KEY = "capflow"
 _NO_MODULES = SteeringStore()
-_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair: no text that can be sent
+# Half of a surrogate pair; text with one cannot be sent.
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class PackedOptions(dict[str, Any]):
@@ -39,11 +40,11 @@ class PackedOptions(dict[str, Any]):
         self.options = options
 
     def __deepcopy__(self, memo: Any) -> Self:
-        return self  # vLLM copies parameters; nobody changes options
+        return self  # vLLM copies parameters; options never change
 
 
 class Ready(PackedOptions):
-    """PackedOptions options whose steering is compiled: nothing is to be added."""
+    """Packed options whose steering is compiled: a front end adds nothing to them."""
 
 
 class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,7 +56,7 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     program: all that steers it, compiled.
     samples: how many samples are asked for. Each of several is a request of its own, called `id#0`, `id#1` and so on.
     generated: how many of the prompt's last tokens are a beam's answer so far, and are steered as such. Each token of a
-    beam is a request of its own. None for any other request.
+        beam is a request of its own. None for any other request.
     """
 
     id: str | None = None
@@ -69,16 +70,16 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the samples are called; nothing when they were given no id."""
+        """The names of the samples; empty if the request has no id."""
         if self.id is None:
             return ()
         return (self.id,) if self.samples == 1 else tuple(f"{self.id}#{n}" for n in range(self.samples))
 
     @classmethod
     def make(cls, *, id: str | None = None, capture: Any = None, **steering: Any) -> RequestOptions:
-        """Return the options that plain values describe; raise UsageError naming the field that is wrong.
+        """Return the options that plain values describe. Raises UsageError that names the wrong field.
 
-        steering: the fields of `capflow.steering.request.STEERING_FIELDS`; None says nothing.
+        steering: fields of `capflow.steering.request.STEERING_FIELDS`; None is as if the field was not given.
         """
         if id is not None:
             check_id(id)
@@ -99,10 +100,10 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.program.check(info)
 
     def compiled(self, fit: Fit, store: SteeringStore = _NO_MODULES) -> RequestOptions:
-        """Return the options, checked, with the program of all that steers the request: its own, and what the store adds.
+        """Return the options, checked, with the program of all that steers the request: its own and the store's.
 
-        A program that the options have is checked and stays. Raises UsageError for what does not fit the model or the
-        bank, UnknownModuleError for a module that the store does not have.
+        A program that the options already have is checked and stays. Raises UsageError for what does not fit the model
+        or the bank, UnknownModuleError for a module that the store does not have.
         """
         self.check(fit.info)
         program = self.program
@@ -117,8 +118,8 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return PackedOptions(self)
 
     @classmethod
-    def said(cls, value: Any) -> RequestOptions:
-        """Return the options as an HTTP client says them: JSON text, or the object itself. Raises UsageError."""
+    def from_client(cls, value: Any) -> RequestOptions:
+        """Return the options that an HTTP client sent: JSON text, or the object itself. Raises UsageError."""
         if isinstance(value, str):
             try:
                 text, value = value.encode(), jsontext.decode(value)
@@ -132,10 +133,10 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def unpack(cls, extra_args: dict[str, Any] | None) -> RequestOptions:
-        """Return the options in a request's `extra_args`; empty ones when there are none.
+        """Return the options in a request's `extra_args`; empty ones if there are none.
 
-        Takes what `pack` made, here or in another process, and JSON text as HTTP clients send it. Raises UsageError for
-        anything else.
+        Accepts what `pack` made, here or in another process, and JSON text as HTTP clients send it. Raises UsageError
+        for anything else.
         """
         value = (extra_args or {}).get(KEY)
         if value is None:
@@ -143,7 +144,7 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if isinstance(value, PackedOptions):
             return value.options
         if isinstance(value, str):
-            return cls.said(value)
+            return cls.from_client(value)
         try:
             return msgspec.convert(value, cls)
         except msgspec.ValidationError as e:
@@ -152,13 +153,13 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def check_id(id: Any, where: str = "id") -> None:
-    """Raise UsageError unless a request may be called so: by text that hubs take."""
+    """Raise UsageError unless `id` may be the id of a request: text that hubs accept."""
     if not isinstance(id, str) or not 0 < len(id) <= limits.REQUEST_ID_LENGTH_MAX or _SURROGATE.search(id):
         raise UsageError(explain(where, got=id, expected=f"1..{limits.REQUEST_ID_LENGTH_MAX} characters of Unicode"))
 
 
 def check_names(names: Iterable[str], id: str, where: str) -> None:
-    """Raise UsageError unless hubs take the names of a request's choices."""
+    """Raise UsageError unless hubs accept the names of a request's choices."""
     if max(map(len, names), default=0) > limits.REQUEST_ID_LENGTH_MAX:
         expected = f"{limits.REQUEST_ID_LENGTH_MAX} characters at most, with the number of the choice"
         raise UsageError(explain(where, got=id, expected=expected))

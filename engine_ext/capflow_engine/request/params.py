@@ -1,4 +1,4 @@
-"""What a request in process asks of capflow, put into vLLM's sampling parameters."""
+"""vLLM's sampling parameters with what a request in Python asks of capflow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from capflow_engine.compat import engine as compat
 
 compat.require()
 
-from vllm import SamplingParams  # noqa: E402 - only once the version is known to be one that works
+from vllm import SamplingParams  # noqa: E402 - after the check of its version
 
 from capflow_engine.request.options import KEY, Ready, RequestOptions, check_names  # noqa: E402
 from capflow_engine.steering.applied import NOTHING_KEY, Dynamic, SteeringSummary  # noqa: E402
@@ -37,19 +37,26 @@ def sampling_params(
 ) -> SamplingParams:
     """Return vLLM's `SamplingParams` for a request that captures or is steered.
 
-    id: what the request is called in frames, files and results; by default a new name. capture:
-    `{"hooks": {"post_block": [0, 5] or "all"}, "positions": "all", "tag": "mine"}`, for every consumer that takes what requests
-    ask for, or one such spec for each consumer by name: `{"filesystem": {"hooks": …}, "duckdb": {"hooks": …}}`.
+    id: the request's name in frames, files and results; by default a new name.
+    capture: a spec for every consumer that reads requests' specs:
+        `{"hooks": {"post_block": [0, 5] or "all"}, "positions": "all", "tag": "mine"}`. Or one spec for each consumer
+        by name: `{"filesystem": {"hooks": …}, "duckdb": {"hooks": …}}`.
+    steering_vectors: `{"post_block": {12: vector}}` or `{"post_block": {12: {"vector": …, "scale": 2.0}}}`. One vector
+        of `hidden_size` numbers (array, tensor or list) for each layer is added to the residual stream at every
+        position. With `"relative": True` the vector has length 1 and the scale is relative to the stream's norm. The
+        packed form is described in `capflow.steering.packed`.
+    prefill_steering_vectors, decode_steering_vectors: the same at the prompt's or at generated positions only.
+    steering_clamps: `{"post_block": {12: {"vector": …, "min": -1.0, "max": 2.0}}}`. `value` instead of both bounds sets
+        the projection; `strength` scales the change; a list holds several directions.
+    prefill_steering_clamps, decode_steering_clamps: the same at the prompt's or at generated positions only.
+    steering_patches: `{"post_block": {12: {"positions": [3, -1], "vector": …, "amount": 1.0}}}`: rows that replace the
+        stream's.
+    steering_name: a module of the engine, or `{name: scale}`.
+    steering_scale: the module's scale.
+    steering_module_ref: both, as `(name, scale)`.
 
-    steering_vectors: `{"post_block": {12: vector}}` or `{"post_block": {12: {"vector": …, "scale": 2.0}}}`, one vector of
-    `hidden_size` numbers (array, tensor or list) for each layer, added to the residual stream at every position; or
-    packed, see `capflow.steering.packed`. With `"relative": True` the vector is brought to length 1 and the scale is of the stream's norm. steering_clamps: `{"post_block": {12: {"vector": …, "min": -1.0, "max": 2.0}}}`, with `value`
-    instead of both bounds to set the projection, and `strength`; a list for several directions. With `prefill_` or `decode_`
-    before it, either holds for prompt positions or generated ones alone. steering_patches: `{"post_block": {12: {"positions":
-    [3, -1], "vector": …, "amount": 1.0}}}`, rows that replace the stream's. steering_name: a module of
-    the engine's, or `{name: scale}`; steering_scale: its scale. steering_module_ref: both, as `(name, scale)`. See `capflow.steering.request`.
-
-    Everything else goes to `SamplingParams`. Raises UsageError (a ValueError) naming the field that is wrong.
+    `capflow.steering.request` describes the fields. All other arguments go to `SamplingParams`.
+    Raises UsageError (a ValueError) that names the wrong field.
     """
     options = RequestOptions.make(
         id=id,
@@ -72,8 +79,9 @@ def sampling_params(
 class Prepared(msgspec.Struct, frozen=True):
     """A request that is ready for the engine.
 
-    options: of it, with its name and all that steers it. applied: what its output says of that; None when it neither asks
-    for steering nor is steered.
+    params: vLLM's sampling parameters, with the options packed.
+    options: the request's, with its name and its compiled steering.
+    applied: the summary of its steering for its output; None if it neither asks for steering nor is steered.
     """
 
     params: SamplingParams
@@ -81,7 +89,7 @@ class Prepared(msgspec.Struct, frozen=True):
     applied: SteeringSummary | None
 
     def applied_with(self, dynamic: Dynamic | None) -> SteeringSummary | None:
-        """Return what the output says of what steered the request, with what may have while it ran."""
+        """Return the output's summary of the steering, with what may have steered the request while it ran."""
         if dynamic is None:
             return self.applied
         return (self.applied or SteeringSummary(NOTHING_KEY)).beside(dynamic)
@@ -90,7 +98,8 @@ class Prepared(msgspec.Struct, frozen=True):
     def of(cls, params: SamplingParams, fit: Fit, store: SteeringStore, name: str) -> Prepared:
         """Return a copy of parameters whose options are checked and compiled.
 
-        store: the modules, and the global state, which is added. name: the request's id if it brings none.
+        store: the modules, and the global state, which is added.
+        name: the request's id if it brings none.
         Raises UsageError for what does not fit the model or the bank.
         """
         asked = RequestOptions.unpack(params.extra_args)

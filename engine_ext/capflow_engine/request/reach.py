@@ -1,6 +1,6 @@
-"""How far a request reaches: which positions it computes at most, and what is refused because it lies beyond.
+"""How far a request reaches: the positions that it computes at most. Patches beyond them are refused.
 
-Invariant: a front end refuses by this before a request is known to anybody, and the scheduler by the same.
+Invariant: a front end refuses by this rule before a request runs; the scheduler applies the same rule.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from capflow_engine.request.options import KEY, PackedOptions
 
 
 class OutOfReachError(UsageError, VLLMValidationError):  # type: ignore[misc]
-    """A patch would do nothing. vLLM hands on what is one of its own errors as it is."""
+    """A patch lies out of the reach of its request. It is one of vLLM's own errors, which vLLM hands on unchanged."""
 
     def __init__(self, field: str, position: int, expected: str) -> None:
         super().__init__(explain(field, got=position, expected=expected))
@@ -27,13 +27,19 @@ class OutOfReachError(UsageError, VLLMValidationError):  # type: ignore[misc]
 
 
 def length_max(prompt_length: int, max_tokens: int | None, model_length_max: int) -> int:
-    """Return how many positions of a request are computed at most; its last token never is. max_tokens: None for no limit."""
+    """Return how many positions of a request are computed at most; its last token never is.
+
+    max_tokens: None for no limit.
+    """
     length = model_length_max if max_tokens is None else min(prompt_length + max_tokens, model_length_max)
     return max(prompt_length, length - 1)
 
 
 def check_patches(program: SteeringProgram | None, prompt_length: int, length: int | None) -> None:
-    """Raise OutOfReachError for a patch before the prompt, or behind what is computed. length: None where that is not known."""
+    """Raise OutOfReachError for a patch before the prompt, or behind what is computed.
+
+    length: None where that is not known.
+    """
     for position, sites in program.patched if program is not None else ():
         expected = None
         if position < -prompt_length:
@@ -47,22 +53,23 @@ def check_patches(program: SteeringProgram | None, prompt_length: int, length: i
 def check_params(params: Any, prompt_length: int, model_length_max: int, *, resumable: bool = False) -> None:
     """Raise OutOfReachError for patches out of the reach of a request with these sampling parameters.
 
-    resumable: whether more input may come, so that nobody knows where it ends.
+    resumable: whether more input may come, so that the end is unknown.
     """
     packed = (params.extra_args or {}).get(KEY)
-    if not isinstance(packed, PackedOptions):  # the scheduler checks it once it is compiled
+    if not isinstance(packed, PackedOptions):  # the scheduler compiles and checks these
         return
     options = packed.options
     if options.program is None or not options.program.patched:
         return
-    beam = options.generated is not None  # each of whose tokens is a request of its own
+    # Each token of a beam is a request of its own.
+    beam = options.generated is not None
     prompt = prompt_length - (options.generated or 0)
     ends = not resumable and not beam
     check_patches(options.program, prompt, length_max(prompt, params.max_tokens, model_length_max) if ends else None)
 
 
 def check_added(engine: Any, model_length_max: int) -> None:
-    """Have an engine in this process check each new request once its prompt is tokens, before anybody knows of it."""
+    """Have an engine in this process check each new request once its prompt is tokens, before it is added."""
 
     def check(request: Any) -> None:
         if request.sampling_params is not None:

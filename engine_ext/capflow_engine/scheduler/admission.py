@@ -1,11 +1,11 @@
 """Admission: the requests that run, as the scheduler process knows them, and the orders of each step.
 
-It names requests, compiles what steers those that no front end of capflow compiled, keys their prefix cache, takes the
-hubs' actions, and says in each step's orders what the workers must know.
+It names requests, compiles the steering of those that no front end of capflow compiled, keys their prefix cache, takes
+the hubs' actions, and gives the workers each step's orders.
 
-Invariants: a request computes every prompt position that is captured of it. Cache blocks filled while a request was
-steered are keyed by that steering. Every worker learns of a change in the same step. A worker is told which rows of a
-step belong to nobody before, or with the word that the step is settled.
+Invariants: a request computes every prompt position that is captured of it. Cache blocks that were filled while a
+request was steered are keyed by that steering. Every worker learns of a change in the same step. A worker learns which
+rows of a step belong to no request before the step is settled, or with the order that settles it.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ logger = logging.getLogger("vllm.capflow.scheduler")
 class UnderWay(NamedTuple):
     """A step whose output the scheduler has not taken in.
 
-    requests: what it computes of each, by vLLM's id. drafts: for each with draft tokens, the position behind the last
-    of them and their number.
+    requests: what it computes of each, by vLLM's id.
+    drafts: for each with draft tokens, the position behind the last of them and their number.
     """
 
     requests: Mapping[str, int]
@@ -87,12 +87,12 @@ class Admission:
         requests = vllm_config.scheduler_config.max_num_seqs
         self._fit = Fit(self.info, Size.of(self.settings.steering_bank_bytes, self.info.hidden_size, requests))
         self._held = Holdings(self._fit.size)
-        # What requests need of the steering bank that hold nothing of it yet.
+        # The needs of requests that hold nothing of the steering bank yet.
         self._waiting: dict[str, tuple[Need, ...]] = {}
         # A request waits for room in the bank, so those behind it wait too.
         self.holding_back = False
         self._numbers = itertools.count()
-        # What actions hold of the bank, with the name of each holding.
+        # What actions hold of the bank: the name of each holding.
         self._acted: dict[str, dict[tuple[Need, ...], str]] = {}
         # For `Orders.admitted`, until the request's first step.
         self._unscheduled: dict[str, Admitted] = {}
@@ -131,7 +131,7 @@ class Admission:
         key = request.request_id
         options, needs, refusal = self._taken(request)
         if refusal is not None:
-            # The front ends of capflow refuse these before they come here; vLLM's own do not know them.
+            # capflow's front ends refuse such a request before it comes here; vLLM's own front ends do not check it.
             logger.error("request %s: %s; it is aborted", key, refusal)
         names = options.names
         number = 0 if len(names) == 1 else compat_step.sample_number(key)
@@ -152,14 +152,14 @@ class Admission:
         if options.program is not None:
             self._waiting[key] = needs
             self._key_cache(request, options.program)
-        if wants.controllers:  # they may steer it at any step, unseen from here
+        if wants.controllers:  # they may steer it at any step, without the scheduler
             compat.fork_cache_from(request, request.num_prompt_tokens, f"{self._boot}:{key}", self.hash_block_size)
         return refusal is None
 
     def _taken(self, request: Any) -> tuple[RequestOptions, tuple[Need, ...], UsageError | None]:
-        """Take a new request's options out of its parameters: workers have them from the orders.
+        """Take a new request's options out of its parameters: workers get them with the orders.
 
-        Returns them compiled, with what they need of the bank; nothing and the error for what does not fit.
+        Returns the compiled options and what they need of the bank; if they do not fit, no options and the error.
         """
         params = request.sampling_params
         try:
@@ -183,7 +183,7 @@ class Admission:
     def go_on(self, request: Any, position: int) -> None:
         """Key what a request computes from a position on, where more input became part of its prompt.
 
-        It is steered as a prompt there, behind tokens that were steered as generated ones: so is nobody else's.
+        Prompt steering continues there behind tokens that were steered as generated ones. No other request has that.
         """
         program = self._options[request.request_id].program
         if program is not None and program.prefill != program.decode:
@@ -192,13 +192,14 @@ class Admission:
     def _key_cache(self, request: Any, program: SteeringProgram) -> None:
         """Key a request's cache blocks by what steers the positions in them.
 
-        What steers generated positions alone leaves the prompt's blocks to everyone. Equal steering has equal keys.
+        The prompt's blocks stay shared if only generated positions are steered. Equal steering has equal keys.
         """
         prompt = self._steered_from(request)
         prefill = program.key(program.prefill)
         decode = prefill if program.decode == program.prefill else program.key(program.decode)
         patched = f"patched:{program.patched_key(prompt)}" if program.patched else ""
-        behind = f"decode:{prompt}:{decode}" if decode != prefill else ""  # where the prompt ends is part of it
+        # The end of the prompt is part of the key.
+        behind = f"decode:{prompt}:{decode}" if decode != prefill else ""
         if program.prefill:
             compat.fork_cache_from(request, 0, f"prompt:{prefill}", self.hash_block_size)
         first = program.first_patched(prompt)
@@ -218,12 +219,12 @@ class Admission:
         return prompt - (self._options[request.request_id].generated or 0)
 
     def _fork_for_itself(self, request: Any, position: int) -> None:
-        """Let nobody else read the request's cache blocks from a position on."""
+        """Keep the request's cache blocks from a position on to itself."""
         salt = f"{self._boot}:{request.request_id}:{time.monotonic_ns()}"
         compat.fork_cache_from(request, position, salt, self.hash_block_size)
 
     def has_room(self, request: Any) -> bool:
-        """Return whether the steering bank has room for a request, and take it; requests wait for it in their order."""
+        """Return whether the steering bank has room for a request, and take that room. Requests wait in their order."""
         needs = self._waiting.get(request.request_id)
         if needs is None:
             return True
@@ -234,20 +235,25 @@ class Admission:
         return True
 
     def take_actions(self, scheduler: Any) -> None:
-        """Take what the hub sent since the last step; what can be applied goes into the next orders."""
+        """Take the actions that the hubs sent since the last step. Possible ones go into the next orders."""
         for act in self.links.actions(self._is_ready):
             reason = self._apply(act, scheduler)
             if reason is not None:
                 self.links.outcome(Rejected(act.id, reason))
 
     def order(self, scheduler_output: Any, requests: Mapping[str, Any]) -> None:
-        """Put the orders of the step just scheduled on its output. requests: those of the scheduler, by vLLM's id."""
-        if self._ended:  # a step of requests that are all over may never be taken in, when nothing else runs
+        """Put the orders of the step just scheduled on its output.
+
+        requests: those of the scheduler, by vLLM's id.
+        """
+        if self._ended:
+            # vLLM may never return the output of a step whose requests have all ended, if nothing else runs.
             for number in [n for n, step in self._under_way.items() if self._names.keys().isdisjoint(step.requests)]:
                 del self._under_way[number]
         self._step += 1
         orders = Orders(self._step, settled=min(self._under_way, default=self._step) - 1)
-        for key, limit in self.stops.limits.items():  # it computes tokens behind its end until the front end aborts it
+        # A stopped request computes tokens behind its end until the front end aborts it.
+        for key, limit in self.stops.limits.items():
             self.cut(key, limit)
         orders.cuts, self._cuts = self._cuts, {}
         step = UnderWay(*compat_step.scheduled_tokens(scheduler_output, requests))
@@ -297,7 +303,8 @@ class Admission:
             self.links.outcome(Rejected(action_id, explain("request", got=name, expected="one that is running")))
         self._actions = [action for action in self._actions if action[1] != key]
         status = compat.finished_status(request)
-        if status == "abort" and key in self.input_over:  # how vLLM ends a request that waited for input in vain
+        # vLLM aborts a request that waits for input when there is no more.
+        if status == "abort" and key in self.input_over:
             status = "stop"
         self.input_over.discard(key)
         limit = compat.computed_limit(request)
@@ -315,7 +322,7 @@ class Admission:
         self.links.close()
 
     def _take_welcomes(self) -> None:
-        """Resolve what the hubs' consumers want, where a hub said something new."""
+        """Resolve what the hubs' consumers want, if a hub sent a new Welcome."""
         welcomes = self.links.welcomes
         if any(new is not last for new, last in zip(welcomes, self._welcomes, strict=True)):
             self._welcomes = welcomes
@@ -331,11 +338,11 @@ class Admission:
         return Wants(join(specs), welcome.controllers, welcome.actions)
 
     def _is_ready(self, act: Act) -> bool:
-        """Return whether an action may be taken: steering waits for the first step of its request, and expires meanwhile."""
+        """Return whether an action may be taken. Steering waits for the first step of its request, and may expire."""
         return isinstance(act.action, Abort) or self._keys.get(act.action.request, "") not in self._unscheduled
 
     def _apply(self, act: Act, scheduler: Any) -> str | None:
-        """Prepare an action for the next step; return why not, if it cannot be."""
+        """Prepare an action for the next step. Returns the reason if that is impossible, else None."""
         action = act.action
         key = self._keys.get(action.request)
         if key is None or self._incarnations[action.request] != action.incarnation:
@@ -360,16 +367,16 @@ class Admission:
                     "steering bank", got=f"no room for more {lacking} beside what the running requests hold", do=do
                 )
             self._fork_for_itself(request, max(request.num_computed_tokens, request.num_prompt_tokens))
-        # A preempted request has computed nothing, and the action holds from where it had been.
+        # A preempted request has computed nothing. The action holds from the position that the request had reached.
         computed = max(request.num_computed_tokens, request.num_tokens - 1)
         self.reports.act(key, action, max(computed, request.num_prompt_tokens))
         self._actions.append((act.id, key, action))
         return None
 
     def _hold_action(self, key: str, program: SteeringProgram | None, request: Any) -> str | None:
-        """Take what an action needs of the bank, until the request is over; return what has no room for it.
+        """Hold what an action needs of the bank until the request ends; return what the bank has no room for.
 
-        What earlier actions took stays theirs: a preempted request computes again what they steered.
+        Holdings of earlier actions stay: a preempted request computes the positions that they steered again.
         """
         needs = needs_of(program, self._steered_from(request)) if program is not None else ()
         acted = self._acted.setdefault(key, {})
@@ -383,7 +390,7 @@ class Admission:
 
 
 def _positions(options: RequestOptions, wants: Wants) -> Positions:
-    """Return the positions that are wanted of a request, whatever the site."""
+    """Return the positions that are wanted of a request at any site."""
     asked = options.capture.specs if options.capture is not None else ()
     seen = (controller.capture for controller in wants.controllers)
     every = (spec.set_of_positions() for spec in (*asked, *seen) if spec is not None)

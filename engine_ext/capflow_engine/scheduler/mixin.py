@@ -1,7 +1,7 @@
 """The class that vLLM is given as `scheduler_cls`.
 
-`CaptureScheduler`, called with vLLM's arguments, returns vLLM's own scheduler (async or not, as configured) with `Captured`
-mixed in, which reports every event of vLLM's scheduler to an `Admission`.
+`CaptureScheduler`, called with vLLM's arguments, returns vLLM's own scheduler (async or not, as configured) with
+`Captured` mixed in. `Captured` reports every event of vLLM's scheduler to an `Admission`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Captured:
             self.capflow.aborted.append(request)
 
     def _handle_blocked_waiting_request(self, request: Any) -> bool:
-        """Return whether a waiting request may be scheduled: not before the steering bank has room for it."""
+        """Return whether a waiting request may be scheduled: only once the steering bank has room for it."""
         ready: bool = super()._handle_blocked_waiting_request(request)  # type: ignore[misc]
         return ready and self.capflow.has_room(request)
 
@@ -48,7 +48,8 @@ class Captured:
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         """Take a step's output; requests that actions aborted are reported with it."""
-        outputs: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        update = super().update_from_output  # type: ignore[misc]
+        outputs: dict[int, Any] = update(scheduler_output, model_runner_output)
         self.capflow.settle(scheduler_output, model_runner_output)
         if self.capflow.aborted:
             compat.add_finished_outputs(outputs, self.capflow.aborted)
@@ -68,7 +69,7 @@ class Captured:
 
     def _handle_stopped_request(self, request: Any) -> bool:
         over: bool = super()._handle_stopped_request(request)  # type: ignore[misc]
-        if not over:  # it goes on with more input, in the place of the token that it stopped at
+        if not over:  # more input takes the place of the token that it stopped at
             self.capflow.cut(request.request_id, request.num_computed_tokens)
         return over
 
@@ -82,7 +83,7 @@ class Captured:
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def shutdown(self) -> None:
-        """Stop; the hub is told that this engine is leaving."""
+        """Leave the hubs, then stop."""
         self.capflow.close()
         super().shutdown()  # type: ignore[misc]
 
@@ -90,7 +91,7 @@ class Captured:
 _classes: dict[type[Any], type[Any]] = {}
 
 
-def CaptureScheduler(*args: Any, vllm_config: Any, **kwargs: Any) -> Any:  # noqa: N802 - stands where vLLM wants a class
+def CaptureScheduler(*args: Any, vllm_config: Any, **kwargs: Any) -> Any:  # noqa: N802 - vLLM takes it as a class
     """Return vLLM's scheduler for this configuration, with capflow's part mixed in."""
     base = compat.scheduler_base(vllm_config)
     cls = _classes.setdefault(base, type(f"Capture{base.__name__}", (Captured, base), {}))

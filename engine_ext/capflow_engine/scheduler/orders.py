@@ -1,7 +1,7 @@
 """What the scheduler tells every worker of an engine about a step, beside what vLLM tells them.
 
 Orders ride on vLLM's own `SchedulerOutput`, as one more attribute, so they reach all ranks with the same
-step: whatever they change, it changes on every tensor-parallel rank and pipeline stage in the same forward pass.
+step. Every tensor-parallel rank and pipeline stage makes the same changes in the same forward pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class Wants:
     """What a hub wants of each of its requests.
 
     wanted: what its consumers want together, resolved against the model. Once for the engine, not once for each rank.
-    controllers: those to run. actions: whether the hub hears what steers a request that nobody captures.
+    controllers: those to run.
+    actions: whether the hub hears what steers a request that nobody captures.
     """
 
     wanted: Wanted = field(default_factory=dict)
@@ -33,8 +34,10 @@ class Wants:
 class Admitted(NamedTuple):
     """A request as its workers first hear of it.
 
-    name: its id outside of vLLM. wants: the number of the `Wants` that it was admitted under. incarnation: tells it
-    from others of its name. options: what it asks for, its steering compiled.
+    name: its id outside of vLLM.
+    wants: the number of the `Wants` that it was admitted under.
+    incarnation: tells it from others of its name.
+    options: what it asks for, its steering compiled.
     """
 
     name: str
@@ -65,7 +68,7 @@ class Orders:
 
     settled: steps up to this number are settled: their accepted drafts and the ends of their requests are known.
     cuts: the position behind the last row that is the request's, in all earlier steps that were not settled before.
-    Rows behind it were computed for tokens that were never taken.
+        Rows behind it were computed for tokens that were never taken.
     admitted: requests that are first scheduled now.
     wants: new ones of all hubs, by number.
     ended: requests that ended since the last step.

@@ -1,9 +1,9 @@
-"""Stop strings: where an answer ends that ends by text.
+"""Stop strings: where an answer ends that a stop string ends.
 
-vLLM searches for stop strings in the front end, and aborts the request in the engine afterwards. Meanwhile the engine has computed
-tokens that the answer does not have, and it knows neither that the request stopped nor where. So the scheduler searches as well,
-with vLLM's own detokenizer, over the same tokens in the same portions, and finds the same end. It only takes note of it: the
-front end ends the request, as without capflow.
+vLLM searches for stop strings in the front end and then aborts the request in the engine. Until then the engine
+computes tokens that the answer does not have. It knows neither that the request stopped nor where. So the scheduler
+searches as well: vLLM's own detokenizer reads the same tokens in the same portions and finds the same end.
+Invariant: the scheduler only notes the end. The front end ends the request, as without capflow.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from capflow_engine.compat import step as compat_step
 
 
 class Stops:
-    """The requests with stop strings whose end matters to someone.
+    """The requests that have stop strings and are captured or steered.
 
-    load_tokenizer: returns the model's tokenizer, or None; called when it is first needed.
+    load_tokenizer: returns the model's tokenizer, or None. Called when a tokenizer is first needed.
     """
 
     def __init__(self, load_tokenizer: Callable[[], Any]) -> None:
@@ -29,13 +29,13 @@ class Stops:
 
     @property
     def limits(self) -> Mapping[str, int]:
-        """By vLLM's id, the position behind the last row of each request that stopped and is not over."""
+        """The position behind the last row of each request that stopped and has not ended, by vLLM's id."""
         return self._limits
 
     def watch(self, request: Any) -> None:
-        """Search the answer of a new request, if it has stop strings and they apply.
+        """Search the answer of a new request from now on, if it has stop strings and they apply.
 
-        A request with streaming input is left out: a stop string ends one of its answers, not the request.
+        A request with streaming input is not searched: a stop string ends one of its answers, not the request.
         """
         params = request.sampling_params
         if params is None or not params.stop or not params.detokenize or not compat_step.ends_input(request):
@@ -45,7 +45,7 @@ class Stops:
             self._watched[request.request_id] = compat_step.detokenizer(tokenizer, request)
 
     def take(self, request: Any, tokens: list[int]) -> None:
-        """Search the tokens that a step gave a request, which already holds them."""
+        """Search the tokens that a step generated; the request already holds them."""
         detokenizer = self._watched.get(request.request_id)
         if detokenizer is None or not tokens:
             return
@@ -56,6 +56,6 @@ class Stops:
             del self._watched[request.request_id]
 
     def end(self, key: str) -> int | None:
-        """Forget a request that is over; return the position behind its last row if a stop string ended it."""
+        """Forget a request that ended. Returns the position behind its last row if a stop string ended it."""
         self._watched.pop(key, None)
         return self._limits.pop(key, None)

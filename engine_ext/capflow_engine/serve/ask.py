@@ -1,6 +1,6 @@
-"""What one request of the server asks of capflow: its body, parsed once, whichever transport brought it.
+"""What one request of the server asks of capflow: its body, parsed once, over HTTP or gRPC.
 
-Invariant: what an `Ask` holds fits the model, its taps and its steering bank, and its steering is compiled.
+Invariant: an `Ask` fits the model, its taps and its steering bank. Its steering is compiled.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from capflow_engine.steering.fit import Fit
 from capflow_engine.steering.store import SteeringStore
 
 SAMPLES_MAX = envs.VLLM_MAX_N_SEQUENCES
-"""How many samples vLLM lets a request ask for."""
+"""How many samples vLLM allows in one request."""
 
 _MAX_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-"""The fields that limit the length of an answer; the first that is given holds."""
+"""The fields that limit the length of an answer; the first given one holds."""
 
 
 class Ask(msgspec.Struct, frozen=True, weakref=True):
     """What one request asks for.
 
     options: of each of its prompts, in order.
-    wait: whether its response waits for the consumers; None when the request does not say.
-    key: the id of its steering program; None when it neither asks for steering nor is steered.
-    summary: what its response says of its steering; None when the request does not ask for that.
+    wait: whether its response waits for the consumers; None if the request does not say.
+    key: the id of its steering program; None if it neither asks for steering nor is steered.
+    summary: the report of its steering for its response; None if the request does not ask for it.
     beams: whether vLLM searches its answers with beams.
     """
 
@@ -56,12 +56,12 @@ class Ask(msgspec.Struct, frozen=True, weakref=True):
 
     @property
     def reports(self) -> bool:
-        """Whether the response says anything of capflow."""
+        """Whether the response has members of capflow."""
         return self.awaits or self.summary is not None
 
     @property
     def program(self) -> SteeringProgram | None:
-        """What steers the request."""
+        """The program that steers the request."""
         return self.options[0].program
 
     @property
@@ -70,29 +70,30 @@ class Ask(msgspec.Struct, frozen=True, weakref=True):
         return tuple(name for options in self.options for name in options.names)
 
     def packed(self) -> Iterator[PackedOptions] | None:
-        """Return the options of each prompt, again and again; None for beams, which are steered one token at a time."""
+        """Return the options of each prompt, in an endless cycle; None for beams, which are steered token by token."""
         return None if self.beams else itertools.cycle([options.pack() for options in self.options])
 
     @classmethod
     def of(cls, body: Any, fit: Fit, store: SteeringStore, *, id: str, prompts: int) -> Ask | None:
-        """Return what a body asks for; None when it asks for nothing and no global state steers it.
+        """Return what a body asks for; None if it asks for nothing and no global state steers it.
 
-        id: the response's id. prompts: how many the body has.
-        Raises UsageError that begins with the path of the field that is wrong, UnknownModuleError for a module's name.
+        id: the response's id.
+        prompts: how many the body has. Raises UsageError that begins with the path of the field that is wrong,
+            UnknownModuleError for a module's name.
         """
         check_spelling(body.model_extra or ())
         xargs = getattr(body, "vllm_xargs", None)
         xargs = xargs.get(KEY) if isinstance(xargs, dict) else None
         fields = {name: value for name in FIELDS if (value := getattr(body, name)) is not None}
-        # A body may have any other field besides, without effect.
-        known = type(body).model_fields
-        beams = bool("use_beam_search" in known and body.use_beam_search)
+        # Other fields of a body have no effect.
+        declared = type(body).model_fields
+        beams = bool("use_beam_search" in declared and body.use_beam_search)
         if not fields and xargs is None:
             return cls._of_everyone(fit, store, prompts, beams=beams)
-        samples = (body.n if "n" in known else None) or 1
+        samples = (body.n if "n" in declared else None) or 1
         if not 1 <= samples <= SAMPLES_MAX:
             raise UsageError(explain("n", got=samples, expected=f"1..{SAMPLES_MAX}"))
-        tokens = next((n for name in _MAX_TOKENS if name in known and (n := getattr(body, name)) is not None), None)
+        tokens = next((n for name in _MAX_TOKENS if name in declared and (n := getattr(body, name)) is not None), None)
         ask = cls.parse(fields, xargs, fit, store, id=id, prompts=prompts, samples=samples, max_tokens=tokens)
         for name, given in (("use_beam_search", beams), ("background", getattr(body, "background", False))):
             if given and ask.awaits:
@@ -101,7 +102,7 @@ class Ask(msgspec.Struct, frozen=True, weakref=True):
 
     @classmethod
     def _of_everyone(cls, fit: Fit, store: SteeringStore, prompts: int, *, beams: bool) -> Ask | None:
-        """Return what steers a request that asks for nothing: the global state; None when there is none."""
+        """Return the ask of a request that has none: the global state; None if there is no global state."""
         if store.global_state == NOTHING:
             return None
         ask = _nameless(cls.parse({}, None, fit, store, id="", prompts=1, samples=1), beams=beams)
@@ -120,10 +121,12 @@ class Ask(msgspec.Struct, frozen=True, weakref=True):
         samples: int,
         max_tokens: int | None = None,
     ) -> Ask:
-        """Return what capflow's fields of a body ask for, and its own part of `vllm_xargs` if that is not None.
+        """Return what capflow's fields of a body ask for, or its part of `vllm_xargs`.
 
-        id: the request's name if it brings none. prompts: how many it has; several are called `id#0`, `id#1` and so on.
-        samples: of each prompt. max_tokens: of each answer; None if unknown.
+        id: the request's name if it brings none.
+        prompts: how many it has; several are called `id#0`, `id#1` and so on.
+        samples: of each prompt.
+        max_tokens: of each answer; None if unknown.
 
         Raises UsageError that begins with the path of the field that is wrong, UnknownModuleError for a module's name.
         """
@@ -147,7 +150,7 @@ class Ask(msgspec.Struct, frozen=True, weakref=True):
 
 
 def _nameless(ask: Ask, *, beams: bool) -> Ask:
-    """Return the same without names of choices: vLLM's own are used."""
+    """Return an ask without names of choices: vLLM's own names are used."""
     options = tuple(msgspec.structs.replace(options, id=None) for options in ask.options)
     return msgspec.structs.replace(ask, options=options, beams=beams)
 
@@ -166,7 +169,7 @@ def _options(fields: Mapping[str, Any], xargs: Any) -> RequestOptions:
     if xargs is not None:
         if steering or capture is not None or name is not None:
             raise UsageError(explain(XARGS, expected="nothing, beside fields of the body that say the same"))
-        return RequestOptions.said(xargs)
+        return RequestOptions.from_client(xargs)
     if name is not None:
         check_id(name, "capture_id")
     return RequestOptions.make(id=name, capture=capture, **steering)

@@ -1,4 +1,7 @@
-"""The command that started a server, at the other end of a socket: it is told of the model, names its hub, and its end is the server's."""
+"""The command that started a server, at the other end of a socket.
+
+The server sends it the model's sites; the command names the hub. If the command ends, the server ends.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,12 @@ _AGAIN_S = 3.0
 
 
 class Command:
-    """One JSON object a line each way. descriptor: of the socket; None for a server that no command started.
+    """Exchanges JSON objects, one a line, with the command.
 
-    When the command ends or closes its side, the main thread gets a SIGTERM, again and again until the end has begun: vLLM may
-    lose one while the engine starts.
+    descriptor: of the socket; None for a server that no command started.
+
+    If the command ends or closes its side, the main thread gets a SIGTERM, again and again until the server begins to
+    end: vLLM may lose a signal while the engine starts.
     """
 
     def __init__(self, descriptor: int | None, ending: Ending) -> None:
@@ -32,11 +37,11 @@ class Command:
             threading.Thread(target=self._read, args=(self._socket,), name="capflow-command", daemon=True).start()
 
     def checked(self, tapped: Tapped) -> str | None:
-        """Tell that the arguments are right, and wait for the hub that the command starts; return its address, None for none."""
+        """Report that the arguments are right, and wait for the command's hub. Returns its address; None for no hub."""
         if self._socket is None:
             return None
         sites = [[site.layer, site.hook] for site in tapped.sites]
-        with contextlib.suppress(OSError):  # the command ended: so does this process
+        with contextlib.suppress(OSError):  # the command ended, so this process ends too
             self._socket.sendall(json.dumps({"num_layers": tapped.num_layers, "sites": sites}).encode() + b"\n")
         hub: str | None = json.loads(self._lines.get())["hub"]
         return hub

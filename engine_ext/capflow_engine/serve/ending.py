@@ -1,7 +1,7 @@
-"""The end of an API server: requests that run may end, those that do not are aborted, new ones are refused.
+"""The end of an API server: running requests get time to end, then they are aborted; new requests are refused.
 
-Invariant: every request that was let in is answered with what there is before the server ends, within `running_s` and
-`limits.ANSWERS_S` seconds; the engine ends after that, and sends what it has.
+Invariant: every admitted request is answered before the server ends, within `running_s` and `limits.ANSWERS_S` seconds.
+After that the engine ends and sends the rows that it has.
 """
 
 from __future__ import annotations
@@ -33,16 +33,19 @@ _LOOK_S = 0.05
 
 
 class Ending:
-    """How one API server ends. running_s: how long requests that run may take.
+    """How one API server ends.
 
-    begun: whether new requests are refused.
+    running_s: how long running requests may take.
+    begun: whether the end has begun, so that new requests are refused.
     """
 
     def __init__(self, running_s: float = limits.SHUTDOWN_S_DEFAULT) -> None:
         self.running_s = running_s
         self.begun = False
-        self._answering = 0  # requests and calls that are being answered
-        self._task: asyncio.Task[None] | None = None  # from the first signal
+        # Requests and calls that are being answered.
+        self._answering = 0
+        # From the first signal.
+        self._task: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
@@ -54,9 +57,11 @@ class Ending:
             self._answering -= 1
 
     def take_signals(self, server: Any, engine: Any, asker: Askers) -> None:
-        """End on the first SIGINT or SIGTERM; the command that started the server sees to a second one.
+        """End on the first SIGINT or SIGTERM. The command that started the server handles a second one.
 
-        server: uvicorn's, whose own signal handlers are replaced. engine: vLLM's client of it.
+        server: uvicorn's; its signal handlers are replaced.
+        engine: vLLM's client of the engine.
+        asker: asks the hubs for results.
         """
         loop = asyncio.get_running_loop()
         server.config.timeout_graceful_shutdown = server.config.timeout_graceful_shutdown or round(limits.GIVE_UP_S)
@@ -73,7 +78,7 @@ class Ending:
         began = time.monotonic()
         running = max(self._answering, len(compat.running_requests(engine)))
         logger.info(
-            "shutting down: %d requests run and have %g s to end; new ones are refused; a second signal ends at once",
+            "shutting down: %d requests run and have %g s to end; new requests are refused; a second signal ends now",
             running,
             self.running_s,
         )
@@ -94,12 +99,15 @@ class Ending:
     async def _answered(self, engine: Any, within_s: float) -> None:
         """Wait until no request runs or is being answered, for at most `within_s` seconds."""
         deadline = time.monotonic() + within_s
-        while (self._answering or compat.running_requests(engine)) and time.monotonic() < deadline:  # noqa: ASYNC110 - vLLM tells nobody when a request ends
+        # vLLM has no event for the end of a request.
+        while time.monotonic() < deadline:
+            if not (self._answering or compat.running_requests(engine)):
+                return
             await asyncio.sleep(_LOOK_S)
 
 
 class Door:
-    """ASGI middleware: lets requests in and counts them; once the server ends, refuses all but those that only read."""
+    """ASGI middleware: admits and counts requests. Once the server ends, it refuses all that do not only read."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

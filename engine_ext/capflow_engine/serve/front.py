@@ -1,8 +1,8 @@
 """The front: the state that all routes of one API server share.
 
-It holds what steers requests, which requests run, and what became of them. `capflow_engine.serve.ask` parses a
-request; `capflow_engine.serve.generate` hands it to the engine.
-Invariant: a request that runs keeps the steering that it began with.
+It holds the modules and the global state, the requests that run, and what they report. `capflow_engine.serve.ask`
+parses a request; `capflow_engine.serve.generate` hands it to the engine.
+Invariant: a running request keeps the steering that it began with.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class Front:
 
     @contextlib.asynccontextmanager
     async def running(self, ask: Ask | None) -> AsyncIterator[None]:
-        """Hold a request as one that runs. None: it asks for nothing.
+        """Note a request as running while the block runs. None: it asks for nothing.
 
-        Raises UsageError for an id that another request has, and for a capture that names a consumer which the hub, if
-        that answers, does not have.
+        Raises UsageError for an id that another request has, and for a capture that names a consumer which the hub does
+        not have. A hub that does not answer refuses nothing.
         """
-        # One connection's requests may follow each other in one context.
+        # Requests of one connection may run in one context, one after another.
         BEAMS.set(None)
         if ask is None:
             yield
@@ -90,7 +90,7 @@ class Front:
             BEAMS.set(Beams(ask.program))
 
     def end(self, ask: Ask) -> None:
-        """Forget a request that is over."""
+        """Forget a request that ended."""
         BEAMS.set(None)
         now = time.monotonic()
         for options in ask.options:
@@ -103,21 +103,21 @@ class Front:
         keep_newest(self._over, limits.RESULTS_KEPT_MAX)
 
     def ran(self, name: str) -> bool:
-        """Return whether this server runs a request of this name, or did lately: the hub may not know of it yet."""
+        """Return whether this server runs a request of this name, or ran it lately: the hub may not know it yet."""
         ended = self._over.get(name)
         return name in self._running or (ended is not None and time.monotonic() - ended < limits.CAPTURE_WAIT_S_MAX)
 
     def hear(self, name: str, dynamic: Dynamic) -> None:
-        """Note what may have steered a prompt of a request, by the id of its options, if that runs here."""
+        """Note what may have steered a running prompt, by the id of its options."""
         if name in self._running or f"{name}#0" in self._running:
             self._dynamic[name] = dynamic
 
     async def members(self, ask: Ask) -> bytes:
-        """Return what the response says of capflow: members of its JSON object, behind a comma."""
+        """Return the report as members of the response's JSON object, behind a comma."""
         return b"," + msgspec.json.encode(await self.report(ask))[1:-1]
 
     async def report(self, ask: Ask) -> dict[str, Any]:
-        """Return what the response says of capflow, by the names of its members."""
+        """Return capflow's members of the response, by name."""
         report: dict[str, Any] = {}
         if ask.awaits:
             wait_s = self.settings.capture_wait_s if ask.wait else 0.0
@@ -130,16 +130,17 @@ class Front:
         return report
 
     def key(self, ask: Ask, *, streams: bool) -> str | None:
-        """Return the steering key that a response has before its body; None if it has none.
+        """Return the steering key that is sent before the body of a response; None if there is none.
 
-        A stream's key is of what the request came with. It is missing if that is nothing: an action may steer it yet.
+        A stream's key is that of the steering that the request came with. Without any there is no key: an action may
+        still steer it.
         """
         if streams:
             return None if ask.key == NOTHING_KEY else ask.key
         return ask.key if self._dynamic_of(ask) is None else dynamic_key(ask.key)
 
     def _dynamic_of(self, ask: Ask) -> Dynamic | None:
-        """Return what may have steered the choices of a request while they ran, as far as it is known now."""
+        """Return what may have steered the choices of a request so far; None if nothing did."""
         each = [self._dynamic[options.id] for options in ask.options if options.id in self._dynamic]
         if not each:
             return None

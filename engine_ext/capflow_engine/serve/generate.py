@@ -1,6 +1,6 @@
-"""The engine's `generate`, as vLLM's routes call it here: with what capflow's routes parsed, or the global state.
+"""The engine's `generate`, as vLLM's routes call it: with options that capflow's routes parsed, or the global state.
 
-Invariant: whatever vLLM generates in this process is steered by the global state, whichever route it came by.
+Invariant: the global state steers all that vLLM generates in this process, on every route.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from capflow_engine.serve.ask import Ask
 from capflow_engine.serve.front import Front
 
 _BROUGHT: ContextVar[Iterator[PackedOptions] | None] = ContextVar("capflow_brought", default=None)
-"""The options of each prompt, for a route of vLLM's that makes another body of the request's, and its parameters of that."""
+"""The options of each prompt, for a route of vLLM's that makes a new body from the request's."""
 
 
 @contextlib.contextmanager
@@ -39,9 +39,9 @@ def bringing(body: Any, ask: Ask) -> Iterator[None]:
 
 
 def steering(front: Front, generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an engine's `generate` that steers by the global state what no route of capflow's parsed.
+    """Return an engine's `generate` that applies the global state to requests that no route of capflow parsed.
 
-    It raises UsageError for patches of positions that a request never computes, before there is any answer.
+    It raises UsageError before any answer for patches of positions that the request never computes.
     """
 
     @functools.wraps(generate)
@@ -59,7 +59,7 @@ def steering(front: Front, generate: Callable[..., Any]) -> Callable[..., Any]:
 def _steered(front: Front, params: Any) -> Any:
     """Return sampling parameters with all that steers their request.
 
-    Raises UsageError for what a client asks in a form that only the server's own routes may use.
+    Raises UsageError for options in a form that only the server's own routes may use.
     """
     packed = (params.extra_args or {}).get(KEY)
     if isinstance(packed, PackedOptions):
@@ -80,7 +80,7 @@ def _with_options(params: Any, options: PackedOptions) -> Any:
 
 
 async def _heard(front: Front, outputs: Any, params: Any) -> AsyncIterator[Any]:
-    """Yield vLLM's outputs; the front gets what they carry for capflow."""
+    """Yield vLLM's outputs. Their reports for capflow go to the front."""
     packed = (params.extra_args or {}).get(KEY)
     name = None if packed is None else packed.options.id
     async with contextlib.aclosing(outputs):

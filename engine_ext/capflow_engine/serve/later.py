@@ -1,7 +1,7 @@
-"""Results later: a request's capture results, asked for by its id while it runs and after.
+"""Results later: a request's capture results by its id, while it runs and afterwards.
 
-The hubs keep the results, each of its own requests; see `capflow.limits.RESULTS_KEPT_MAX`. Invariant: a request that this server
-runs is never unknown.
+Each hub keeps the results of its latest requests: `capflow.limits.RESULTS_KEPT_MAX`.
+Invariant: a request that this server runs is never unknown.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Question(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, id: str, parameters: Mapping[str, str]) -> Question:
-        """Return the question that a path and a query ask; raise UsageError that begins with the parameter's name."""
+        """Return the question of a path and a query. Raises UsageError that begins with the parameter's name."""
         for name in parameters:
             if name not in PARAMETERS:
                 raise UsageError(explain(f"{name}: unknown", expected=f"one of {', '.join(PARAMETERS)}"))
@@ -64,7 +64,10 @@ class Question(msgspec.Struct, frozen=True):
 
     @classmethod
     def make(cls, id: str, *, samples: int = 1, prompts: int = 1, wait_s: float = 0.0, wait: Any = None) -> Question:
-        """Return the question; raise UsageError for a value out of bounds. wait: `wait_s` as the client wrote it."""
+        """Return the question. Raises UsageError for a value out of bounds.
+
+        wait: `wait_s` as the client wrote it.
+        """
         check_id(id)
         if samples < 1 or prompts < 1 or samples * prompts > SAMPLES_MAX:
             got = f"{samples} samples of each of {prompts} prompts"
@@ -78,29 +81,29 @@ class Question(msgspec.Struct, frozen=True):
 
 
 async def later(front: Front, question: Question) -> dict[str, Any]:
-    """Return `id`, `done` and the results as the response's members have them.
+    """Return the members of the response: `id`, the results, and `done`: all consumers are done with all choices.
 
-    done: whether every consumer is done with every choice.
-
-    Raises UnknownCaptureError, and CapflowError when a hub does not answer or refuses.
+    Raises UnknownCaptureError, and CapflowError if a hub does not answer or refuses.
     """
     names = question.names
     runs = any(map(front.ran, names))
     known_s = max(question.wait_s, limits.HUB_KNOWS_S) if runs else limits.HUB_KNOWS_S
-    engine = front.settings.engine if runs else name_of(front.settings.engine)  # an earlier start of it may have run it
-    found = await front.asker.find(names, wait_s=question.wait_s, known_s=known_s, engine=engine)
-    runs = runs or any(map(_pending, found.values()))  # the hub may not know the last of its choices yet
-    unknown = [name for name in names if not found[name]]
+    # An earlier start of the engine may have run it.
+    engine = front.settings.engine if runs else name_of(front.settings.engine)
+    results = await front.asker.find(names, wait_s=question.wait_s, known_s=known_s, engine=engine)
+    # The hub may not know the last of its choices yet.
+    runs = runs or any(map(_pending, results.values()))
+    unknown = [name for name in names if not results[name]]
     if unknown and not runs:
         raise UnknownCaptureError(await _unknown(front, question, unknown[0]))
-    said: dict[str, Any] = {
+    members: dict[str, Any] = {
         "id": question.id,
-        "done": not unknown and not any(map(_pending, found.values())),
-        "capture_results": joined(found),
+        "done": not unknown and not any(map(_pending, results.values())),
+        "capture_results": joined(results),
     }
     if len(names) > 1:
-        said["capture_results_by_choice"] = [found[name] for name in names]
-    return said
+        members["capture_results_by_choice"] = [results[name] for name in names]
+    return members
 
 
 async def _unknown(front: Front, question: Question, name: str) -> str:

@@ -1,8 +1,9 @@
-"""The endpoint plugin: vLLM's routes that take capflow's fields, that of results later, and those that hold steering.
+"""The endpoint plugin: vLLM's routes with capflow's fields, the route of results later, and the routes of steering.
 
-vLLM loads it when `VLLM_PLUGINS` names it, which `capflow serve` sees to, and puts its routes in the place of its own. A request
-without any of the fields, while nothing steers everyone, goes to vLLM's own handler and is answered with what that says. One with
-them is checked here, before anything runs; a capture that fails never fails the answer.
+`capflow serve` names it in `VLLM_PLUGINS`, so that vLLM loads it. Its routes replace vLLM's own. A request without the
+fields, while no global state steers, goes to vLLM's own handler unchanged. A request with them is checked here before
+anything runs.
+Invariant: a capture that fails never fails the answer.
 """
 
 # No postponed annotations: FastAPI reads those of the routes.
@@ -57,17 +58,17 @@ from capflow_engine.serve.serving import Serving
 from capflow_engine.settings import Settings
 
 STEERING_HEADER = "X-Capflow-Steering"
-"""Of each answer that was steered: the key of what steered it."""
+"""The header of each steered answer: the key of its steering."""
 
 
 class Plugin:
-    """What vLLM is given: routes, and what they need of the engine."""
+    """What vLLM loads: the routes and their state."""
 
     name = "capflow"
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Put the routes in the place of vLLM's, and those of steering beside them."""
+        """Replace vLLM's routes, and add those of steering and of results later."""
         answers: dict[int | str, dict[str, Any]] = {
             HTTPStatus.OK.value: {"content": {"text/event-stream": {}}},
             HTTPStatus.BAD_REQUEST.value: {"model": ErrorResponse},
@@ -89,11 +90,13 @@ class Plugin:
         app.include_router(capture_routes.router)
         app.include_router(APIRouter(lifespan=_beside))
         app.add_middleware(BodyLimit)
-        app.add_middleware(StrayFields)  # around the other, whose refusals are for routes to raise
-        app.add_middleware(Door)  # around both: it counts what is being answered
+        # Around `BodyLimit`, whose refusals routes raise.
+        app.add_middleware(StrayFields)
+        # Around both: it counts the requests that are being answered.
+        app.add_middleware(Door)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Take what the routes need of the engine; nothing when it is not capflow's."""
+        """Make the state of the routes; none if the engine is not capflow's."""
         config = engine_client.vllm_config if engine_client is not None else None
         state.capflow = None
         if config is not None and isinstance(config.additional_config, Settings):
@@ -105,7 +108,7 @@ class Plugin:
 
 @contextlib.asynccontextmanager
 async def _beside(app: FastAPI) -> AsyncIterator[None]:
-    """While HTTP is served: take the signals that end the server, and serve gRPC where that is asked for."""
+    """Take the signals that end the server, and serve gRPC if asked to, while HTTP is served."""
     front: Front | None = getattr(app.state, "capflow", None)
     if front is None:
         yield
@@ -120,7 +123,8 @@ async def _beside(app: FastAPI) -> AsyncIterator[None]:
                 await stack.enter_async_context(served(app.state, front, front.rpc_address))
             yield
     finally:
-        gc.unfreeze()  # vLLM froze what it had: what is never freed, Triton's bindings report as leaked at the exit
+        # vLLM froze its objects. Triton's bindings report objects that are never freed as leaks at the exit.
+        gc.unfreeze()
 
 
 async def completions(request: CapflowCompletionRequest, raw_request: Request) -> Any:
@@ -151,7 +155,7 @@ async def messages(request: CapflowMessagesRequest, raw_request: Request) -> Any
 
 
 def _name(raw_request: Request) -> None:
-    """Name a request whose body does not, as a client would: vLLM answers by that name."""
+    """Name a request whose body has no name, as a client would: vLLM uses the name in its answer."""
     if "X-Request-Id" not in raw_request.headers:
         raw_request.scope["headers"].append((b"x-request-id", random_uuid().encode()))
 
@@ -165,9 +169,11 @@ async def _answer(
     *,
     stream: Callable[[Any, Members], AsyncIterator[str]] = completions_stream,
 ) -> Any:
-    """Parse a request, have vLLM's handler answer it, and add what capflow has to say.
+    """Parse a request, have vLLM's handler answer it, and add capflow's members to the answer.
 
-    kind: how vLLM's id of the response begins; empty if the body has that id. stream: adds members to a stream.
+    kind: the beginning of vLLM's id of the response; empty if the body has that id.
+    prompts: how many the request has.
+    stream: adds members to a stream.
     """
     front: Front | None = raw_request.app.state.capflow
     given = [name for name in FIELDS if getattr(request, name) is not None]

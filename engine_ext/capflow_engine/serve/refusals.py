@@ -16,7 +16,10 @@ _TYPES = {HTTPStatus.BAD_REQUEST: "BadRequestError", HTTPStatus.NOT_FOUND: "NotF
 
 
 def refused(error: UsageError | str, code: HTTPStatus | None = None) -> JSONResponse:
-    """Return an error as a response. code: by default 404 for a module that nobody registered, else 400."""
+    """Return an error as a response.
+
+    code: by default 404 for a module that nobody registered, else 400.
+    """
     if code is None:
         code = HTTPStatus.NOT_FOUND if isinstance(error, UnknownModuleError) else HTTPStatus.BAD_REQUEST
     kind = _TYPES.get(code, code.phrase.replace(" ", ""))
@@ -27,6 +30,6 @@ def refused(error: UsageError | str, code: HTTPStatus | None = None) -> JSONResp
 
 
 def path_of(error: UsageError | str) -> str | None:
-    """Return the path of the field that an error is about: what its message begins with."""
-    found = _PATH.match(str(error))
-    return found[0].rstrip(".") if found is not None else None
+    """Return the path of the field that an error is about: its message begins with it."""
+    path = _PATH.match(str(error))
+    return path[0].rstrip(".") if path is not None else None

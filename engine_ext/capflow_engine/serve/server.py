@@ -1,7 +1,7 @@
 """The server of `capflow serve MODEL …`: vLLM's own OpenAI-compatible server, its engine tapped.
 
-Takes every option that `vllm serve` takes, and those of `capflow.serve_options`. Requests that want their own capture or steering
-say so in fields of their body, which `capflow_engine.serve.plugin` adds to the server.
+It takes every option of `vllm serve` and those of `capflow.serve_options`. Requests ask for capture and steering in
+fields of their bodies, which `capflow_engine.serve.plugin` adds to the server.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ logger = logging.getLogger("vllm.capflow")
 
 
 def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, Steering]]:
-    """Return vLLM's `serve` command, its parsed arguments with capflow's put in, and the modules to begin with."""
+    """Return vLLM's `serve` command, its parsed arguments with capflow's added, and the modules to begin with."""
     mine, rest = engine_options().parse_known_args(list(arguments))
     ending = Ending()
     command = Command(mine.command_fd, ending)
@@ -65,7 +65,7 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
     _check_free(args)
     inside = command.checked(tapped)
     if inside is not None:
-        hubs = hubs_at([inside], mine.key, insecure=True)  # as that hub was allowed to be
+        hubs = hubs_at([inside], mine.key, insecure=True)  # the command checked its own hub
     bank_bytes = STEERING_BANK_BYTES if mine.steering_bank_bytes is None else mine.steering_bank_bytes
     settings = Settings(
         engine=new_engine(mine.engine_name, where="--engine-name"),
@@ -85,9 +85,9 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
     if mine.grpc_port is not None:
         within = within and api_keys.is_loopback(mine.grpc_host)
     running_s = mine.shutdown_timeout
-    if running_s is None:  # vLLM's own option may stand in its --config
+    if running_s is None:  # vLLM's own option may be in its --config
         running_s = float(args.shutdown_timeout) or limits.SHUTDOWN_S_DEFAULT
-    # vLLM's is for the whole end, after which it kills: capflow ends the requests before.
+    # vLLM's timeout is for the whole end; then it kills. capflow ends the requests before.
     args.shutdown_timeout = math.ceil(running_s + limits.ANSWERS_S + limits.GIVE_UP_S + limits.ENGINE_END_S_MAX)
     ending.running_s = running_s
     args.capflow = Serving(
@@ -106,7 +106,7 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
 
 
 def _vllm_arguments(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace]:
-    """Return vLLM's `serve` command and its parsed arguments; raise UsageError for wrong ones."""
+    """Return vLLM's `serve` command and its parsed arguments. Raises UsageError for wrong ones."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -136,27 +136,28 @@ def _vllm_arguments(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace]:
 
 
 def _check_free(args: argparse.Namespace) -> None:
-    """Raise UsageError when the server cannot listen where it is to."""
+    """Raise UsageError if the server cannot listen on its address."""
     if args.headless or getattr(args, "data_parallel_multi_port_external_lb", False):  # not in every vLLM
         return
     where, got = ("--port", f"{args.host or ''}:{args.port}") if args.uds is None else ("--uds", args.uds)
     try:
         if args.uds is not None:
-            with socket.socket(socket.AF_UNIX) as found:
-                found.bind(args.uds)
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.bind(args.uds)
             Path(args.uds).unlink()
             return
         (family, kind, _, _, place), *_ = socket.getaddrinfo(args.host or "0.0.0.0", args.port, type=socket.SOCK_STREAM)
-        with socket.socket(family, kind) as found:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of before may still be closing
-            found.bind(place)
-            found.listen()
+        with socket.socket(family, kind) as probe:
+            # Earlier connections may still be closing.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+            probe.listen()
     except OSError as e:
         raise UsageError(explain(where, got=f"{got}, {(e.strerror or str(e)).lower()}", expected="a free one")) from e
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the server until it is stopped; return the exit code."""
+    """Run the server until it is stopped. Returns the exit code."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # until vLLM takes the signals
     try:
         with contextlib.ExitStack() as stack:
@@ -172,7 +173,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(arguments: Sequence[str], stack: contextlib.ExitStack) -> int:
-    """Serve; return the exit code. stack: closed when the server has ended."""
+    """Serve. Returns the exit code.
+
+    stack: closed when the server has ended.
+    """
     compat.require()
     compat.enable_endpoint_plugin("capflow")
     serve, args, modules = parse(arguments)
@@ -189,8 +193,9 @@ def _serve(arguments: Sequence[str], stack: contextlib.ExitStack) -> int:
     args.capflow = dataclasses.replace(args.capflow, directory=directory)
     alone = args.api_server_count in (None, 1) and not args.headless
     serve.cmd(args)
-    if alone and args.api_server_count is None and not ending.begun:  # else the API servers are processes of their own
-        raise CapflowError(explain("the server ended by itself", do="its log says why"))
+    # With a count, the API servers are processes of their own.
+    if alone and args.api_server_count is None and not ending.begun:
+        raise CapflowError(explain("the server ended on its own", do="see its log"))
     return 0
 
 

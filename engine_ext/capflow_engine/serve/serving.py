@@ -1,4 +1,4 @@
-"""What `capflow serve` tells each of its API servers, beside what the engine knows."""
+"""What `capflow serve` hands to each of its API servers, beside the engine's settings."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from capflow_engine.serve.ending import Ending
 
 @dataclass(frozen=True)
 class Serving:
-    """directory: of the store that the API servers share; None for one alone. keys: who may change what steers others.
+    """The options of an API server.
 
-    body_bytes_max: how large the body of a request may be. rpc_address: where gRPC is served, HOST:PORT; None for nowhere.
-    ending: how each of them ends.
+    directory: of the store that the API servers share; None for a single one.
+    keys: who may change what steers other requests.
+    body_bytes_max: how large the body of a request may be.
+    rpc_address: where gRPC is served, HOST:PORT; None for nowhere.
+    ending: how the server ends.
     """
 
     directory: Path | None = None

@@ -1,7 +1,7 @@
-"""Answers of vLLM's, extended: members put into a JSON object, whole or streamed. All else is as it was.
+"""vLLM's answers with capflow's members in their JSON objects, whole or streamed. All else stays unchanged.
 
-A stream of completions ends with a chunk that finishes every choice, or the one with usage; one of the Responses API with
-the event `response.completed`, one of messages with the event `message_stop`. That chunk has the members.
+The last chunk of a stream has the members. In a stream of completions it finishes every choice, or has the usage; in
+one of the Responses API it is the event `response.completed`, in one of messages the event `message_stop`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fastapi import Response
 from fastapi.responses import JSONResponse
 
 Members = Callable[[], Awaitable[bytes]]
-"""Asks for the members: JSON, behind a comma."""
+"""Returns the members: JSON, behind a comma."""
 
 _DONE = "data: [DONE]"
 _COMPLETED = "event: response.completed\n"
@@ -33,7 +33,7 @@ def extended(response: JSONResponse, members: bytes) -> Response:
 async def completions_stream(chunks: Any, members: Members) -> AsyncIterator[str]:
     """Yield a stream's chunks as they come, the last of them with members.
 
-    A chunk that may be the last, the one with usage or one that finishes a choice, is held until the next one is there.
+    A chunk that may be the last, with usage or a finished choice, is held until the next chunk comes.
     """
     held: str | None = None
     async with contextlib.aclosing(chunks):
@@ -41,7 +41,7 @@ async def completions_stream(chunks: Any, members: Members) -> AsyncIterator[str
             if held is not None and chunk.startswith(_DONE):
                 yield _inserted(held, (await members()).decode())
                 held = None
-            elif held is not None and not chunk.startswith(":"):  # comments keep the connection alive
+            elif held is not None and not chunk.startswith(":"):  # not a comment, which keeps the connection alive
                 yield held
                 held = None
             if _may_be_last(chunk):
@@ -73,7 +73,7 @@ async def messages_stream(chunks: Any, members: Members) -> AsyncIterator[str]:
 
 
 async def begun(chunks: Any) -> AsyncIterator[str]:
-    """Return a stream's chunks once one says anything of the answer: what refuses the request is raised here, before there is one."""
+    """Return a stream's chunks once the answer begins, so that a refusal of the request is raised before that."""
     held = []
     async for chunk in chunks:
         held.append(chunk)
@@ -91,14 +91,14 @@ async def begun(chunks: Any) -> AsyncIterator[str]:
 
 
 def _may_be_last(chunk: str) -> bool:
-    """Return whether no more text need follow a chunk."""
+    """Return whether a chunk may be the last with text."""
     if '"choices":[]' not in chunk and '"finish_reason":"' not in chunk:
         return False
     try:
-        said = msgspec.json.decode(chunk.removeprefix("data:"))
+        event = msgspec.json.decode(chunk.removeprefix("data:"))
     except msgspec.DecodeError:
         return False
-    choices = said.get("choices") if isinstance(said, dict) else None
+    choices = event.get("choices") if isinstance(event, dict) else None
     return choices is not None and all(choice.get("finish_reason") is not None for choice in choices)
 
 

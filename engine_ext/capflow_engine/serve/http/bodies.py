@@ -19,10 +19,10 @@ _CLAMPS = "Bounds on the stream's projection onto directions, by hook and layer.
 
 
 class Fields(BaseModel):
-    """What a body may have for capflow; the values are checked against the model before anything runs."""
+    """Capflow's fields of a body. Their values are checked against the model before anything runs."""
 
     capture: Any = Field(default=None, description="Which sites and positions to capture.")
-    capture_id: Any = Field(default=None, description="What the request is called; by default the response's id.")
+    capture_id: Any = Field(default=None, description="The name of the request; by default the response's id.")
     capture_wait: Any = Field(default=None, description="Whether the response waits for the consumers.")
     steering_vectors: Any = Field(default=None, description=_VECTORS)
     prefill_steering_vectors: Any = Field(default=None, description=f"{_VECTORS} At the prompt's positions only.")
@@ -30,11 +30,11 @@ class Fields(BaseModel):
     steering_clamps: Any = Field(default=None, description=_CLAMPS)
     prefill_steering_clamps: Any = Field(default=None, description=f"{_CLAMPS} At the prompt's positions only.")
     decode_steering_clamps: Any = Field(default=None, description=f"{_CLAMPS} At generated positions only.")
-    steering_patches: Any = Field(default=None, description="Rows that take the stream's place at given positions.")
+    steering_patches: Any = Field(default=None, description="Rows that replace the stream at given positions.")
     steering_name: Any = Field(default=None, description="A registered module, several, or a scale for each.")
-    steering_scale: Any = Field(default=None, description="What the modules' vectors and strengths are multiplied by.")
+    steering_scale: Any = Field(default=None, description="The factor of the modules' vectors and strengths.")
     steering_module_ref: Any = Field(default=None, description="A registered module and its scale, `[name, scale]`.")
-    steering_report: Any = Field(default=None, description="Whether the response says what steered it.")
+    steering_report: Any = Field(default=None, description="Whether the response reports its steering.")
     _options: Iterator[PackedOptions] | None = PrivateAttr(default=None)
 
     @property
@@ -76,4 +76,5 @@ class CapflowBatchChatCompletionRequest(Fields, BatchChatCompletionRequest):  # 
 class CapflowMessagesRequest(Fields, AnthropicMessagesRequest):  # type: ignore[misc]
     """The body of `/v1/messages`."""
 
-    model_config = ConfigDict(extra="allow")  # so that a field that is misspelt is seen
+    # So that misspelt fields reach capflow.
+    model_config = ConfigDict(extra="allow")

@@ -30,17 +30,17 @@ router = APIRouter(tags=["capture"], responses=_ERRORS)
 @router.get("/v1/capture/{capture_id:path}", openapi_extra={"parameters": _PARAMETERS})
 @with_cancellation  # type: ignore[untyped-decorator]
 async def capture(capture_id: str, raw_request: Request) -> Any:
-    """Return the capture results of a request by its id, while it runs and after."""
+    """Return the capture results of a request by its id, while it runs and afterwards."""
     front: Front | None = raw_request.app.state.capflow
     if front is None:
         do = "start the server with `capflow serve`"
         raise HTTPException(HTTPStatus.NOT_FOUND, explain("capture: this engine is not capflow's", do=do))
     try:
-        said = await later(front, Question.parse(capture_id, raw_request.query_params))
+        members = await later(front, Question.parse(capture_id, raw_request.query_params))
     except UnknownCaptureError as e:
         return refused(str(e), HTTPStatus.NOT_FOUND)
     except UsageError as e:
         return refused(e)
     except CapflowError as e:
         return refused(str(e), HTTPStatus.SERVICE_UNAVAILABLE)
-    return Response(msgspec.json.encode(said), media_type="application/json")
+    return Response(msgspec.json.encode(members), media_type="application/json")

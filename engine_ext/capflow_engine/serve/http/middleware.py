@@ -1,7 +1,7 @@
 """The middleware of `capflow serve`: refuses capflow's fields where they have no effect, and bodies that are too large.
 
-vLLM has more routes than capflow gives its fields to, and most of them ignore a field that they do not know. A request with
-such a field there is 400 before anything runs. A body that brings vectors and is over the limit is 413 before it is read.
+Some of vLLM's routes do not take capflow's fields, and most of those ignore unknown fields. A request with such a field
+there gets 400 before anything runs. A body over the limit gets 413 before it is read.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ ROUTES = (
     "/v1/messages",
     "/v1/chat/completions/batch",
 )
-"""Those that take the fields."""
+"""The routes that take the fields."""
 
 XARGS_ROUTES = ("/invocations",)
-"""Others of vLLM's that hand `vllm_xargs` on to the engine, where the front steers by it."""
+"""Other routes of vLLM that hand `vllm_xargs` on to the engine; `capflow_engine.serve.generate` reads it there."""
 
 
 _FORM_NAME = re.compile(rb'(?i)form-data;[^\r\n]*?\bname="?([^";\r\n]+)')
 
 
 class StrayFields:
-    """ASGI middleware, in the place of a route that would take no notice."""
+    """ASGI middleware: refuses capflow's fields on routes that would ignore them."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on unless its body says what nobody would do."""
+        """Pass a request on unless its body has fields without effect."""
         path = scope.get("path", "").removeprefix(scope.get("root_path", "")).rstrip("/")
         if scope["type"] != "http" or scope["method"] != "POST" or path in ROUTES or path.startswith("/v1/steering"):
             await self.app(scope, receive, send)
@@ -58,7 +58,7 @@ class StrayFields:
         front = getattr(scope["app"].state, "capflow", None)
         bytes_max = BODY_BYTES_DEFAULT if front is None else front.body_bytes_max
         if b"json" not in kind:
-            bytes_max = max(bytes_max, BODY_BYTES_DEFAULT)  # a form brings no vectors, but files
+            bytes_max = max(bytes_max, BODY_BYTES_DEFAULT)  # a form brings files, not vectors
         if await refuse_announced(bytes_max, scope, receive, send):
             return
         came = 0
@@ -73,7 +73,7 @@ class StrayFields:
         stray = _stray(body, path) if b"json" in kind else meant_for_capflow(_form_names(body))
         if stray is not None:
             do = "send it to " + " or ".join(ROUTES)
-            wrong = UsageError(explain(stray, got=f"a request of {path}, where it would do nothing", do=do))
+            wrong = UsageError(explain(stray, got=f"a request of {path}, where it has no effect", do=do))
             await refused(wrong, HTTPStatus.BAD_REQUEST)(scope, receive, send)
             return
         rest = iter(messages)
@@ -90,30 +90,32 @@ def _form_names(body: bytes) -> list[str]:
 
 
 def _stray(body: bytes, path: str) -> str | None:
-    """Return the first field of a body that is meant for capflow and would do nothing; None where there is none."""
+    """Return the first field of a body that is meant for capflow and has no effect; None if there is none."""
     try:
         fields = json.loads(body)
-    except (ValueError, RecursionError):  # which the route itself refuses
+    except (ValueError, RecursionError):  # the route itself refuses it
         return None
     if not isinstance(fields, dict):
         return None
     xargs = fields.get("vllm_xargs")
     hidden = isinstance(xargs, dict) and KEY in xargs and path not in XARGS_ROUTES
-    return meant_for_capflow([name for name, said in fields.items() if said is not None]) or (XARGS if hidden else None)
+    return meant_for_capflow([name for name, value in fields.items() if value is not None]) or (
+        XARGS if hidden else None
+    )
 
 
 GUARDED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/steering")
-"""The routes that read such a body themselves; what else is read of others, `StrayFields` reads, and bounds."""
+"""The routes that read their bodies themselves. `StrayFields` reads the bodies of other routes, and bounds them."""
 
 
 class BodyLimit:
-    """ASGI middleware; `app.state.capflow` says how many bytes a body may have."""
+    """ASGI middleware: bounds bodies. `app.state.capflow` has the limit."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, its body counted."""
+        """Pass a request on, and count its body."""
         front = getattr(scope["app"].state, "capflow", None) if scope["type"] == "http" else None
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         if front is None or not path.startswith(GUARDED):
@@ -140,15 +142,15 @@ class BodyLimit:
 
 
 def announced_bytes(scope: Scope) -> int:
-    """Return how many bytes the body of a request says to have; 0 where it does not say."""
+    """Return how many bytes a request announces for its body; 0 if it announces nothing."""
     announced = dict(scope["headers"]).get(b"content-length", b"")
     return int(announced) if announced.isdigit() else 0
 
 
 async def refuse_announced(bytes_max: int, scope: Scope, receive: Receive, send: Send) -> bool:
-    """Answer a body that says to be too large, and drop it; return whether it does.
+    """Refuse a body that is announced as too large, and drop it. Returns whether it is.
 
-    A client that asks first whether to send its body (`Expect: 100-continue`) sends none, and is not waited for.
+    A client that asks before it sends its body (`Expect: 100-continue`) sends none.
     """
     announced = announced_bytes(scope)
     if announced <= bytes_max:
@@ -159,13 +161,16 @@ async def refuse_announced(bytes_max: int, scope: Scope, receive: Receive, send:
 
 
 async def refuse(got: str, bytes_max: int, scope: Scope, receive: Receive, send: Send, *, drops: bool = True) -> None:
-    """Answer a body that is too large, and drop the rest of it."""
+    """Refuse a body that is too large, and drop the rest of it."""
     answer = refused(too_large(got, bytes_max), HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
     await answer(scope, receive, draining(receive, send, drops=drops))
 
 
 def draining(receive: Receive, send: Send, *, drops: bool = True) -> Send:
-    """Return what sends an answer whole, then drops the rest of the request's body if `drops`, and closes the connection."""
+    """Return a `send` that sends an answer and closes the connection.
+
+    drops: whether it first reads and drops the rest of the request's body.
+    """
 
     async def sent(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -193,6 +198,6 @@ async def _drop(receive: Receive) -> None:
 
 
 def too_large(got: str, bytes_max: int) -> str:
-    """Return what a client is told whose body is too large."""
+    """Return the message for a body that is too large."""
     do = "send vectors packed, register them as a module, or start the server with a larger --steering-body-bytes-max"
     return explain("body", got=got, expected=f"at most {bytes_max:,} bytes", do=do)

@@ -1,4 +1,4 @@
-"""The bodies of the routes that hold steering, and of their answers: what OpenAPI says of them."""
+"""The bodies of the steering routes and of their answers, with their descriptions in OpenAPI."""
 
 # No postponed annotations: FastAPI reads these.
 
@@ -13,52 +13,52 @@ from capflow_engine.steering.module import MODULE_FIELDS, parse_module
 from capflow_engine.steering.store import StoreState
 
 _VECTORS = (
-    'Vectors to add, by hook and layer: `{"post_block": {"12": [0.1, …]}}`, an entry being a list of hidden_size numbers or '
-    '`{"vector": […], "scale": 2.0}`, and `"relative": true` for a scale of the stream\'s norm; or packed, for each hook: '
-    '`{"dtype", "shape", "layer_indices", "data", "scales", "relative"}`.'
+    'Vectors to add, by hook and layer: `{"post_block": {"12": [0.1, …]}}`. An entry is a list of hidden_size numbers '
+    'or `{"vector": […], "scale": 2.0}`; `"relative": true` makes the scale relative to the stream\'s norm. '
+    'Or packed, for each hook: `{"dtype", "shape", "layer_indices", "data", "scales", "relative"}`.'
 )
 _CLAMPS = (
-    'Clamps, by hook and layer: `{"post_block": {"12": {"vector": […], "min": -1.0, "max": 2.0, "strength": 1.0}}}`, with '
-    "`value` instead of both bounds; a list for several directions."
+    'Clamps, by hook and layer: `{"post_block": {"12": {"vector": […], "min": -1.0, "max": 2.0, "strength": 1.0}}}`. '
+    "`value` replaces both bounds; a list holds several directions."
 )
 _PREFILL, _DECODE = "At the prompt's positions only.", "At generated positions only."
 
 
-def _said(name: str, description: str) -> Any:
+def _field(name: str, description: str) -> Any:
     return Field(default=None, validation_alias=AliasChoices(name, MODULE_FIELDS[name]), description=description)
 
 
 class Tiers(BaseModel):
-    """Vectors and clamps, at every position, at the prompt's and at generated ones."""
+    """Vectors and clamps at every position, at the prompt's positions, and at generated ones."""
 
     model_config = ConfigDict(extra="forbid")
 
-    vectors: dict[str, Any] | None = _said("vectors", f"{_VECTORS} At every position.")
-    prefill_vectors: dict[str, Any] | None = _said("prefill_vectors", f"{_VECTORS} {_PREFILL}")
-    decode_vectors: dict[str, Any] | None = _said("decode_vectors", f"{_VECTORS} {_DECODE}")
-    clamps: dict[str, Any] | None = _said("clamps", f"{_CLAMPS} At every position.")
-    prefill_clamps: dict[str, Any] | None = _said("prefill_clamps", f"{_CLAMPS} {_PREFILL}")
-    decode_clamps: dict[str, Any] | None = _said("decode_clamps", f"{_CLAMPS} {_DECODE}")
+    vectors: dict[str, Any] | None = _field("vectors", f"{_VECTORS} At every position.")
+    prefill_vectors: dict[str, Any] | None = _field("prefill_vectors", f"{_VECTORS} {_PREFILL}")
+    decode_vectors: dict[str, Any] | None = _field("decode_vectors", f"{_VECTORS} {_DECODE}")
+    clamps: dict[str, Any] | None = _field("clamps", f"{_CLAMPS} At every position.")
+    prefill_clamps: dict[str, Any] | None = _field("prefill_clamps", f"{_CLAMPS} {_PREFILL}")
+    decode_clamps: dict[str, Any] | None = _field("decode_clamps", f"{_CLAMPS} {_DECODE}")
 
     def steering(self, info: ModelInfo) -> Steering:
-        """Return what this says, which fits the model; raise UsageError with the field that is wrong first."""
+        """Return the steering, checked against the model. Raises UsageError that begins with the wrong field."""
         return parse_module({name: getattr(self, name) for name in MODULE_FIELDS}, info=info)
 
 
 class SetBody(Tiers):
-    """What is to steer every request."""
+    """The vectors and clamps that are to steer every request."""
 
     replace: bool = Field(
         default=False,
-        description="Whether this takes the place of the whole global state. Else it takes the place, in each tier, of the "
-        "vectors at the sites that its vectors name, and of the clamps at those that its clamps name.",
+        description="Whether this replaces the whole global state. Else it replaces, in each tier, the vectors at the "
+        "sites of its vectors and the clamps at the sites of its clamps.",
     )
 
 
 class ModuleBody(Tiers):
     """A module and its name."""
 
-    name: str = Field(description="What requests call it in `steering_name`; one of this name is replaced.")
+    name: str = Field(description="The module's name in `steering_name`. A module of this name is replaced.")
 
 
 class NameBody(BaseModel):
@@ -70,20 +70,20 @@ class NameBody(BaseModel):
 
 
 class ClearBody(BaseModel):
-    """Nothing: all of the global state is cleared."""
+    """Empty: all of the global state is cleared."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class TierState(BaseModel):
-    """What one tier holds."""
+    """The content of one tier."""
 
     vectors: dict[str, dict[int, float]] = Field(description="By hook and layer, the norm of `scale · vector`.")
     clamps: dict[str, dict[int, int]] = Field(description="By hook and layer, the number of clamps.")
 
     @classmethod
     def of(cls, tier: Tier) -> Self:
-        """Return the state of a tier."""
+        """Return the content of a tier."""
         vectors: dict[str, dict[int, float]] = {}
         clamps: dict[str, dict[int, int]] = {}
         for vector in tier.vectors:
@@ -95,7 +95,7 @@ class TierState(BaseModel):
 
 
 class TiersState(BaseModel):
-    """What the global state or a module holds."""
+    """The content of the global state or of a module."""
 
     base: TierState
     prefill: TierState
@@ -103,7 +103,7 @@ class TiersState(BaseModel):
 
     @classmethod
     def of(cls, steering: Steering) -> Self:
-        """Return the state of what steers."""
+        """Return the content of a steering."""
         tiers = {name: TierState.of(getattr(steering, name)) for name in ("base", "prefill", "decode")}
         return cls(**tiers)
 
@@ -113,7 +113,7 @@ class ModulesState(BaseModel):
 
     modules: list[str] = Field(description="Their names, sorted.")
     count: int = Field(description="How many there are.")
-    contents: dict[str, TiersState] = Field(description="What each of them holds.")
+    contents: dict[str, TiersState] = Field(description="The content of each.")
 
     @classmethod
     def of(cls, held: StoreState) -> Self:
@@ -124,34 +124,35 @@ class ModulesState(BaseModel):
 
 
 class SteeringState(ModulesState):
-    """What steers requests that ask for nothing, and what they may ask for by name."""
+    """The global state and the modules."""
 
     active: bool = Field(description="Whether the global state steers requests.")
     key: str = Field(
-        description="Of the global state: what the header X-Capflow-Steering says of a request that asks for nothing; `none`."
+        description="The key of the global state, as in the header X-Capflow-Steering of a request that asks for "
+        "nothing; `none` if it is empty."
     )
     everywhere: TiersState = Field(serialization_alias="global", description="The global state.")
-    generation: int = Field(description="How many changes there were, to all of it.")
+    generation: int = Field(description="How many changes the state and the modules had.")
 
 
 class LayerState(BaseModel):
-    """Where a layer can be steered."""
+    """The hooks at which a layer can be steered."""
 
     hook_points: list[str] = Field(description="The hooks at which it can be steered.")
 
 
 class LayersState(BaseModel):
-    """The model, and where it can be steered."""
+    """The model and the sites at which it can be steered."""
 
     layers: dict[int, LayerState] = Field(description="Each layer that can be steered.")
     sites: list[str] = Field(description="Every site that can be steered, HOOK:LAYER.")
     num_layers: int = Field(description="How many layers the model has.")
     hidden_size: int = Field(description="How many numbers a vector has.")
-    dtype: str = Field(description="What the stream is computed in.")
+    dtype: str = Field(description="The dtype of the stream.")
 
 
 class Done(BaseModel):
-    """The change is made: every request that comes from now on knows it."""
+    """The change is made. It holds for every later request."""
 
     status: Literal["ok"] = "ok"
 
@@ -161,11 +162,11 @@ class Set(Done):
 
     hook_points: list[str] = Field(description="The hooks that were named.")
     layers_updated: list[int] = Field(description="The layers that were named.")
-    key: str = Field(description="Of the global state as it is now; `none` when it does nothing.")
+    key: str = Field(description="The key of the new global state; `none` if it does nothing.")
 
 
 class NamedAnswer(Done):
     """The modules are changed."""
 
     name: str = Field(description="The module that was registered or forgotten.")
-    modules: list[str] = Field(description="The names of the modules that there are now, sorted.")
+    modules: list[str] = Field(description="The names of all modules now, sorted.")

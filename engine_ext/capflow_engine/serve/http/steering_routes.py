@@ -1,7 +1,8 @@
-"""The routes that hold steering: the global state, the modules, and where this model can be steered.
+"""The steering routes: the global state, the modules, and the sites at which this model can be steered.
 
-Reading is open to whoever reaches the server; changing needs a key. What is changed holds for every request that comes after
-the answer, at each of the server's processes; requests that run keep what they have.
+Whoever reaches the server may read; a change needs a key.
+Invariant: a change holds for every request after the answer, in each of the server's processes. Running requests keep
+their steering.
 """
 
 # No postponed annotations: FastAPI reads those of the routes.
@@ -100,16 +101,19 @@ def check_key(keys: Keys, headers: Mapping[str, str]) -> None:
                 HTTPStatus.UNAUTHORIZED, explain("steering key", got="none that fits", expected=expected)
             )
     elif not keys.open:
-        do = f"start the server with {STEERING_KEY} (or {ENVIRONMENT_VARIABLE}), with --host 127.0.0.1 and no other --grpc-host, or with --insecure"
+        do = (
+            f"start the server with {STEERING_KEY} (or {ENVIRONMENT_VARIABLE}), with --host 127.0.0.1 and no other "
+            "--grpc-host, or with --insecure"
+        )
         raise HTTPException(
             HTTPStatus.FORBIDDEN,
-            explain("steering: this server is reached from other machines, and has no steering key", do=do),
+            explain("steering: other machines reach this server, and it has no steering key", do=do),
         )
 
 
 _MUTATES = [Depends(key_holder)]
 
-# The routes that touch files or many numbers are no coroutines, so that they run beside the event loop.
+# Routes that touch files or many numbers are plain functions, so that they run beside the event loop.
 
 
 @router.get("")
@@ -128,7 +132,7 @@ def state(front: Front) -> SteeringState:
 
 @router.get("/layers")
 def layers(front: Front) -> LayersState:
-    """Return where this model can be steered."""
+    """Return the sites at which this model can be steered."""
     info = front.info
     hooks: dict[int, list[str]] = {}
     sites = [site for site in info.sites if site not in info.fixed]
@@ -145,10 +149,9 @@ def layers(front: Front) -> LayersState:
 
 @router.post("/set", dependencies=_MUTATES)
 def set_state(body: SetBody, front: Front) -> Set:
-    """Steer every request that comes from now on, besides what it asks for itself.
+    """Set the global state, which steers every later request besides its own steering.
 
-    At each tier only the sites that are named change, unless `replace` is true. A scale or a strength of 0 takes away what was
-    there.
+    In each tier only the named sites change, unless `replace` is true. A scale or a strength of 0 removes an entry.
     """
     steering = body.steering(front.info)
     with as_written():
@@ -162,8 +165,8 @@ def set_state(body: SetBody, front: Front) -> Set:
 
 
 @router.post("/clear", dependencies=_MUTATES)
-def clear_state(front: Front, body: ClearBody | None = None) -> Done:  # noqa: ARG001 - it says nothing, and is checked
-    """Steer no request that does not ask for it, from the next one on."""
+def clear_state(front: Front, body: ClearBody | None = None) -> Done:  # noqa: ARG001 - it is only checked
+    """Clear the global state, from the next request on."""
     front.store.clear_global()
     return Done()
 
@@ -176,14 +179,14 @@ def modules(front: Front) -> ModulesState:
 
 @router.get("/modules/{name:path}")
 def module(name: str, front: Front) -> TiersState:
-    """Return what a module holds."""
+    """Return the content of a module."""
     return TiersState.of(front.store.held.module(name, "name"))
 
 
 @router.post("/modules", dependencies=_MUTATES)
 @router.post("/modules/register", dependencies=_MUTATES)
 def register_module(body: ModuleBody, front: Front) -> NamedAnswer:
-    """Register a module; one of this name is replaced, and requests that run with it keep it."""
+    """Register a module. It replaces a module of its name; requests that run with the old one keep it."""
     steering = body.steering(front.info)
     with as_written():
         front.store.register(body.name, steering)
@@ -193,13 +196,13 @@ def register_module(body: ModuleBody, front: Front) -> NamedAnswer:
 @router.delete("/modules", dependencies=_MUTATES)
 @router.post("/modules/unregister", dependencies=_MUTATES)
 def unregister_module(body: NameBody, front: Front) -> NamedAnswer:
-    """Forget a module; requests that run with it keep it."""
+    """Forget a module. Requests that run with it keep it."""
     return _unregistered(front, body.name)
 
 
 @router.delete("/modules/{name:path}", dependencies=_MUTATES)
 def unregister_named_module(name: str, front: Front) -> NamedAnswer:
-    """Forget a module; requests that run with it keep it."""
+    """Forget a module. Requests that run with it keep it."""
     return _unregistered(front, name)
 
 

@@ -1,6 +1,6 @@
-"""The calls of a gRPC server that run at once: bounded, and shared between keys, or without keys between connections.
+"""Bounds the calls of a gRPC server that run at once, shared between keys, or without keys between connections.
 
-Invariant: a call counts from before its message is read until it has ended, whichever service it is of.
+Invariant: a call of any service counts from before its message is read until it has ended.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from capflow_engine.serve.rpc.steering import headers_of
 
 
 class Calls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Refuses a call for which its owner has no room by `RESOURCE_EXHAUSTED`.
+    """Refuses a call with `RESOURCE_EXHAUSTED` if its owner has no room.
 
-    keyed: the methods below this path come with a key, as `authorization`; the calls of all others are their connection's. Empty for none.
+    keyed: the path of the methods that come with a key, as `authorization`. Calls of other methods belong to their
+        connection. Empty for none.
     """
 
     def __init__(self, keyed: str) -> None:
@@ -28,7 +29,7 @@ class Calls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._shares = Shares("calls", limits.RPC_CALLS_MAX, unit="calls", do="end some, or try again later")
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        """Return the handler of a method that takes a place before it reads."""
+        """Return a method's handler that takes a place before it reads."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -61,7 +62,7 @@ class Calls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     @contextlib.asynccontextmanager
     async def _place(self, key: str, context: Any) -> AsyncIterator[None]:
-        """Hold a place for a call. Ends the call when there is none."""
+        """Hold a place for a call. Ends the call if there is none."""
         owner = f"key {hash(key):x}" if key else f"connection {context.peer()}"
         try:
             self._shares.take(owner, 1)
@@ -74,7 +75,7 @@ class Calls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 async def _first(requests: Any, context: Any) -> Any:
-    """Return the one message of a call. Ends the call when there is none."""
+    """Return the one message of a call. Ends the call if there is none."""
     async for request in requests:
         return request
     return await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "request: got no message, expected one")

@@ -1,4 +1,4 @@
-"""The service that answers what became of captures: `GET /v1/capture/{id}`, called with messages."""
+"""The service of capture results: `GET /v1/capture/{id}`, called with messages."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class CaptureService(CaptureServicer):
         self._front = front
 
     async def Get(self, request: pb.GetCaptureRequest, context: Any) -> pb.CaptureState:  # noqa: N802 - gRPC's
-        """Return the results of a request, while it runs and after."""
+        """Return the results of a request, while it runs and afterwards."""
         async with refusing(context):
             fields = fields_of(request)
             samples, prompts, wait_s = fields.get("n", 1), fields.get("prompts", 1), fields.get("wait", 0.0)
             question = Question.make(request.id, samples=samples, prompts=prompts, wait_s=wait_s)
             try:
-                said = await later(self._front, question)
+                members = await later(self._front, question)
             except UnknownCaptureError as e:
                 raise RefusedError(HTTPStatus.NOT_FOUND, str(e), "id") from e
             except UsageError:
                 raise
             except CapflowError as e:
                 raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, str(e)) from e
-            return parsed({"id": said["id"], "done": said["done"], **results_of(said)}, pb.CaptureState())
+            return parsed({"id": members["id"], "done": members["done"], **results_of(members)}, pb.CaptureState())
         raise AssertionError  # `refusing` has ended the call

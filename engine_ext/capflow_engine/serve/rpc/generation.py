@@ -1,4 +1,4 @@
-"""The service that generates: vLLM's completions, by the way that they take over HTTP."""
+"""The service of generation: vLLM's completions, made as over HTTP."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ _TOKEN = "token_id:"  # noqa: S105 - how vLLM names tokens by their numbers
 
 
 class GenerationService(GenerateServicer):
-    """The service `Generate`. completions: what vLLM answers completions with; None when the model has none."""
+    """The service `Generate`.
+
+    completions: vLLM's handler of completions; None if the model has none.
+    """
 
     def __init__(self, front: Front, completions: Any) -> None:
         self._front = front
@@ -42,16 +45,18 @@ class GenerationService(GenerateServicer):
             await self._finish(response, ask)
             return response
 
-    async def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:  # noqa: N802
+    async def GenerateStream(  # noqa: N802 - gRPC's
+        self, request: pb.GenerateRequest, context: Any
+    ) -> AsyncIterator[pb.GenerateResponse]:
         """Answer as it is generated."""
         async with refusing(context), self._begun(request, context, stream=True) as (ask, chunks):
             first = True
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
-                    said = chunk.removeprefix(_DATA)
-                    if said.startswith(_DONE):
+                    data = chunk.removeprefix(_DATA)
+                    if data.startswith(_DONE):
                         break
-                    response = _response(msgspec.json.decode(said), first=first)
+                    response = _response(msgspec.json.decode(data), first=first)
                     first = False
                     if not response.outputs:
                         await self._finish(response, ask)
@@ -61,7 +66,7 @@ class GenerationService(GenerateServicer):
     async def _begun(
         self, request: pb.GenerateRequest, context: Any, *, stream: bool
     ) -> AsyncIterator[tuple[Ask | None, Any]]:
-        """Yield what a request asks of capflow, and vLLM's answer: a response, or the chunks of a stream."""
+        """Yield the parsed request and vLLM's answer: a response, or the chunks of a stream."""
         if self._front.ending.begun:
             raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, REFUSAL)
         if self._completions is None:
@@ -79,7 +84,7 @@ class GenerationService(GenerateServicer):
                 yield ask, answer
 
     async def _completed(self, body: CapflowCompletionRequest) -> Any:
-        """Return vLLM's answer; raise RefusedError when that is an error."""
+        """Return vLLM's answer. Raises RefusedError if that is an error."""
         try:
             answer = await self._completions.create_completion(body)
         except Exception as e:  # noqa: BLE001 - as vLLM's own handlers do
@@ -89,7 +94,7 @@ class GenerationService(GenerateServicer):
         return answer
 
     async def _finish(self, response: pb.GenerateResponse, ask: Ask | None) -> None:
-        """Put into a response what capflow has to say."""
+        """Put capflow's report into a response."""
         if ask is None or not ask.reports:
             return
         report = await self._front.report(ask)
@@ -98,30 +103,30 @@ class GenerationService(GenerateServicer):
             response.steering_applied.CopyFrom(applied_message(summary))
 
 
-def results_of(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the capture results in what a response over HTTP says, as messages have them."""
-    each = [{"results": one} for one in said.get("capture_results_by_choice", ())]
-    return {"capture_results": said.get("capture_results", {}), "capture_results_by_choice": each}
+def results_of(members: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the capture results among a response's members over HTTP, as messages have them."""
+    each = [{"results": one} for one in members.get("capture_results_by_choice", ())]
+    return {"capture_results": members.get("capture_results", {}), "capture_results_by_choice": each}
 
 
 def body_of(request: pb.GenerateRequest, *, stream: bool) -> CapflowCompletionRequest:
-    """Return the body that a request over HTTP would have.
+    """Return the body of the same request over HTTP.
 
-    Raises UsageError that begins with the path of what is wrong, ValidationError as vLLM's own bodies do.
+    Raises UsageError that begins with the path of the wrong field, ValidationError as vLLM's own bodies do.
     """
-    said = fields_of(request)
-    if "prompt_token_ids" in said:
-        said["prompt"] = said.pop("prompt_token_ids")
-    if not said.get("prompt"):
+    fields = fields_of(request)
+    if "prompt_token_ids" in fields:
+        fields["prompt"] = fields.pop("prompt_token_ids")
+    if not fields.get("prompt"):
         raise UsageError(explain("prompt", got="nothing", expected="text, or numbers in prompt_token_ids"))
-    if "steering_scales" in said:
-        if "steering_name" in said:
+    if "steering_scales" in fields:
+        if "steering_name" in fields:
             raise UsageError(explain("steering_scales: given beside steering_name", expected="one or the other"))
-        said["steering_name"] = dict(sorted(said.pop("steering_scales").items()))  # a map of a message has no order
-    if "logit_bias" in said:
-        said["logit_bias"] = {str(token): bias for token, bias in said["logit_bias"].items()}
+        fields["steering_name"] = dict(sorted(fields.pop("steering_scales").items()))  # a map of a message has no order
+    if "logit_bias" in fields:
+        fields["logit_bias"] = {str(token): bias for token, bias in fields["logit_bias"].items()}
     return CapflowCompletionRequest(
-        **said,
+        **fields,
         stream=stream,
         stream_options={"include_usage": True} if stream else None,
         return_token_ids=True,
@@ -129,15 +134,17 @@ def body_of(request: pb.GenerateRequest, *, stream: bool) -> CapflowCompletionRe
     )
 
 
-def _response(said: Mapping[str, Any], *, first: bool) -> pb.GenerateResponse:
-    """Return the message of a completion or of a chunk of one; raise RefusedError for an error."""
-    if error := said.get("error"):
+def _response(completion: Mapping[str, Any], *, first: bool) -> pb.GenerateResponse:
+    """Return the message of a completion, or of a chunk of one. Raises RefusedError for an error."""
+    if error := completion.get("error"):
         raise RefusedError(error["code"], error["message"], error.get("param"))
-    choices: Sequence[Mapping[str, Any]] = said["choices"]
-    response = pb.GenerateResponse(id=said["id"], model=said["model"], outputs=[_output(each) for each in choices])
+    choices: Sequence[Mapping[str, Any]] = completion["choices"]
+    response = pb.GenerateResponse(
+        id=completion["id"], model=completion["model"], outputs=[_output(each) for each in choices]
+    )
     if first and choices:
         response.prompt_token_ids.extend(choices[0].get("prompt_token_ids") or ())
-    if usage := said.get("usage"):
+    if usage := completion.get("usage"):
         response.usage.prompt_tokens = usage["prompt_tokens"]
         response.usage.completion_tokens = usage["completion_tokens"] or 0
     return response
@@ -155,8 +162,8 @@ def _output(choice: Mapping[str, Any]) -> pb.Output:
     )
 
 
-def _logprobs(said: Mapping[str, Any] | None) -> list[pb.TokenLogprobs]:
-    if said is None:
+def _logprobs(logprobs: Mapping[str, Any] | None) -> list[pb.TokenLogprobs]:
+    if logprobs is None:
         return []
     return [
         pb.TokenLogprobs(
@@ -164,7 +171,9 @@ def _logprobs(said: Mapping[str, Any] | None) -> list[pb.TokenLogprobs]:
             logprob=logprob,
             top={_token(other): number for other, number in (top or {}).items()},
         )
-        for token, logprob, top in zip(said["tokens"], said["token_logprobs"], said["top_logprobs"], strict=True)
+        for token, logprob, top in zip(
+            logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+        )
     ]
 
 

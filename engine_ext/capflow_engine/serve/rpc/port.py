@@ -1,7 +1,7 @@
-"""The port of gRPC: which it is, and that nobody else has it.
+"""The port of gRPC.
 
-The API servers of one engine listen on the same port and share what comes (SO_REUSEPORT). So that no other server gets into
-that, the process that starts them holds the port, without listening, for as long as they run.
+The API servers of one engine listen on the same port and share its connections (SO_REUSEPORT). The process that starts
+them holds the port, without listening, while they run, so that no other server joins them.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from capflow.serve_options import GRPC_PORT as FLAG
 
 
 def address(host: str, port: int) -> str:
-    """Return where gRPC is served, `HOST:PORT`; raise UsageError when what serves it is not installed."""
+    """Return the address of gRPC, `HOST:PORT`. Raises UsageError if gRPC is not installed."""
     if any(importlib.util.find_spec(name) is None for name in ("grpc", "grpc_health", "grpc_reflection")):
         raise UsageError(explain(f"{FLAG}: gRPC is not installed", do="pip install 'capflow[grpc]'"))
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def hold(address: str) -> socket.socket:
-    """Return a socket that holds the port until it is closed; raise UsageError when somebody else has it."""
+    """Return a socket that holds the port until it is closed. Raises UsageError if another process has the port."""
     host, _, port = address.rpartition(":")
     try:
         (family, kind, _, _, place), *_ = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
         with socket.socket(family, kind) as alone:
-            alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of before may still be closing
+            # Earlier connections may still be closing.
+            alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             alone.bind(place)
         held = socket.socket(family, kind)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

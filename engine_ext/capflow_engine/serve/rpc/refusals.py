@@ -1,4 +1,4 @@
-"""Refusals: what a call is told that is wrong, by a status, a message, and the field in the trailing metadata `field`."""
+"""Refusals of calls: a status, a message, and the field in the trailing metadata `field`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,15 @@ _CODES = {
     HTTPStatus.SERVICE_UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
 }
 _MESSAGE_LENGTH_MAX = 2000
-"""What clients take of metadata is 8 KiB; a message travels there, and may grow by escapes."""
+"""Clients accept 8 KiB of metadata. A message travels there, and may grow by escapes."""
 
 
 class RefusedError(Exception):
-    """What a route would answer as an error. code: HTTP's."""
+    """An error that a route would answer.
+
+    code: HTTP's status.
+    field: the path of the wrong field.
+    """
 
     def __init__(self, code: int, message: str, field: str | None = None) -> None:
         super().__init__(message)
@@ -40,7 +44,7 @@ class RefusedError(Exception):
 
 @contextlib.asynccontextmanager
 async def refusing(context: Any) -> AsyncIterator[None]:
-    """End a call whose block finds something wrong with it by a status that says so."""
+    """End a call with the status of the error that the block raises."""
     try:
         yield
     except UnknownModuleError as e:

@@ -1,8 +1,9 @@
 """The gRPC server of one API server: its services, its credentials, and who may call them.
 
-What always holds: it serves while HTTP is served; whoever vLLM's `--api-key` keeps out of `/v1` is kept out here before any
-of a call has been read; a message is no larger than a body over HTTP may be; connections and calls are bounded. Health and reflection are
-open, as `/health` and `/openapi.json` are.
+Invariants: it serves while HTTP is served. A client without vLLM's `--api-key` is refused before any of its call is
+read. A message is no larger than a body over HTTP may be. Connections and calls are bounded.
+
+Health and reflection need no key, as `/health` and `/openapi.json`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ _UNAUTHENTICATED = explain("key", got="none that fits", expected="vLLM's --api-k
 
 
 class Health(health.aio.HealthServicer):  # type: ignore[misc]
-    """Health, as the engine says it, until the server ends. engine: vLLM's client of it."""
+    """The engine's health, until the server ends.
+
+    engine: vLLM's client of the engine.
+    """
 
     def __init__(self, engine: Any, ending: Ending) -> None:
         super().__init__()
@@ -54,11 +58,11 @@ class Health(health.aio.HealthServicer):  # type: ignore[misc]
         self._ending = ending
 
     async def look(self) -> None:
-        """Note whether the engine is well."""
+        """Set the status from the engine's health."""
         status = health_pb2.HealthCheckResponse.SERVING
         try:
             await self._engine.check_health()
-        except Exception:  # noqa: BLE001 - whatever it is, the engine is not well
+        except Exception:  # noqa: BLE001 - any error means that the engine is not well
             status = health_pb2.HealthCheckResponse.NOT_SERVING
         if self._ending.begun:
             status = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -72,11 +76,11 @@ class Health(health.aio.HealthServicer):  # type: ignore[misc]
 
 
 class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Lets calls of our services through that bring one of vLLM's keys."""
+    """Admits calls of capflow's services that bring one of vLLM's keys."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
-        # Of a handler of streams nothing is read before it asks.
+        # A handler of streams reads nothing before it asks for it.
         self._refusal = grpc.stream_unary_rpc_method_handler(self._refuse)
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
@@ -92,7 +96,7 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 class _Reader(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Refuses a request of our services whose bytes are no message by `INVALID_ARGUMENT`; gRPC itself says `INTERNAL`."""
+    """Refuses bytes that are no message of capflow's services with `INVALID_ARGUMENT`; gRPC itself uses `INTERNAL`."""
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
@@ -129,7 +133,11 @@ class _Reader(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 @contextlib.asynccontextmanager
 async def served(state: Any, front: Front, address: str) -> AsyncIterator[None]:
-    """Serve while the block runs. state: of vLLM's app. address: `HOST:PORT`."""
+    """Serve while the block runs.
+
+    state: of vLLM's app.
+    address: `HOST:PORT`.
+    """
     guards: list[grpc.aio.ServerInterceptor] = []
     if tokens := tuple(key for key in (state.args.api_key or [envs.VLLM_API_KEY]) if key):
         guards.append(_Guard(Keys(tokens)))
@@ -139,15 +147,15 @@ async def served(state: Any, front: Front, address: str) -> AsyncIterator[None]:
         options=(
             ("grpc.max_receive_message_length", front.body_bytes_max),
             ("grpc.max_send_message_length", -1),
-            ("grpc.so_reuseport", 1),  # several API servers share the port
+            # Several API servers share the port.
+            ("grpc.so_reuseport", 1),
             ("grpc.max_allowed_incoming_connections", min(limits.RPC_CONNECTIONS_MAX, connections_max())),
             ("grpc.server_handshake_timeout_ms", round(limits.HANDSHAKE_S_MAX * 1000)),
-            (
-                "grpc.max_connection_idle_ms",
-                round(limits.RPC_IDLE_S * 1000),
-            ),  # its client connects again at its next call
+            # The client of a closed connection connects again at its next call.
+            ("grpc.max_connection_idle_ms", round(limits.RPC_IDLE_S * 1000)),
             ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS_MIN),  # an answer may take longer than that
+            # An answer may take longer than that.
+            ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS_MIN),
         ),
     )
     watch = Health(state.engine_client, front.ending)
@@ -173,7 +181,7 @@ async def served(state: Any, front: Front, address: str) -> AsyncIterator[None]:
 
 
 def _credentials(args: Namespace) -> Any:
-    """Return what vLLM's --ssl-* flags come to; None without them."""
+    """Return the credentials of vLLM's --ssl-* flags; None without them."""
     if not args.ssl_certfile:
         return None
     certificate = Path(args.ssl_certfile).read_bytes()

@@ -1,4 +1,4 @@
-"""The service that holds steering: the routes under `/v1/steering`, called with messages."""
+"""The service of steering: the routes under `/v1/steering`, called with messages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SteeringService(SteeringServicer):
         return parsed(state.model_dump(), pb.LayersState())
 
     async def Set(self, request: pb.SetRequest, context: Any) -> pb.SetResponse:
-        """Steer every request that comes from now on, besides what it asks for itself."""
+        """Set the global state, which steers every later request besides its own steering."""
         state = await self._call(request, context, steering_routes.set_state, SetBody, changes=True)
         return parsed(state.model_dump(), pb.SetResponse())
 
@@ -75,17 +75,20 @@ class SteeringService(SteeringServicer):
         *,
         changes: bool = False,
     ) -> Any:
-        """Return what a route answers, which runs beside the event loop. changes: whether that needs a key."""
+        """Return a route's answer. The route runs beside the event loop.
+
+        changes: whether the route needs a key.
+        """
         async with refusing(context):
             if changes:
                 steering_routes.check_key(self._front.keys, headers_of(context.invocation_metadata()))
-            said = fields_of(request)
-            given = {} if body is None else {"body": body.model_validate(said)}
+            fields = fields_of(request)
+            given = {} if body is None else {"body": body.model_validate(fields)}
             return await asyncio.to_thread(route, front=self._front, **given)
 
 
 def headers_of(metadata: Any) -> Headers:
-    """Return the metadata of a call that is text, as HTTP's headers."""
+    """Return the text metadata of a call as HTTP's headers."""
     return Headers({name: value for name, value in metadata or () if isinstance(value, str)})
 
 

@@ -1,6 +1,6 @@
-"""Messages of `capflow.proto` as the plain values that bodies over HTTP have, and the other way round.
+"""Converts messages of `capflow.proto` to the plain values of bodies over HTTP, and back.
 
-What always holds: a message with a field that the schema does not know is refused, at any depth; bytes stay bytes.
+Invariants: a message with a field that is not in the schema is refused, at any depth. Bytes stay bytes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ M = TypeVar("M", bound=Message)
 
 
 def fields_of(message: Message, where: str = "") -> dict[str, Any]:
-    """Return the fields of a message that say anything, by name, as the body of a route has them.
+    """Return the fields of a message that are set, by name, as in the body of a route.
 
-    where: the path of the message, empty for a whole request. Raises UsageError that begins with the path of what is wrong.
+    where: the path of the message; empty for a whole request.
+    Raises UsageError that begins with the path of the wrong field.
     """
     if len(unknown := UnknownFieldSet(message)):
         number = unknown[0].field_number
@@ -33,30 +34,30 @@ def fields_of(message: Message, where: str = "") -> dict[str, Any]:
             explain(where or "request", got=f"an unknown field, number {number}", expected="known fields", do=do)
         )
     before = f"{where}." if where else ""
-    said = {}
+    values = {}
     for field, value in message.ListFields():
-        said[field.name] = _value(value, f"{before}{field.name}")
+        values[field.name] = _value(value, f"{before}{field.name}")
     if isinstance(message, pb.HookVectors | pb.HookClamps | pb.HookPatches):
-        return {**said.pop("layers", {}), **said}  # both forms at once are refused by what reads them
-    return said
+        return {**values.pop("layers", {}), **values}  # the parser refuses both forms at once
+    return values
 
 
 def parsed(value: Mapping[str, Any], message: M) -> M:
-    """Return a message, its fields set from plain values; those that it does not have are left out."""
+    """Return a message with its fields set from plain values. Values without a field are left out."""
     json_format.ParseDict(msgspec.to_builtins(value, str_keys=True), message, ignore_unknown_fields=True)
     return message
 
 
 def applied_message(applied: SteeringSummary) -> pb.SteeringApplied:
-    """Return what steered a request as its message."""
-    said = msgspec.to_builtins(applied)
+    """Return the summary of a request's steering as a message."""
+    values = msgspec.to_builtins(applied)
     return parsed(
-        {**said, "patched": {at: {"sites": sites} for at, sites in said["patched"].items()}}, pb.SteeringApplied()
+        {**values, "patched": {at: {"sites": sites} for at, sites in values["patched"].items()}}, pb.SteeringApplied()
     )
 
 
 def tiers_message(state: TiersState) -> pb.TiersState:
-    """Return what the global state or a module holds as its message."""
+    """Return the content of the global state or a module as a message."""
     return pb.TiersState(base=_tier(state.base), prefill=_tier(state.prefill), decode=_tier(state.decode))
 
 
@@ -71,7 +72,7 @@ def _by_site(held: Mapping[str, Mapping[int, Any]]) -> dict[str, Any]:
 def _value(value: Any, where: str) -> Any:
     if isinstance(value, struct_pb2.Struct):
         return {name: _json(each) for name, each in value.fields.items()}
-    if isinstance(value, pb.TokenIds | pb.LayerClamps | pb.LayerPatches):  # lists, which need a message of their own
+    if isinstance(value, pb.TokenIds | pb.LayerClamps | pb.LayerPatches):  # lists need a message of their own
         return next(iter(fields_of(value, where).values()), [])
     if isinstance(value, Message):
         return fields_of(value, where)
