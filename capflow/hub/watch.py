@@ -107,7 +107,7 @@ class Tapping:
         welcome = self.link.welcome
         captured = _resolved(model, () if welcome is None else welcome.captures)
         for consumer in self._own.consumers:
-            spec = consumer.consumer.spec()
+            spec = consumer.spec
             wanted = _resolved(model, () if spec is None else (spec,))
             missed = [str(site) for site, want in wanted.items() if not _covers(captured.get(site), want)]
             if missed:

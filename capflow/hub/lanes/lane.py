@@ -93,7 +93,7 @@ class Lane(abc.ABC):
         self.name = configured.name
         self.policy = configured.policy
         self.consumer: Consumer = configured.consumer
-        self.wish = Wish(self.name, self.consumer.spec(), self.consumer.reads_requests, self.durable)
+        self.wish = Wish(self.name, configured.spec, self.consumer.reads_requests, self.durable)
         self.queue: ByteQueue[Any] = ByteQueue(configured.queue_bytes_max)
         self.frames = 0  # given to `on_frame`, as are rows and bytes; written by the thread
         self.rows = 0

@@ -237,7 +237,7 @@ def test_what_people_write_says_each_thing_once(tmp_path):
     with pytest.raises(UsageError, match="line 1: got prompt twice"):
         read_prompts(file)
     with pytest.raises(UsageError, match="capture twice"):
-        RequestOptions.said('{"capture": {}, "capture": {}}')
+        RequestOptions.from_client('{"capture": {}, "capture": {}}')
 
 
 # Control characters for the terminal.
