@@ -286,7 +286,7 @@ _PACKED = {
     "shape": [2, WIDTH],
     "layer_indices": [1, 2],
     "data": base64.b64encode(np.array([VECTOR, OTHER], np.float16).tobytes()).decode(),
-    "scales": [1, 0.5],
+    "scales": [-0.5, 0.5],
 }
 
 REFUSED = {
@@ -300,7 +300,9 @@ REFUSED = {
     "window": Refused({"capture": {**CAPTURE, "positions": {"last": -1}}}, "capture.positions.last", "-1"),
     "rows": Refused({"capture": {**CAPTURE, "max_rows": 0}}, "capture.max_rows", "0"),
     "tag": Refused({"capture": {**CAPTURE, "tag": "a\nb"}}, "capture.tag", "printable"),
-    "consumer's hook": Refused({"capture": {"filesystem": _hooks(nowhere=[0])["capture"]}}, "capture.filesystem.hooks", "nowhere"),
+    "consumer's hook": Refused(
+        {"capture": {"filesystem": _hooks(nowhere=[0])["capture"]}}, "capture.filesystem.hooks", "nowhere"
+    ),
     "consumer": Refused(
         {"capture": {"nobody": CAPTURE}}, "capture", "consumer nobody, expected one of the hub's: filesystem", DOORS
     ),
@@ -308,9 +310,15 @@ REFUSED = {
     "wait": Refused({"capture": CAPTURE, "capture_wait": "yes"}, "capture_wait", "true or false", HTTP | PARSED),
     "id": Refused({"capture": CAPTURE, "capture_id": 7}, "capture_id", "characters", HTTP | PARSED),
     "empty id": Refused({"capture": CAPTURE, "capture_id": ""}, "capture_id", "characters", _ASKS),
-    "width": Refused({"steering_vectors": _vectors(1, [1.0, 2.0])}, "steering_vectors.post_block.1", "the model's width"),
-    "nan": Refused({"steering_vectors": _vectors(1, [float("nan")] * WIDTH)}, "steering_vectors.post_block.1", "nan at index 0"),
-    "no numbers": Refused({"steering_vectors": {"post_block": {"0": "abc"}}}, "steering_vectors.post_block.0", "numbers", _UNTYPED),
+    "width": Refused(
+        {"steering_vectors": _vectors(1, [1.0, 2.0])}, "steering_vectors.post_block.1", "the model's width"
+    ),
+    "nan": Refused(
+        {"steering_vectors": _vectors(1, [float("nan")] * WIDTH)}, "steering_vectors.post_block.1", "nan at index 0"
+    ),
+    "no numbers": Refused(
+        {"steering_vectors": {"post_block": {"0": "abc"}}}, "steering_vectors.post_block.0", "numbers", _UNTYPED
+    ),
     "steered layer": Refused({"steering_vectors": _vectors(99, VECTOR)}, "steering_vectors.post_block.99", "layer 99"),
     "steered site": Refused(
         {"decode_steering_vectors": _vectors(1, VECTOR, "mlp_in")}, "decode_steering_vectors.mlp_in.1", "no tap"
@@ -348,10 +356,11 @@ CAPTURED: dict[str, tuple[dict[str, Any], str, slice]] = {
 _HERE = {"post_block:1": 1}
 STEERED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "layers": (
-        {"steering_vectors": {"post_block": {"1": {"vector": VECTOR, "scale": 0.5}}}}, {"prefill": _HERE, "decode": _HERE}
+        {"steering_vectors": {"post_block": {"1": {"vector": VECTOR, "scale": -0.5}}}},
+        {"prefill": _HERE, "decode": _HERE},
     ),
     "packed": ({"decode_steering_vectors": {"post_block": _PACKED}}, {"decode": {**_HERE, "post_block:2": 1}}),
-    "clamps": ({"prefill_steering_clamps": _clamps({"vector": VECTOR, "value": 9.0})}, {"prefill": _HERE}),
+    "clamps": ({"prefill_steering_clamps": _clamps({"vector": VECTOR, "value": -9.0})}, {"prefill": _HERE}),
     "patches": (
         {"steering_patches": {"post_block": {"2": {"positions": [-1, 0], "vector": OTHER}}}},
         {"patched": {"-1": {"post_block:2": 1}, "0": {"post_block:2": 1}}},

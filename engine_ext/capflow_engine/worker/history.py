@@ -10,6 +10,11 @@ Invariant: a position is steered by the program that applied when it was first c
 Invariant: the programs of requests and of actions through a hub always fit in the bank, because the scheduler counted
 them. The vectors of controllers have a reserve of their own (`Size.reserve`); an action that does not fit in it changes
 nothing.
+
+Each rank composes an action with the request's program. The scheduler compiles the programs of requests. It composes
+actions through a hub only to count their needs, because vectors of controllers, which only workers have, come between
+the two. Composing takes 30 µs for one vector of width 4096 and 0.4 ms for 32. A worker would read a composed program in
+3 and 22 µs, but orders would have its vectors twice: 16 KiB more for each.
 """
 
 from __future__ import annotations

@@ -6,6 +6,10 @@ of capflow is in one object, `worker.capflow`.
 Order of a step: `begin` takes the scheduler's orders and hands the steps that they settle to the sender; `prepare`
 makes the plan when the runner has prepared its batch; `forward` brackets the model. The step and its rows are then
 pending until a later `begin` settles it.
+
+The scheduler resolves the consumers' specs, once for the engine. Each rank resolves a request's own spec: that takes
+7 µs for one site and 53 µs for 128. To read it resolved takes 5 and 28 µs, after 8 and 79 µs in the scheduler to write
+it.
 """
 
 from __future__ import annotations
@@ -184,7 +188,7 @@ class WorkerCapture:
             if key in orders.admitted and key not in self.requests:
                 self._admit(key, prompt_length, orders.admitted[key])
             elif key in self.requests and self.requests[key].prompt_length != prompt_length:
-                # Streaming input makes the prompt longer. Steps that wait go on with the prompt that they were planned for.
+                # Streaming input makes the prompt longer. Pending steps keep the prompt that they were planned with.
                 self.requests[key] = replace(self.requests[key], prompt_length=prompt_length)
                 self.histories.lengthen(self.requests[key])
 
@@ -196,7 +200,6 @@ class WorkerCapture:
         options = request.options
         wanted = wants.wanted
         if options.capture is not None:
-            # Each rank resolves a request's own spec: it is much smaller on the wire than what it resolves to.
             wanted = join((wanted, self._wanted([options.capture])))
             program = self._program(wanted, hub)
         tracked = Tracked(
