@@ -389,6 +389,8 @@ def test_an_address_of_six_has_brackets(host, address):
     assert port.address(host, 5) == address
 
 
+# The first case imports vLLM's server, which takes minutes on a busy machine.
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("arguments", "opened"),
     [
