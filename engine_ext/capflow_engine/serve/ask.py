@@ -1,6 +1,6 @@
 """What one request of the server asks of capflow: its body, parsed once, over HTTP or gRPC.
 
-Invariant: an `Ask` fits the model, its taps and its steering bank. Its steering is compiled.
+Invariant: an `ParsedRequest` fits the model, its taps and its steering bank. Its steering is compiled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 """The fields that limit the length of an answer; the first given one holds."""
 
 
-class Ask(msgspec.Struct, frozen=True, weakref=True):
+class ParsedRequest(msgspec.Struct, frozen=True, weakref=True):
     """What one request asks for.
 
     options: of each of its prompts, in order.
@@ -74,7 +74,7 @@ class Ask(msgspec.Struct, frozen=True, weakref=True):
         return None if self.beams else itertools.cycle([options.pack() for options in self.options])
 
     @classmethod
-    def of(cls, body: Any, fit: Fit, store: SteeringStore, *, id: str, prompts: int) -> Ask | None:
+    def of(cls, body: Any, fit: Fit, store: SteeringStore, *, id: str, prompts: int) -> ParsedRequest | None:
         """Return what a body asks for; None if it asks for nothing and no global state steers it.
 
         id: the response's id.
@@ -101,8 +101,8 @@ class Ask(msgspec.Struct, frozen=True, weakref=True):
         return _nameless(ask, beams=True) if beams else ask
 
     @classmethod
-    def _of_everyone(cls, fit: Fit, store: SteeringStore, prompts: int, *, beams: bool) -> Ask | None:
-        """Return the ask of a request that has none: the global state; None if there is no global state."""
+    def _of_everyone(cls, fit: Fit, store: SteeringStore, prompts: int, *, beams: bool) -> ParsedRequest | None:
+        """Return a request that asks for nothing: the global state; None if there is no global state."""
         if store.global_state == NOTHING:
             return None
         ask = _nameless(cls.parse({}, None, fit, store, id="", prompts=1, samples=1), beams=beams)
@@ -120,7 +120,7 @@ class Ask(msgspec.Struct, frozen=True, weakref=True):
         prompts: int,
         samples: int,
         max_tokens: int | None = None,
-    ) -> Ask:
+    ) -> ParsedRequest:
         """Return what capflow's fields of a body ask for, or its part of `vllm_xargs`.
 
         id: the request's name if it brings none.
@@ -149,8 +149,8 @@ class Ask(msgspec.Struct, frozen=True, weakref=True):
         return cls(_each(options, options.id or id, prompts, samples), wait, key, summary)
 
 
-def _nameless(ask: Ask, *, beams: bool) -> Ask:
-    """Return an ask without names of choices: vLLM's own names are used."""
+def _nameless(ask: ParsedRequest, *, beams: bool) -> ParsedRequest:
+    """Return a request without names of choices: vLLM's own names are used."""
     options = tuple(msgspec.structs.replace(options, id=None) for options in ask.options)
     return msgspec.structs.replace(ask, options=options, beams=beams)
 

@@ -25,7 +25,7 @@ from capflow_engine.compat import engine as compat
 from capflow_engine.llm.readers import Readers
 from capflow_engine.llm.results import Askers
 from capflow_engine.request.beams import BEAMS, Beams
-from capflow_engine.serve.ask import Ask
+from capflow_engine.serve.ask import ParsedRequest
 from capflow_engine.serve.serving import Serving
 from capflow_engine.settings import Settings
 from capflow_engine.steering.applied import NOTHING_KEY, Dynamic, dynamic_key
@@ -51,7 +51,7 @@ class Front:
         self.asker = Askers(self.settings)
         self._readers = Readers(self.settings)
         # Requests that run, by the name of each of their choices.
-        self._running: WeakValueDictionary[str, Ask] = WeakValueDictionary()
+        self._running: WeakValueDictionary[str, ParsedRequest] = WeakValueDictionary()
         # What may have steered requests that run, by the id of each prompt's options.
         self._dynamic: dict[str | None, Dynamic] = {}
         # When the latest captures ended, by the names of choices, oldest first.
@@ -62,7 +62,7 @@ class Front:
         return None if self.store.global_state == NOTHING else self.fit.program(None, self.store)
 
     @contextlib.asynccontextmanager
-    async def running(self, ask: Ask | None) -> AsyncIterator[None]:
+    async def running(self, ask: ParsedRequest | None) -> AsyncIterator[None]:
         """Note a request as running while the block runs. None: it asks for nothing.
 
         Raises UsageError for an id that another request has, and for a capture that names a consumer which the hub does
@@ -80,7 +80,7 @@ class Front:
         finally:
             self.end(ask)
 
-    def begin(self, ask: Ask) -> None:
+    def begin(self, ask: ParsedRequest) -> None:
         """Note that a request runs. Raises UsageError for an id that another request has."""
         for name in ask.names:
             if name in self._running:
@@ -89,7 +89,7 @@ class Front:
         if ask.beams and ask.program is not None:
             BEAMS.set(Beams(ask.program))
 
-    def end(self, ask: Ask) -> None:
+    def end(self, ask: ParsedRequest) -> None:
         """Forget a request that ended."""
         BEAMS.set(None)
         now = time.monotonic()
@@ -112,11 +112,11 @@ class Front:
         if name in self._running or f"{name}#0" in self._running:
             self._dynamic[name] = dynamic
 
-    async def members(self, ask: Ask) -> bytes:
+    async def members(self, ask: ParsedRequest) -> bytes:
         """Return the report as members of the response's JSON object, behind a comma."""
         return b"," + msgspec.json.encode(await self.report(ask))[1:-1]
 
-    async def report(self, ask: Ask) -> dict[str, Any]:
+    async def report(self, ask: ParsedRequest) -> dict[str, Any]:
         """Return capflow's members of the response, by name."""
         report: dict[str, Any] = {}
         if ask.awaits:
@@ -129,7 +129,7 @@ class Front:
             report["steering_applied"] = ask.summary.beside(self._dynamic_of(ask))
         return report
 
-    def key(self, ask: Ask, *, streams: bool) -> str | None:
+    def key(self, ask: ParsedRequest, *, streams: bool) -> str | None:
         """Return the steering key that is sent before the body of a response; None if there is none.
 
         A stream's key is that of the steering that the request came with. Without any there is no key: an action may
@@ -139,7 +139,7 @@ class Front:
             return None if ask.key == NOTHING_KEY else ask.key
         return ask.key if self._dynamic_of(ask) is None else dynamic_key(ask.key)
 
-    def _dynamic_of(self, ask: Ask) -> Dynamic | None:
+    def _dynamic_of(self, ask: ParsedRequest) -> Dynamic | None:
         """Return what may have steered the choices of a request so far; None if nothing did."""
         each = [self._dynamic[options.id] for options in ask.options if options.id in self._dynamic]
         if not each:

@@ -20,7 +20,7 @@ from capflow_engine.request.beams import BEAMS
 from capflow_engine.request.dynamic import taken
 from capflow_engine.request.options import KEY, PackedOptions
 from capflow_engine.request.reach import check_params
-from capflow_engine.serve.ask import Ask
+from capflow_engine.serve.ask import ParsedRequest
 from capflow_engine.serve.front import Front
 
 _BROUGHT: ContextVar[Iterator[PackedOptions] | None] = ContextVar("capflow_brought", default=None)
@@ -28,7 +28,7 @@ _BROUGHT: ContextVar[Iterator[PackedOptions] | None] = ContextVar("capflow_broug
 
 
 @contextlib.contextmanager
-def bringing(body: Any, ask: Ask) -> Iterator[None]:
+def bringing(body: Any, ask: ParsedRequest) -> Iterator[None]:
     """Give the prompts of a body the options that were parsed for them, while the block runs vLLM's handler."""
     body.options = options = ask.packed()
     token = _BROUGHT.set(options)
@@ -69,7 +69,7 @@ def _steered(front: Front, params: Any) -> Any:
         return _with_options(params, next(brought))
     if packed is None and front.store.global_state == NOTHING:
         return params
-    (options,) = Ask.parse({}, packed, front.fit, front.store, id="", prompts=1, samples=params.n).options
+    (options,) = ParsedRequest.parse({}, packed, front.fit, front.store, id="", prompts=1, samples=params.n).options
     return _with_options(params, msgspec.structs.replace(options, id=options.id or None).pack())
 
 

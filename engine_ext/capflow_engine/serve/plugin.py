@@ -31,7 +31,7 @@ from capflow.errors import UsageError, explain
 from capflow.text import jsontext
 from capflow_engine.compat import engine as compat
 from capflow_engine.request.beams import searching
-from capflow_engine.serve.ask import Ask
+from capflow_engine.serve.ask import ParsedRequest
 from capflow_engine.serve.ending import Door
 from capflow_engine.serve.fields import FIELDS
 from capflow_engine.serve.front import Front
@@ -186,7 +186,9 @@ async def _answer(
     try:
         if given:
             jsontext.check_keys(await raw_request.body(), "body")
-        ask = Ask.of(request, front.fit, front.store, id=f"{kind}{own or request.request_id}", prompts=prompts)
+        ask = ParsedRequest.of(
+            request, front.fit, front.store, id=f"{kind}{own or request.request_id}", prompts=prompts
+        )
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(front.running(ask))
             if ask is None:

@@ -17,7 +17,7 @@ from capflow.cli import cli
 from capflow.protocol.routing import hub_of
 from capflow.transport.client import Client
 from capflow_engine.request.options import RequestOptions
-from capflow_engine.serve.ask import Ask
+from capflow_engine.serve.ask import ParsedRequest
 from capflow_engine.serve.rpc import capflow_pb2 as pb
 from capflow_engine.serve.rpc import port
 from capflow_engine.serve.rpc.capflow_pb2_grpc import CaptureStub
@@ -77,7 +77,7 @@ def test_an_unknown_request_is_404_at_once_however_long_is_waited(client, addres
 
 def test_a_request_that_this_server_ran_is_not_unknown_before_its_hub_hears_of_it(client, address):
     front = client.app.state.capflow
-    ask = Ask((RequestOptions(id="slow"),), wait=False)
+    ask = ParsedRequest((RequestOptions(id="slow"),), wait=False)
     with running_hub(address, Recorder()), worker_link(address) as link:
         front.begin(ask)
         assert client.get("/v1/capture/slow").json() == {"id": "slow", "done": False, "capture_results": {}}

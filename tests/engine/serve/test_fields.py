@@ -12,7 +12,7 @@ from capflow.steering.request import Steering
 
 pytest.importorskip("vllm")
 
-from capflow_engine.serve.ask import Ask
+from capflow_engine.serve.ask import ParsedRequest
 from capflow_engine.serve.fields import FIELDS, check_spelling
 from capflow_engine.serve.refusals import path_of
 from capflow_engine.steering.applied import key_of
@@ -38,7 +38,7 @@ def server(**modules):
 
 
 def parse(fields, xargs=None, *, prompts=1, samples=1, at=None):
-    return Ask.parse(fields, xargs, *(at or server()), id="cmpl-1", prompts=prompts, samples=samples)
+    return ParsedRequest.parse(fields, xargs, *(at or server()), id="cmpl-1", prompts=prompts, samples=samples)
 
 
 @pytest.mark.parametrize(

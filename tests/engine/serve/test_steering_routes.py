@@ -13,7 +13,7 @@ import numpy as np
 
 from capflow.errors import UsageError
 from capflow_engine.serve.api_keys import Keys, is_loopback, keys_of
-from capflow_engine.serve.ask import Ask
+from capflow_engine.serve.ask import ParsedRequest
 from capflow_engine.serve.fields import FIELDS
 from tests.kit.apps import LIMIT, WIDTH, server
 
@@ -270,7 +270,7 @@ def test_a_patch_out_of_a_request_s_reach_is_refused_before_there_is_an_answer(s
 
     engine, front = servers[0].engine, servers[0].app.state.capflow
     patches = {"post_block": {"2": {"positions": [0, position], "vector": VECTOR}}}
-    ask = Ask.parse({"steering_patches": patches}, None, front.fit, front.store, id="x", prompts=1, samples=1)
+    ask = ParsedRequest.parse({"steering_patches": patches}, None, front.fit, front.store, id="x", prompts=1, samples=1)
     params = SamplingParams(max_tokens=max_tokens, extra_args={"capflow": ask.options[0].pack()})
     prompt = {"type": "token", "prompt_token_ids": [5] * 5}
     if expected is None:

@@ -11,7 +11,7 @@ import msgspec
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from capflow.errors import UsageError, explain
-from capflow_engine.serve.ask import Ask
+from capflow_engine.serve.ask import ParsedRequest
 from capflow_engine.serve.ending import REFUSAL
 from capflow_engine.serve.front import Front
 from capflow_engine.serve.generate import bringing
@@ -65,7 +65,7 @@ class GenerationService(GenerateServicer):
     @contextlib.asynccontextmanager
     async def _begun(
         self, request: pb.GenerateRequest, context: Any, *, stream: bool
-    ) -> AsyncIterator[tuple[Ask | None, Any]]:
+    ) -> AsyncIterator[tuple[ParsedRequest | None, Any]]:
         """Yield the parsed request and vLLM's answer: a response, or the chunks of a stream."""
         if self._front.ending.begun:
             raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, REFUSAL)
@@ -74,7 +74,7 @@ class GenerationService(GenerateServicer):
         body = body_of(request, stream=stream)
         with self._front.ending.answering():
             front = self._front
-            ask = Ask.of(body, front.fit, front.store, id=f"cmpl-{body.request_id}", prompts=1)
+            ask = ParsedRequest.of(body, front.fit, front.store, id=f"cmpl-{body.request_id}", prompts=1)
             async with front.running(ask):
                 with contextlib.nullcontext() if ask is None else bringing(body, ask):
                     answer = await self._completed(body)
@@ -93,7 +93,7 @@ class GenerationService(GenerateServicer):
             raise RefusedError(answer.error.code, answer.error.message, answer.error.param)
         return answer
 
-    async def _finish(self, response: pb.GenerateResponse, ask: Ask | None) -> None:
+    async def _finish(self, response: pb.GenerateResponse, ask: ParsedRequest | None) -> None:
         """Put capflow's report into a response."""
         if ask is None or not ask.reports:
             return
