@@ -1,6 +1,7 @@
-"""What the specs of consumers and controllers cost: prompts that an engine computes although its prefix cache holds them.
+"""The cost of specs: prompts that an engine computes although its prefix cache holds them.
 
-A consumer's own spec holds for every request. One that names prompt positions keeps every request from reading cached blocks.
+A consumer's own spec applies to every request. A spec that names prompt positions keeps every request from reading
+cached blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ _PROMPT_LONG = limits.POSITION_MAX // 2  # tokens; a position wanted of every pr
 def notice(name: str, consumer: Consumer | type[Controller], spec: CaptureSpec | None) -> str | None:
     """Return which consumer limits cached reads, by which positions, and what to set instead; None if it does not.
 
-    name: the consumer's, or the controller's. spec: its own.
+    name: the consumer's, or the controller's.
+    spec: its own.
     """
     first = None if spec is None else _first_of_every_prompt(spec)
     if spec is None or first is None:
@@ -28,12 +30,13 @@ def notice(name: str, consumer: Consumer | type[Controller], spec: CaptureSpec |
     remedies = ["positions=all_generated", "positions=last_prompt"] if "positions" in options else []
     remedies += ["capture=requests"] if "capture" in options else []
     remedy = f"set {' or '.join(remedies)}" if remedies else "have its spec() name all_generated or last_prompt"
-    what = f"{'consumer' if isinstance(consumer, Consumer) else 'controller'} {name} captures positions {form} of every request"
-    return f"{what}: prompts read {read} from the prefix cache; to use the cache, {remedy}"
+    kind = "consumer" if isinstance(consumer, Consumer) else "controller"
+    subject = f"{kind} {name} captures positions {form} of every request"
+    return f"{subject}: prompts read {read} from the prefix cache; to use the cache, {remedy}"
 
 
 def _first_of_every_prompt(spec: CaptureSpec) -> int | None:
-    """Return the first position that a spec names in every prompt; None when it names none but near the prompt's end."""
+    """Return the first position that a spec names in every prompt; None if all are near the prompt's end."""
     positions = spec.set_of_positions()
     first = positions.at(_PROMPT_LONG).first()
     return first if first < _PROMPT_LONG and first == positions.at(_PROMPT_LONG - 1).first() else None

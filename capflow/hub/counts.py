@@ -20,10 +20,13 @@ class Counts:
     tokens: int = 0
     duplicates: int = 0
     protocol_errors: int = 0
-    ignored: int = 0  # messages of peers that broke the protocol too often
+    # Messages of peers that broke the protocol too often.
+    ignored: int = 0
     sessions_lost: int = 0
-    refused: Counter[str] = field(default_factory=Counter)  # peers, by reason
-    frame_at: float | None = None  # when the last frame was taken, on the monotonic clock
+    # Peers, by reason.
+    refused: Counter[str] = field(default_factory=Counter)
+    # When the last frame was taken, on the monotonic clock.
+    frame_at: float | None = None
 
 
 def age_s(at: float | None, now: float) -> float | None:

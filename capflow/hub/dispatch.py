@@ -101,7 +101,10 @@ class Dispatch:
         self._on_refused = on_refused
 
     def _lane(self, index: int, consumer: ConfiguredConsumer, inboxes: Iterator[Any]) -> Lane:
-        """Return the lane of a consumer. inboxes: the memory of each lane with an inbox."""
+        """Return the lane of a consumer.
+
+        inboxes: the memory of each lane with an inbox.
+        """
         if consumer.policy is WhenFull.SPILL:
             state = next(inboxes)
             return DurableLane(index, consumer, state=state, on_result=self._on_result, on_action=self._on_action)
@@ -151,7 +154,10 @@ class Dispatch:
         self.do(self.exchange.give_up(peer, time.monotonic()))
 
     def tick(self, now: float, waiting: Container[bytes] = ()) -> None:
-        """Send beats, and give up silent peers. waiting: peers whose messages are not handled yet."""
+        """Send beats, and give up silent peers.
+
+        waiting: peers whose messages are not handled yet.
+        """
         self._guard.refresh()
         self.do(self.exchange.tick(now, waiting))
         self.log.flush(now)
@@ -267,8 +273,9 @@ class Dispatch:
         """Count the outcome of an action for the consumer that asked for it."""
         lane.count(f"actions_{outcome.__struct_config__.tag}")
         if not isinstance(outcome, ActionApplied):
-            event = "action_rejected" if isinstance(outcome, Rejected) else "action_unknown"
-            extra = {"event": event, "consumer": lane.name, "reason": outcome.reason}
+            rejected = isinstance(outcome, Rejected)
+            event = {"event": "action_rejected"} if rejected else {"event": "action_unknown"}
+            extra = {**event, "consumer": lane.name, "reason": outcome.reason}
             logger.warning("consumer %s: %s", lane.name, outcome.reason, extra=extra)
 
     def _log(self, line: Log | LogLate) -> None:

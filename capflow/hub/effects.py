@@ -1,6 +1,7 @@
 """Effects: what the exchange asks its hub to do.
 
-An effect is data. The exchange returns effects in the order in which they are to be done; `capflow.hub.dispatch` does them.
+An effect is data. The exchange returns effects in the order in which they are to be done; `capflow.hub.dispatch` does
+them.
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ class Continue(NamedTuple):
 
 
 class FindMissed(NamedTuple):
-    """Ask each lane which engines are missing, and call `Exchange.miss` with each. here: connected engines and replicas."""
+    """Ask each lane which engines are missing, and call `Exchange.miss` with each.
+
+    here: connected engines and replicas.
+    """
 
     here: set[tuple[str, int]]
 
@@ -110,7 +114,10 @@ class Greet(NamedTuple):
 
 
 class Lose(NamedTuple):
-    """Tell lanes that a part of an engine is gone; the fields are those of `RequestIndex.lose`. lane: a lane's number; None for all."""
+    """Tell lanes that a part of an engine is gone; the fields are those of `RequestIndex.lose`.
+
+    lane: a lane's number; None for all.
+    """
 
     engine: str
     replica: int | None = None
@@ -126,7 +133,10 @@ class NoteFull(NamedTuple):
 
 
 class Tell(NamedTuple):
-    """Tell lanes what changed the steering of a request. lane: a lane's number; None for all."""
+    """Tell lanes what changed the steering of a request.
+
+    lane: a lane's number; None for all.
+    """
 
     answered: Answered
     lane: int | None = None
@@ -172,7 +182,10 @@ class Log(NamedTuple):
 
 
 class LogLate(NamedTuple):
-    """Log which rows were lost of requests that have their results. lost: by request."""
+    """Log which rows were lost of requests that have their results.
+
+    lost: by request.
+    """
 
     lost: Mapping[str, Sequence[Dropped]]
     engine: str
@@ -201,7 +214,10 @@ Effect = (
 
 
 class Effects:
-    """The effects of one call of the exchange, in order. roster: the sessions that messages are sent in."""
+    """The effects of one call of the exchange, in order.
+
+    roster: the sessions that messages are sent in.
+    """
 
     def __init__(self, roster: Roster) -> None:
         # When the exchange was called, in seconds of any monotonic clock.
@@ -215,9 +231,9 @@ class Effects:
 
     def say(self, peer: bytes, message: Message) -> None:
         """Send a message to a peer, if its session is open."""
-        known = self._roster.peers.get(peer)
-        if known is not None and known.session.state is State.OPEN:
-            self._effects.append(Send(peer, known.session.send(message, self.now)))
+        member = self._roster.peers.get(peer)
+        if member is not None and member.session.state is State.OPEN:
+            self._effects.append(Send(peer, member.session.send(message, self.now)))
 
     def take(self) -> list[Effect]:
         """Return the effects, and forget them."""

@@ -1,6 +1,6 @@
 """Health: whether a hub lives, and whether it does what it is there for.
 
-What is said here names consumers and states, and nothing that was captured: anyone may be told.
+The reasons name consumers and states, never captured data: anyone may read them.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class _Hub(Protocol):
 
 def problems(hub: _Hub, now: float) -> list[str]:
     """Return why the hub is not ready; empty when it listens and every consumer and controller gets on."""
-    found = ["the hub's thread stands still"] if hub.stuck(now) else []
+    reasons = ["the hub's thread stands still"] if hub.stuck(now) else []
     if hub.state is not HubState.RUNNING:
-        return [*found, f"the hub is {hub.state.value}"]
+        return [*reasons, f"the hub is {hub.state.value}"]
     troubles = ((lane.name, lane.trouble(now)) for lane in hub.lanes)
-    found += [f"consumer {name}: {trouble}" for name, trouble in troubles if trouble is not None]
-    return found + list(hub.engine_troubles())
+    reasons += [f"consumer {name}: {trouble}" for name, trouble in troubles if trouble is not None]
+    return reasons + list(hub.engine_troubles())

@@ -1,8 +1,9 @@
 """The hub: binds an address, takes frames from workers, and gives each consumer what it wants of them.
 
 One thread owns the socket and the exchange, and never waits for a consumer; each consumer has a lane. What other
-threads want of the hub's thread they `post`. A frame holds its worker's credit until every consumer with policy `block` has
-handled it and every one with policy `spill` has it on disk, and is acknowledged then; what `drop` and `skip` consumers hold is bounded by their own queues.
+threads want of the hub's thread they `post`. A frame holds its worker's credit until every consumer with policy `block`
+has handled it and every one with policy `spill` has it on disk, and is acknowledged then; what `drop` and `skip`
+consumers hold is bounded by their own queues.
 """
 
 from __future__ import annotations
@@ -45,10 +46,15 @@ _TICK_S = limits.HEARTBEAT_S / 4  # a key that is revoked is refused by one tick
 class Hub:
     """A hub with its consumers, from `start` to `stop`. `address` is where it listens, once started.
 
-    consumers and controllers come from `capflow.plugins.configure.configure`. key: the hub's key, by name or path, for TCP: then only keys in
-    the list beside it may connect, and everything is encrypted. insecure allows TCP off loopback without one.
-    on_refused is called, on the hub's thread, with an engine that was refused and the reason, once for each reason. memory_bytes_max: for what peers send, as of
-    `capflow.hub.peers.budget`; None for a part of the machine's. log_lines_dropped: how many lines of the log nobody read.
+    consumers and controllers come from `capflow.plugins.configure.configure`.
+
+    key: the hub's key for TCP, by name or path. Only keys in the list beside it may connect, and all traffic is
+        encrypted.
+    insecure: allow TCP off loopback without a key.
+    on_refused: called on the hub's thread with an engine that was refused and the reason, once for each reason.
+    memory_bytes_max: the memory for what peers send, as of `capflow.hub.peers.budget`; None for a part of the
+        machine's.
+    log_lines_dropped: returns the number of log lines that nobody read.
     """
 
     def __init__(
@@ -90,25 +96,34 @@ class Hub:
         self.counts, self.index, self.roster = exchange.counts, exchange.index, exchange.roster
         self.relay, self.watchers = exchange.actions.relay, exchange.watchers
         self.log_lines_dropped = log_lines_dropped
-        self._turns = Turns(self._dispatch.handle)  # the thread's alone
+        # The thread's alone.
+        self._turns = Turns(self._dispatch.handle)
         specs = (wish.spec for wish in self.index.wishes)
         costs = [notice(c.name, c.consumer, spec) for c, spec in zip(consumers, specs, strict=True)]
         costs += [notice(c.name, c.kind, c.capture) for c in controllers]
-        self.notices = tuple(
-            cost for cost in costs if cost is not None
-        )  # what consumers cost that users may not expect
+        # Costs of consumers that a user may not expect.
+        self.notices = tuple(cost for cost in costs if cost is not None)
         self.state = HubState.STARTING
         self._tick_at = 0.0
-        self._stopped_well = False  # what `stop` returned
-        self._ended = False  # set by `stop`: the thread says Bye and ends
-        self._posted: deque[Callable[[], None]] = deque()  # for the thread to call; any thread appends
+        # The result of `stop`.
+        self._stopped_well = False
+        # Set by `stop`: the thread says Bye and ends.
+        self._ended = False
+        # Calls for the thread; any thread appends.
+        self._posted: deque[Callable[[], None]] = deque()
         self._thread = threading.Thread(target=self._run, name="capflow-hub", daemon=True)
-        self._open = contextlib.ExitStack()  # the address's lock and the router, from `start` to `stop`
-        self._router: Router | None = None  # from `start`
-        self._attached: dict[bytes, Callable[[Parts], None]] = {}  # peers in this process, until they are detached
-        self._handled_s = 0.0  # how long messages were handled in the last turn; the thread's
-        self._started = 0.0  # when
-        self._turned_at = 0.0  # when the thread last looked around; written by it
+        # The address's lock and the router, from `start` to `stop`.
+        self._open = contextlib.ExitStack()
+        # Set by `start`.
+        self._router: Router | None = None
+        # Peers in this process, until they are detached.
+        self._attached: dict[bytes, Callable[[Parts], None]] = {}
+        # How long messages were handled in the last turn; the thread's.
+        self._handled_s = 0.0
+        # The time of the start.
+        self._started = 0.0
+        # The time of the thread's last turn; written by the thread.
+        self._turned_at = 0.0
 
     # From start to stop; called by the owner's thread.
 
@@ -151,10 +166,13 @@ class Hub:
     def stop(self, drain_s: float = limits.DRAIN_S_MAX, *, leave: bool = False) -> bool:
         """Let the consumers handle what they have, for at most `drain_s` seconds, close them and end.
 
-        A consumer that is in one call for `limits.HANG_S_MAX` is not waited for any longer. Frames that come meanwhile stay with their workers.
-        leave: what consumers that spill have not handled after `limits.LEAVE_S` waits in their inboxes for the next hub.
-        Open requests are ended with status `error`, but for consumers that spill: these go on with them under the next hub.
-        Return whether everything was handled and every consumer closed.
+        A consumer that is in one call for `limits.HANG_S_MAX` is not waited for any longer. Frames that come meanwhile
+        stay with their workers.
+
+        Open requests end with status `error`, except for consumers that spill: these go on with them under the next
+        hub. Return whether everything was handled and every consumer closed.
+
+        leave: after `limits.LEAVE_S`, frames of consumers that spill wait in their inboxes for the next hub.
         """
         if self.state is HubState.STOPPED:
             return self._stopped_well
@@ -208,7 +226,7 @@ class Hub:
             self._router.waker.wake()
 
     def attach(self, peer: bytes, take: Callable[[Parts], None]) -> None:
-        """Let a peer in this process take, on the hub's thread, what is sent to its connection; `receive` takes what it says."""
+        """Send a connection's messages to a peer in this process, on the hub's thread; it answers by `receive`."""
         self._attached[peer] = take
 
     def detach(self, peer: bytes) -> None:
@@ -385,7 +403,7 @@ class Hub:
 
 
 def _drained(lane: Lane, deadline: float) -> bool:
-    """Wait until a consumer is closed, the time is over, or it does not come back from a call; return whether it is closed."""
+    """Wait until a consumer is closed, the time is over or a call hangs; return whether it is closed."""
     while not lane.join(min(limits.IDLE_S, deadline - time.monotonic())):
         if time.monotonic() >= deadline or _hangs(lane):
             return False

@@ -1,8 +1,8 @@
 """Tapping: what one hub takes, brought live to another one, for consumers that only watch.
 
-Each worker of the tapped hub is a worker here too, with a link of its own to this process's hub: to that hub and its consumers nothing is
-special about them. What always holds: nothing here is waited for by the tapped hub or its engines; rows that a request had before the tap
-joined, or that it skipped, are counted in the request's result as `not_tapped`.
+Each worker of the tapped hub is a worker here too, with a link of its own to this process's hub: to that hub and its
+consumers nothing is special about them. Invariant: nothing here is waited for by the tapped hub or its engines;
+rows that a request had before the tap joined, or that it skipped, are counted in the request's result as `not_tapped`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def check_live(consumers: Sequence[ConfiguredConsumer], controllers: Sequence[Co
     for consumer in consumers:
         if consumer.policy not in (WhenFull.DROP, WhenFull.SKIP):
             got = f"policy {consumer.policy.value}"
-            do = f"{consumer.name}:policy=drop, or give it to the hub that is tapped: a tap misses what it has no time for"
+            do = f"{consumer.name}:policy=drop, or give it to the watched hub: a watcher misses frames when it is slow"
             raise UsageError(
                 explain(f"--consumer {consumer.name} with --tap", got=got, expected="policy drop or skip", do=do)
             )
@@ -51,8 +51,11 @@ def check_live(consumers: Sequence[ConfiguredConsumer], controllers: Sequence[Co
 class Tapping:
     """Brings the frames of the hub at an address to a hub of this process, from `start` to `close`.
 
-    key: this side's, for the tapped hub; own_key: the own hub's, if it has one. Both by name or path. insecure allows TCP off loopback
-    without a key. Raises UsageError for a wrong address or key.
+    key: this side's, for the tapped hub.
+    own_key: the own hub's, if it has one. Both are a name or a path.
+    insecure: allow TCP off loopback without a key.
+
+    Raises UsageError for a wrong address or key.
     """
 
     def __init__(
@@ -61,13 +64,18 @@ class Tapping:
         check_address(tapped, insecure=insecure, where="--tap")
         self._own = own
         self._own_key = own_key
-        self._models: dict[str, ModelInfo] = {}  # by engine, until it is gone; the link's thread's, as is the next
+        # By engine, until it is gone; the link's thread's, as is the next.
+        self._models: dict[str, ModelInfo] = {}
         self._workers: dict[tuple[str, Rank], _Worker] = {}
-        self.skipped_frames = 0  # since the start
+        # Since the start.
+        self.skipped_frames = 0
         self.link = TapLink(tapped, on_frame=self._take, on_tapped=self._note, on_lost=self._end, key=key)
 
     def start(self) -> None:
-        """Begin; the tapped hub must be there now. Raises HubUnreachableError when it is not, CapflowError when it refuses."""
+        """Begin; the tapped hub must be there now.
+
+        Raises HubUnreachableError when it is not, CapflowError when it refuses.
+        """
         self.link.start()
         if self.link.wait_welcome(limits.HUB_WAIT_S_DEFAULT) is None:
             refusal = self.link.refusal
@@ -92,13 +100,13 @@ class Tapping:
 
     # On the link's thread.
 
-    def _note(self, said: Watched) -> None:
-        if said.model is None:
-            self._end(said.engine, said.replica, said.stage)
+    def _note(self, watched: Watched) -> None:
+        if watched.model is None:
+            self._end(watched.engine, watched.replica, watched.stage)
         else:
-            if self._models.pop(said.engine, None) != said.model:
-                self._tell_of_misses(said.engine, said.model)
-            self._models[said.engine] = said.model
+            if self._models.pop(watched.engine, None) != watched.model:
+                self._tell_of_misses(watched.engine, watched.model)
+            self._models[watched.engine] = watched.model
             # The watched hub has no more engines: the oldest is gone.
             keep_newest(self._models, limits.SESSIONS_MAX)
 
@@ -112,8 +120,8 @@ class Tapping:
             missed = [str(site) for site, want in wanted.items() if not _covers(captured.get(site), want)]
             if missed:
                 event = {"event": "tap_misses", "consumer": consumer.name, "sites": missed}
-                what = "engine %s: nobody captures all that consumer %s wants at %s; it sees what others want there"
-                logger.warning(what, engine, consumer.name, ", ".join(missed), extra=event)
+                text = "engine %s: nobody captures all that consumer %s wants at %s; it sees what others want there"
+                logger.warning(text, engine, consumer.name, ", ".join(missed), extra=event)
 
     def _end(self, engine: str | None = None, replica: int | None = None, stage: int | None = None) -> None:
         """End the workers of a stage of an engine's replica; None is every one."""
@@ -162,8 +170,10 @@ class _Worker:
         self.seq = first.seq - 1
         self.link = link
         self._own_boot = own_boot
-        self._given: Counter[str] = Counter()  # rows by request, until it is over
-        self._lost: dict[str, Losses] = {}  # likewise
+        # Rows by request, until it is over.
+        self._given: Counter[str] = Counter()
+        # The same.
+        self._lost: dict[str, Losses] = {}
 
     def give(self, frame: Frame) -> None:
         """Give a frame to this process's hub, as far as that has room."""

@@ -23,7 +23,7 @@ from tests.kit.waiting import eventually
 
 __all__ = ["address"]
 
-UNTOLD = "the consumer was not told of its end: consumer_queue_full"
+UNTOLD = "the consumer did not get its end: consumer_queue_full"
 POLICIES = ("block", "drop", "skip")
 
 

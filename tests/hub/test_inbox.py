@@ -174,7 +174,7 @@ def test_frames_of_a_consumer_with_other_options_are_told_of(address, spills, tm
     with running_hub(address, hub({"depth": 2})):
         (told,) = said(caplog, "inbox_left")
         assert (told.levelname, told.consumer, told.directory) == ("ERROR", "recorder", str(left))
-        assert "start a hub once with the options and in the directory of then" in told.getMessage()
+        assert "start a hub once with its old options and directory" in told.getMessage()
         assert f"`capflow spool inspect {left}`" in told.getMessage()
         caplog.clear()
         with Spool(left), running_hub(f"{address}3", hub({"depth": 3})):  # a hub has it
@@ -557,8 +557,8 @@ def test_what_lies_beside_an_inbox_that_is_full_comes_with_its_engine(tmp_path):
     writer.start([beside], {})
     found = []
     while "other" not in found:
-        if (item := inbox.take(5.0)) is not None and isinstance(item.what, Frame):
-            found.append(item.what.header.engine)
+        if (item := inbox.take(5.0)) is not None and isinstance(item.record, Frame):
+            found.append(item.record.header.engine)
             inbox.forget(item.number - 1, lambda _: [], at_once=True)
     model = inbox.model("other")
     writer._queue.close()

@@ -18,9 +18,9 @@ def checked(oracle, owners_max):
         new = not shares.held(owner) and shares.owners >= owners_max
         fits = offer(shares, owner, amount)
         if fits and shares.used > shares.total:
-            oracle.fail(f"{shares.what}: {shares.used} are taken, {shares.total} is the bound")
+            oracle.fail(f"{shares.label}: {shares.used} are taken, {shares.total} is the bound")
         if not fits and own and not new:
-            oracle.fail(f"{shares.what}: {owner} has {shares.held(owner)}, and is refused {amount} of its own part")
+            oracle.fail(f"{shares.label}: {owner} has {shares.held(owner)}, and is refused {amount} of its own part")
         return fits
 
     with (

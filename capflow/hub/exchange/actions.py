@@ -26,13 +26,19 @@ class Actions:
         self._roster = roster
         self._effects = effects
 
-    def ask_for_client(self, peer: bytes, known: Peer, act: Act, nbytes: int) -> None:
-        """Take an action of a client. nbytes: the size of the action on the wire."""
-        asked_by = f"client {known.session.user}".rstrip()
-        self._ask(Ask(act.id, act.action, asked_by, known.owner, nbytes, peer=peer, client=known))
+    def ask_for_client(self, peer: bytes, client: Peer, act: Act, nbytes: int) -> None:
+        """Take an action of a client.
+
+        nbytes: the size of the action on the wire.
+        """
+        asked_by = f"client {client.session.user}".rstrip()
+        self._ask(Ask(act.id, act.action, asked_by, client.owner, nbytes, peer=peer, client=client))
 
     def ask_for_consumer(self, lane: int, consumer: str, action: Action) -> None:
-        """Take an action of a consumer. lane: the number of its lane."""
+        """Take an action of a consumer.
+
+        lane: the number of its lane.
+        """
         self._ask(Ask("", action, consumer, f"consumer {consumer}", lane=lane))
 
     def outcome(self, scheduler: str, outcome: Outcome) -> None:

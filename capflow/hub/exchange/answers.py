@@ -19,7 +19,10 @@ LEFT = CaptureResult("pending", "the hub stopped; the next hub gives the result 
 
 
 class Answers:
-    """The results of requests, and the clients that wait for them. state: the memory that names of requests share."""
+    """The results of requests, and the clients that wait for them.
+
+    state: the memory that names of requests share.
+    """
 
     def __init__(self, index: RequestIndex, roster: Roster, state: Shares, effects: Effects) -> None:
         self._index = index
@@ -42,18 +45,18 @@ class Answers:
             request.settle(consumer, result)
             self.answer(request)
 
-    def ask(self, peer: bytes, known: Peer, question: Await) -> Iterator[None]:
+    def ask(self, peer: bytes, client: Peer, question: Await) -> Iterator[None]:
         """Answer a client with the results that are final, and have it wait for the others. Yields between slices."""
         for number, request in enumerate(question.requests, 1):
             if not number % limits.SLICE_REQUESTS:
                 yield
-                if self._roster.peers.get(peer) is not known:
+                if self._roster.peers.get(peer) is not client:
                     return  # it left meanwhile, or said Hello again
             results, final = self._results(request, question.engine)
             if final or not question.wait:
                 self._effects.say(peer, results)
             else:
-                self._waiters.add((question.engine, request), peer, known.owner)
+                self._waiters.add((question.engine, request), peer, client.owner)
 
     def answer(self, request: Request) -> None:
         """Answer the clients that wait for a request, if its results are final."""

@@ -1,8 +1,8 @@
 """The exchange: what a hub does with each message of a peer, and with each answer of a consumer.
 
-It does no I/O, reads no clock and calls nothing outside of itself. Each method takes the time, in seconds of any monotonic
-clock, and returns effects (`capflow.hub.effects`). A peer that breaks the protocol is refused and forgotten; nothing that a
-peer sends ends the hub.
+It does no I/O, reads no clock and calls nothing outside of itself. Each method takes the time, in seconds of any
+monotonic clock, and returns effects (`capflow.hub.effects`). A peer that breaks the protocol is refused and forgotten;
+nothing that a peer sends ends the hub.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Exchange:
     guard: who may do what.
     budget: the memory for what peers send.
     window_bytes: the most credit that a worker gets.
-    minds_actions: whether a consumer is told of actions.
+    minds_actions: whether a consumer takes the outcomes of actions.
     hub_id: an id that no other hub has.
     """
 
@@ -133,67 +133,67 @@ class Exchange:
         if self._guard.offences.ignored(user or peer, now):
             self.counts.ignored += 1
             return
-        known = self.roster.peers.get(peer)
-        if known is not None and known.session.user != user:  # another key took the name of the connection
+        member = self.roster.peers.get(peer)
+        if member is not None and member.session.user != user:  # another key took the name of the connection
             self.sessions.forget(peer, for_good=False)
-            known = None
-        if known is None and len(parts) == limits.MESSAGE_PARTS_MAX:
+            member = None
+        if member is None and len(parts) == limits.MESSAGE_PARTS_MAX:
             self._effects.add(Send(peer, [encode(Bye())]))  # a frame of a session that is over: it says Hello again
             return
-        session = known.session if known is not None else HubSession(now=now, user=user)
+        session = member.session if member is not None else HubSession(now=now, user=user)
         try:
             frame = None
-            if known is not None and len(parts) == limits.MESSAGE_PARTS_MAX:
-                frame = yield from self._prepared(known, parts)
-                if self.roster.peers.get(peer) is not known:
+            if member is not None and len(parts) == limits.MESSAGE_PARTS_MAX:
+                frame = yield from self._prepared(member, parts)
+                if self.roster.peers.get(peer) is not member:
                     return  # it left meanwhile, or said Hello again
             message = session.receive(parts, now, frame)
             if isinstance(message, Hello):
                 yield from self.sessions.hello(peer, session, message)
-            elif known is not None and self.sessions.may(peer, known, message):
+            elif member is not None and self.sessions.may(peer, member, message):
                 if isinstance(message, Await):
-                    yield from self.answers.ask(peer, known, message)
+                    yield from self.answers.ask(peer, member, message)
                 else:
-                    self._handle(peer, known, message, parts)
+                    self._handle(peer, member, message, parts)
         except (RemoteProtocolError, RoomError) as e:
-            self.sessions.turn_down(peer, known, session, e)
+            self.sessions.turn_down(peer, member, session, e)
         except Exception as e:  # noqa: BLE001  it is logged, with its traceback
             self._fail(peer, session, e)
 
-    def _prepared(self, known: Peer, parts: Parts) -> Generator[None, None, Frame | None]:
+    def _prepared(self, member: Peer, parts: Parts) -> Generator[None, None, Frame | None]:
         """Do in slices what comes before a frame: read a large one and return it, then end what its engine left."""
         frame = None
         if is_large(parts[0]):
             frame = Frame.read(*parts)
             yield
-        yield from self.departures.done(known.hello.engine)
+        yield from self.departures.done(member.hello.engine)
         return frame
 
-    def _handle(self, peer: bytes, known: Peer, message: Frame | Message, parts: Parts) -> None:
+    def _handle(self, peer: bytes, member: Peer, message: Frame | Message, parts: Parts) -> None:
         match message:
             case Frame():
-                self.frames.take(peer, known, message, parts)
+                self.frames.take(peer, member, message, parts)
             case Act():
-                self.actions.ask_for_client(peer, known, message, cost(parts))
+                self.actions.ask_for_client(peer, member, message, cost(parts))
             case ActionOutcome():
-                self.actions.outcome(known.hello.boot, message.outcome)
+                self.actions.outcome(member.hello.boot, message.outcome)
             case Status():
                 self._effects.add(SendStatus(peer))
             case WatchRequest():
                 engines = list(self.roster.engines.values())
-                name = name_of_peer(peer, known.session)
-                self.watchers.take(peer, name, known.owner, message.credit_bytes, engines)
-            case Beat(counts=WorkerCounts() as counts, troubles=troubles) if known.source is not None:
-                known.source.told, known.source.troubles = counts, troubles
+                name = name_of_peer(peer, member.session)
+                self.watchers.take(peer, name, member.owner, message.credit_bytes, engines)
+            case Beat(counts=WorkerCounts() as counts, troubles=troubles) if member.source is not None:
+                member.source.reported, member.source.troubles = counts, troubles
             case Bye():
                 self.sessions.forget(peer, for_good=True)
-                self.actions.gone(known.hello.boot)
+                self.actions.gone(member.hello.boot)
 
     def fail(self, peer: bytes, error: BaseException, now: float) -> list[Effect]:
         """Give up a peer whose message the hub failed at."""
         self._effects.now = now
-        known = self.roster.peers.get(peer)
-        self._fail(peer, HubSession(now=now) if known is None else known.session, error)
+        member = self.roster.peers.get(peer)
+        self._fail(peer, HubSession(now=now) if member is None else member.session, error)
         return self._effects.take()
 
     def _fail(self, peer: bytes, session: HubSession, error: BaseException) -> None:
@@ -203,24 +203,24 @@ class Exchange:
         self.sessions.cut_off(peer, session, FAILED_AT_MESSAGE)
 
     def share_bytes(self, peer: bytes) -> tuple[int, int]:
-        """Return how many bytes of a peer's messages may wait: of any kind, and in addition by the credit of a worker."""
-        known = self.roster.peers.get(peer)
-        if known is None:
+        """Return how many bytes of a peer's messages may wait: of any kind, and more by a worker's credit."""
+        member = self.roster.peers.get(peer)
+        if member is None:
             return limits.HELLO_BYTES_MAX, 0
         # Below 0 while a frame is held that is larger than all credit.
-        paid_bytes = max(0, known.source.intake.credit_bytes) if known.source is not None else 0
+        paid_bytes = max(0, member.source.intake.credit_bytes) if member.source is not None else 0
         return limits.READ_AHEAD_EACH_BYTES_MAX, paid_bytes
 
     def overrun(self, peer: bytes, now: float) -> list[Effect]:
         """Give up a peer that sent more than `share_bytes`; it may say Hello again."""
         self._effects.now = now
-        known = self.roster.peers.get(peer)
-        if known is None:
+        member = self.roster.peers.get(peer)
+        if member is None:
             self.counts.ignored += 1  # it may not know yet that its session is over
         else:
             expected = "a worker's frames within its credit, and little else at once"
             reason = explain("messages", got="more than are handled", expected=expected)
-            self.sessions.cut_off(peer, known.session, reason)
+            self.sessions.cut_off(peer, member.session, reason)
         return self._effects.take()
 
     def give_up(self, peer: bytes, now: float) -> list[Effect]:
@@ -238,13 +238,19 @@ class Exchange:
     # Answers of consumers.
 
     def settle(self, request: Request | RequestName, lane: int, result: CaptureResult, now: float) -> list[Effect]:
-        """Take a consumer's result of a request. lane: the number of its lane."""
+        """Take a consumer's result of a request.
+
+        lane: the number of its lane.
+        """
         self._effects.now = now
         self.answers.settle(request, lane, result)
         return self._effects.take()
 
     def act(self, lane: int, consumer: str, action: Action, now: float) -> list[Effect]:
-        """Take an action of a consumer. lane: the number of its lane."""
+        """Take an action of a consumer.
+
+        lane: the number of its lane.
+        """
         self._effects.now = now
         self.actions.ask_for_consumer(lane, consumer, action)
         return self._effects.take()
@@ -252,8 +258,8 @@ class Exchange:
     def miss(self, lane: int, engine: str, replica: int, now: float) -> list[Effect]:
         """Take that a replica is missing of which a lane has open requests; an earlier hub had them."""
         self._effects.now = now
-        known = self.roster.engines.get(engine)
-        if engine in self.departures or (known is not None and known.open):
+        member = self.roster.engines.get(engine)
+        if engine in self.departures or (member is not None and member.open):
             return []  # the requests of this hub end first, and then the lane is told
         return [Lose(engine, replica if self.roster.connected(engine) else None, lane=lane)]
 
@@ -283,7 +289,7 @@ class Exchange:
         self._effects.now = now
         self.sessions.check_rights()
         self.actions.expire()
-        workers = (known.hello for known in self.roster.peers.values() if known.source is not None)
+        workers = (member.hello for member in self.roster.peers.values() if member.source is not None)
         self._effects.add(FindMissed({(hello.engine, hello.rank.dp) for hello in workers}))
         self.roster.forget_missed(now)
         self.sessions.tick(waiting)

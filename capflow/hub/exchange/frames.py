@@ -70,11 +70,14 @@ class Frames:
 
     # Frames.
 
-    def take(self, peer: bytes, known: Peer, frame: Frame, parts: Parts) -> None:
-        """Take a frame of a worker. Raises RemoteProtocolError when it fits no request, RoomError when it has no room."""
+    def take(self, peer: bytes, worker: Peer, frame: Frame, parts: Parts) -> None:
+        """Take a frame of a worker.
+
+        Raises RemoteProtocolError when it fits no request, RoomError when it has no room.
+        """
         if self.draining:
             return  # not acknowledged: its worker keeps it for the next hub
-        source, header, nbytes = known.source, frame.header, cost(parts)
+        source, header, nbytes = worker.source, frame.header, cost(parts)
         assert source is not None
         if not source.intake.has(header.seq):
             self._index.admit(header, source.engine)
@@ -143,7 +146,10 @@ class Frames:
     # Requests.
 
     def end(self, request: Request, hold: Hold | None = None) -> None:
-        """Tell the lanes that a request is over. hold: the frame that ended it; None if no frame did."""
+        """Tell the lanes that a request is over.
+
+        hold: the frame that ended it; None if no frame did.
+        """
         lanes = []
         for lane, share in enumerate(request.shares):
             if share is not None:
@@ -193,11 +199,11 @@ class Frames:
         self._effects.add(NoteFull(engine.name))
         state = self._index.state
         got = f"{len(engine.open):,} open requests, and {state.held(engine.owner):,} bytes for them and their specs"
-        what = f"engine {engine.name}: no room for more of its requests, whose rows are lost"
+        subject = f"engine {engine.name}: no room for more of its requests, whose rows are lost"
         expected = f"at most {state.held(engine.owner) + state.room(engine.owner):,} bytes"
         do = "run fewer at once, or start the hub with more --memory-bytes-max"
         event = {"event": "engine_full", "engine": engine.name}
-        self._effects.add(Log(logging.ERROR, "%s", (explain(what, got=got, expected=expected, do=do),), event))
+        self._effects.add(Log(logging.ERROR, "%s", (explain(subject, got=got, expected=expected, do=do),), event))
 
     # Engines.
 

@@ -1,8 +1,8 @@
 """The relay: actions on their way to schedulers, and outcomes on their way back.
 
 An action goes to one scheduler or to several. The first `ActionApplied` is its outcome, or else the last `Rejected`. A
-scheduler whose connection was lost gets the action again when it is back; it applies the action once, and repeats its first
-answer. Invariant: schedulers ignore an expired action, and the relay gives an outcome of its own only after that.
+scheduler whose connection was lost gets the action again when it is back; it applies the action once, and repeats its
+first answer. Invariant: schedulers ignore an expired action, and the relay gives an outcome of its own only after that.
 """
 
 from __future__ import annotations
@@ -198,8 +198,9 @@ def _engine_of(engines: Iterable[str], *, has_request: bool) -> str:
 def asked_of(action: Action, named: Sequence[Request], schedulers: Sequence[Hello]) -> tuple[list[str], str | None]:
     """Return the boots of the schedulers to ask for an action, or why none of them is asked.
 
-    Only the engine that runs the request is asked. If the hub does not know the request, because no consumer wants rows of
-    it, this is the only engine. An action with an incarnation belongs to one request, so several engines may be asked.
+    Only the engine that runs the request is asked. If the hub does not know the request, because no consumer wants rows
+    of it, this is the only engine. An action with an incarnation belongs to one request, so several engines may be
+    asked.
 
     named: the hub's requests of this id; if the action names an engine, only the requests of that engine.
     schedulers: all connected schedulers.

@@ -49,7 +49,7 @@ class Sessions:
 
     captures: the specs of consumers, for every Welcome.
     readers: the consumers that a request may name.
-    minds_actions: whether a consumer is told of actions.
+    minds_actions: whether a consumer takes the outcomes of actions.
     hub_id: an id that no other hub has.
     """
 
@@ -102,16 +102,16 @@ class Sessions:
 
     # What peers may do.
 
-    def may(self, peer: bytes, known: Peer, message: Frame | Message) -> bool:
+    def may(self, peer: bytes, member: Peer, message: Frame | Message) -> bool:
         """Return whether a peer may send a message; refuse the peer if not."""
-        right = _RIGHT.get(type(message)) or ("capture" if known.hello.role != "client" else None)
-        reason = None if right is None else self._guard.refusal(known.session.user, right)
+        right = _RIGHT.get(type(message)) or ("capture" if member.hello.role != "client" else None)
+        reason = None if right is None else self._guard.refusal(member.session.user, right)
         if reason is None:
             return True
         if isinstance(message, Act):
             self._effects.say(peer, ActionOutcome(Rejected(message.id, reason)))
         else:
-            self._expel(peer, known, reason)
+            self._expel(peer, member, reason)
         return False
 
     def check_rights(self) -> None:
@@ -123,16 +123,16 @@ class Sessions:
             return
         self._rights = self._guard.version
         self._refused.clear()
-        for peer, known in list(self._roster.peers.items()):
+        for peer, member in list(self._roster.peers.items()):
             rights: tuple[str, ...] = ("capture",)
-            if known.hello.role == "client":
+            if member.hello.role == "client":
                 rights = ("read",) if peer in self._watchers or peer in self._answers else ("read", "steer")
-            if (reason := self._guard.refusal(known.session.user, *rights)) is not None:
-                self._expel(peer, known, reason)
+            if (reason := self._guard.refusal(member.session.user, *rights)) is not None:
+                self._expel(peer, member, reason)
 
-    def _expel(self, peer: bytes, known: Peer, reason: str) -> None:
-        self._refuse(peer, known.session, reason)
-        self.leave(peer, known)
+    def _expel(self, peer: bytes, member: Peer, reason: str) -> None:
+        self._refuse(peer, member.session, reason)
+        self.leave(peer, member)
 
     # Beginnings.
 
@@ -146,9 +146,9 @@ class Sessions:
             hello.role != "client"
         ):  # a peer that says Hello and Bye again and again waits for the departures that follow
             yield from self._departures.done(hello.engine)
-        known = yield from self._joined(peer, session, hello)
-        if known is not None:
-            self._welcome(peer, known)
+        member = yield from self._joined(peer, session, hello)
+        if member is not None:
+            self._welcome(peer, member)
 
     def _joined(self, peer: bytes, session: HubSession, hello: Hello) -> Generator[None, None, Peer | None]:
         """Let a peer in and return it, or refuse it. Waits for the room that departures are about to give back."""
@@ -171,8 +171,8 @@ class Sessions:
                 yield from self._departures.done(engine)
         return None
 
-    def _welcome(self, peer: bytes, known: Peer) -> None:
-        session, hello, source = known.session, known.hello, known.source
+    def _welcome(self, peer: bytes, member: Peer) -> None:
+        session, hello, source = member.session, member.hello, member.source
         welcome = self._welcome_client
         intake = None
         if source is not None:  # after the lanes know that an earlier boot of it is gone
@@ -183,7 +183,7 @@ class Sessions:
             welcome = self._welcome_scheduler
         if hello.role != "client":
             text = "engine %s: its %s %s connected"
-            self._log(logging.INFO, peer, session, "session_opened", text, hello.engine, hello.role, tuple(hello.rank))
+            self._log("session_opened", logging.INFO, peer, session, text, hello.engine, hello.role, tuple(hello.rank))
         welcome = msgspec.structs.replace(welcome, clock_s=self._effects.now)
         for parts in session.welcome(welcome, self._effects.now, intake):
             self._effects.add(Send(peer, parts))
@@ -193,14 +193,14 @@ class Sessions:
     # Refusals.
 
     def turn_down(
-        self, peer: bytes, known: Peer | None, session: HubSession, error: RemoteProtocolError | RoomError
+        self, peer: bytes, member: Peer | None, session: HubSession, error: RemoteProtocolError | RoomError
     ) -> None:
         """Answer a message that is not taken."""
         if isinstance(error, RoomError):  # no offence: it may come again
             self._refuse(peer, session, str(error))
-            if known is not None:
-                self.leave(peer, known)
-        elif known is None and isinstance(error, UnexpectedMessageError):
+            if member is not None:
+                self.leave(peer, member)
+        elif member is None and isinstance(error, UnexpectedMessageError):
             self._effects.add(Send(peer, [encode(Bye())]))  # its session is over: it says Hello again
         else:
             self.cut_off(peer, session, str(error))
@@ -211,10 +211,10 @@ class Sessions:
         offences = self._guard.offences.note(session.user or peer, self._effects.now)
         name = name_of_peer(peer, session)
         if offences == 1:
-            self._log(logging.ERROR, peer, session, "session_refused", "cut off %s: %s", name, reason, reason=reason)
+            self._log("session_refused", logging.ERROR, peer, session, "cut off %s: %s", name, reason, reason=reason)
         elif offences >= limits.OFFENCES_MAX:
             text, args = "ignoring %s for %g s after %d invalid messages", (name, limits.IGNORED_S, offences)
-            self._log(logging.ERROR, peer, session, "peer_ignored", text, *args, reason=reason)
+            self._log("peer_ignored", logging.ERROR, peer, session, text, *args, reason=reason)
         self._refuse(peer, session, reason, cut_off=True)
         self.forget(peer, for_good=True)
 
@@ -229,7 +229,7 @@ class Sessions:
             self._logged.add((engine, reason))
         if is_new and not cut_off:
             args = (name_of_peer(peer, session), reason)
-            self._log(logging.ERROR, peer, session, "session_refused", "refused %s: %s", *args, reason=reason)
+            self._log("session_refused", logging.ERROR, peer, session, "refused %s: %s", *args, reason=reason)
         if not cut_off:
             self._refused[peer] = None
             keep_newest(self._refused, limits.REFUSED_KEPT_MAX)
@@ -239,48 +239,54 @@ class Sessions:
     # Ends.
 
     def tick(self, waiting: Container[bytes]) -> None:
-        """Send beats, and give up silent peers. waiting: peers whose messages are not handled yet."""
+        """Send beats, and give up silent peers.
+
+        waiting: peers whose messages are not handled yet.
+        """
         now = self._effects.now
-        for peer, known in list(self._roster.peers.items()):
-            if known.session.silent(now) and peer not in waiting:
-                if known.hello.role != "client":
-                    self._note_lost(peer, known, "engine %s: its %s fell silent")
-                self.leave(peer, known)
-            elif (beat := known.session.tick(now)) is not None:
+        for peer, member in list(self._roster.peers.items()):
+            if member.session.silent(now) and peer not in waiting:
+                if member.hello.role != "client":
+                    self._note_lost(peer, member, "engine %s: its %s fell silent")
+                self.leave(peer, member)
+            elif (beat := member.session.tick(now)) is not None:
                 self._effects.add(Send(peer, beat))
 
     def give_up(self, peer: bytes) -> None:
         """Forget a peer that does not read its messages; it may say Hello again."""
-        known = self._roster.peers.get(peer)
-        if known is not None:
-            self._note_lost(peer, known, "engine %s: its %s does not read its messages")
-            self.leave(peer, known)
+        member = self._roster.peers.get(peer)
+        if member is not None:
+            self._note_lost(peer, member, "engine %s: its %s does not read its messages")
+            self.leave(peer, member)
 
-    def _note_lost(self, peer: bytes, known: Peer, text: str) -> None:
-        self._counts.sessions_lost += known.hello.role != "client"
-        args = (known.hello.engine, known.hello.role)
-        self._log(logging.WARNING, peer, known.session, "session_lost", text, *args)
+    def _note_lost(self, peer: bytes, member: Peer, text: str) -> None:
+        self._counts.sessions_lost += member.hello.role != "client"
+        args = (member.hello.engine, member.hello.role)
+        self._log("session_lost", logging.WARNING, peer, member.session, text, *args)
 
-    def leave(self, peer: bytes, known: Peer) -> None:
+    def leave(self, peer: bytes, member: Peer) -> None:
         """Forget a peer that may come back. Its open requests end."""
         self.forget(peer, for_good=False)
-        if known.source is not None:
-            self._frames.lose(known.source.engine, known.hello.rank.dp, known.hello.rank.pp)
+        if member.source is not None:
+            self._frames.lose(member.source.engine, member.hello.rank.dp, member.hello.rank.pp)
 
     def forget(self, peer: bytes, *, for_good: bool) -> None:
-        """Forget a connection. for_good: its worker does not come back."""
-        known = self._roster.leave(peer, for_good=for_good)
-        if known is None:
+        """Forget a connection.
+
+        for_good: its worker does not come back.
+        """
+        member = self._roster.leave(peer, for_good=for_good)
+        if member is None:
             return
-        if known.hello.role == "client":
+        if member.hello.role == "client":
             self._answers.gone(peer)
             self._watchers.gone(peer)
         elif for_good:
-            args = (known.hello.engine, known.hello.role)
-            self._log(logging.INFO, peer, known.session, "session_closed", "engine %s: its %s left", *args)
+            args = (member.hello.engine, member.hello.role)
+            self._log("session_closed", logging.INFO, peer, member.session, "engine %s: its %s left", *args)
 
     def _log(
-        self, level: int, peer: bytes, session: HubSession, event: str, text: str, *args: object, **fields: object
+        self, event: str, level: int, peer: bytes, session: HubSession, text: str, *args: object, **fields: object
     ) -> None:
         fields = {"event": event, **fields, **about(session.hello)}
         self._effects.add(Log(level, text, args, fields, session.user or peer))

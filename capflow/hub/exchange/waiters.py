@@ -17,14 +17,21 @@ _NAMES_MIN = 64  # of a client, answered or not, before the answered ones are fo
 
 
 class Waiters:
-    """Clients by the request they wait for; a client leaves when it is answered or gone. state: the memory that they share."""
+    """Clients by the request they wait for; a client leaves when it is answered or gone.
+
+    state: the memory that they share.
+    """
 
     def __init__(self, state: Shares) -> None:
         self._state = state
-        self._clients: dict[Asked, bytes | tuple[bytes, ...]] = {}  # by request: one client, or several
-        self._owners: dict[bytes, str] = {}  # of clients that wait
-        self._waits: Counter[bytes] = Counter()  # for how many each client waits; none is 0
-        self._named: dict[bytes, list[Asked]] = {}  # of each client that waits: these, and some that were answered
+        # By request: one client, or several.
+        self._clients: dict[Asked, bytes | tuple[bytes, ...]] = {}
+        # Of clients that wait.
+        self._owners: dict[bytes, str] = {}
+        # For how many each client waits; none is 0.
+        self._waits: Counter[bytes] = Counter()
+        # Of each client that waits: these, and some that were answered.
+        self._named: dict[bytes, list[Asked]] = {}
 
     def __contains__(self, client: bytes) -> bool:
         """Return whether a client waits for any request."""

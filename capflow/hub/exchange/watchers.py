@@ -1,8 +1,8 @@
 """The watchers: clients that get a copy of each frame that the hub takes, as long as they keep up.
 
-Invariant: a watcher holds no worker's credit and no consumer's frame. At most `limits.TAP_BYTES_MAX`, or one larger frame, are
-on the way to a watcher that has not granted more credit. It skips the frames that arrive meanwhile, which are counted, and
-goes on with the newest.
+Invariant: a watcher holds no worker's credit and no consumer's frame. At most `limits.TAP_BYTES_MAX`, or one larger
+frame, are on the way to a watcher that has not granted more credit. It skips the frames that arrive meanwhile, which
+are counted, and goes on with the newest.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ class Watchers:
         return peer in self._watchers
 
     def take(self, peer: bytes, name: str, owner: str, credit_bytes: int, engines: Iterable[KnownEngine]) -> None:
-        """Take credit of a watcher. The first time it gets the engines. Raises RoomError if there are too many watchers."""
+        """Take credit of a watcher.
+
+        The first time it gets the engines. Raises RoomError if there are too many watchers.
+        """
         watcher = self._watchers.get(peer)
         if watcher is None:
             self._count.take(owner, 1)

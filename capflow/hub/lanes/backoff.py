@@ -16,17 +16,25 @@ from capflow.errors import RetryError
 
 
 class Backoff:
-    """The waits of one consumer, from its lane's beginning to its end. stop: set when nothing is to be waited for any more."""
+    """The waits of one consumer, from its lane's beginning to its end.
+
+    stop: set when nothing is to be waited for any more.
+    """
 
     def __init__(self, logger: logging.Logger, consumer: str, stop: threading.Event) -> None:
-        self.retries = 0  # calls that are made again, altogether
-        self.since: float | None = None  # when the first attempt failed that nothing has followed yet; None otherwise
-        self.method = ""  # which of the consumer's methods failed then
-        self.reason = ""  # why, naming nothing that is captured
+        # Calls that are made again, altogether.
+        self.retries = 0
+        # When the first attempt failed that nothing has followed yet; None otherwise.
+        self.since: float | None = None
+        # Which of the consumer's methods failed then.
+        self.method = ""
+        # Why, naming nothing that is captured.
+        self.reason = ""
         self._consumer = consumer
         self._logger = logger
         self._stop = stop
-        self._pause_s = 0.0  # the last one
+        # The last one.
+        self._pause_s = 0.0
         self._logged_at = 0.0
 
     def wait(self, method: str, error: BaseException) -> bool:

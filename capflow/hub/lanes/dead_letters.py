@@ -1,10 +1,12 @@
 """Dead letters: what one consumer could not handle, on disk, with the reason, until somebody replays or drops it.
 
-They lie in a spool (`capflow.buffers.spool`) beside the consumer's inbox, in the directory of the same name with `.dead` behind it. A record's head is the
-byte `P` and a `Letter` in msgpack; its body is the payload of the letter's frame. A hub opens the spool when it has a letter to put,
-and gives it back when nothing has come for a moment, so that `capflow spool dead` can use it while the hub runs.
+They lie in a spool (`capflow.buffers.spool`) beside the consumer's inbox, in the directory of the same name with
+`.dead` behind it. A record's head is the byte `P` and a `Letter` in msgpack; its body is the payload of the letter's
+frame. A hub opens the spool when it has a letter to put, and gives it back when nothing has come for a moment, so that
+`capflow spool dead` can use it while the hub runs.
 
-Invariants: a letter is durable before the frame or request that it holds counts as handled; a frame or an end of a request is in the spool once.
+Invariants: a letter is durable before the frame or request that it holds counts as handled; a frame or an end of a
+request is in the spool once.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ _KIND = b"P"
 class Letter(msgspec.Struct, frozen=True, kw_only=True):
     """A frame, or the end of a request, that a consumer could not handle.
 
-    method: the method of the consumer that failed, `on_frame` or `on_request_done`; `lane` where it was not the consumer.
+    method: the method of the consumer that failed, `on_frame` or `on_request_done`; `lane` where it was not the
+        consumer.
     error: why.
     requests: the ids of the requests that it holds rows or the end of.
     model: of the engine; None where it is not known any more.
@@ -75,17 +78,22 @@ class DeadLetters:
 
     def __init__(self, directory: Path, bytes_max: int, files: Files | None = None) -> None:
         self.directory = directory
-        self.letters = 0  # that are there; as is known to this process
-        self.refused = 0  # for which there was no room
+        # That are there; as is known to this process.
+        self.letters = 0
+        # For which there was no room.
+        self.refused = 0
         self._bytes_max = bytes_max
         self._files = files or Files()
         # The requests with rows in each frame that is here: because the frame failed, and because a request's end did.
         self._frames: dict[_Key, set[str]] = {}
         self._parts: dict[_Key, set[str]] = {}
         self._ends: set[bytes] = set()
-        self._spool: Spool | None = None  # while letters come
-        self._put_at = 0.0  # when the last one did, on the monotonic clock
-        self._pending: tuple[Letter, int] | None = None  # put in, and not known to be durable; and its number
+        # While letters come.
+        self._spool: Spool | None = None
+        # When the last one did, on the monotonic clock.
+        self._put_at = 0.0
+        # Put in, and not known to be durable; and its number.
+        self._pending: tuple[Letter, int] | None = None
 
     def open(self) -> None:
         """Find what an earlier hub put there. Raises CapflowError when that cannot be read."""
@@ -101,7 +109,7 @@ class DeadLetters:
         return bool(self._frames) and self._frames.get((header.source, header.seq), set()).issuperset(requests)
 
     def put(self, letter: Letter, payload: Any = b"") -> bool:
-        """Take a letter, unless it is there; return False when there is no room for it. When this returns, it is durable.
+        """Store a letter, unless it is there; return False if there is no room. On return the letter is durable.
 
         Raises RetryError when the disk does not take it, or `capflow spool dead` has the spool: it may later.
         """
@@ -119,7 +127,10 @@ class DeadLetters:
         return True
 
     def _append(self, letter: Letter, payload: Any) -> int | None:
-        """Return the number of a letter, which is put in unless that was done at an earlier try; None when there is no room. Raises RetryError."""
+        """Append a letter, unless an earlier try did; return its number, None if there is no room.
+
+        Raises RetryError.
+        """
         if self._pending is not None and self._pending[0] is letter:
             return self._pending[1]
         if self.letters >= limits.DEAD_LETTERS_MAX:
@@ -185,24 +196,27 @@ def read(directory: Path) -> Iterator[Found | Lost]:
 
     Raises UsageError when the directory holds no dead letters, CapflowError when it cannot be read.
     """
-    for found in records(directory):
-        if isinstance(found, Lost):
-            yield found
+    for record in records(directory):
+        if isinstance(record, Lost):
+            yield record
             continue
-        letter = _read(found.head)
+        letter = _read(record.head)
         if letter is None:
             do = "name the directory of a consumer's dead letters: it ends in .dead"
-            raise UsageError(explain(str(directory), got=f"record {found.id}, which is no dead letter", do=do))
-        frame = None if letter.header is None else Frame(letter.header, memoryview(found.body).cast("B"))
-        yield Found(found.id, letter, frame)
+            raise UsageError(explain(str(directory), got=f"record {record.id}, which is no dead letter", do=do))
+        frame = None if letter.header is None else Frame(letter.header, memoryview(record.body).cast("B"))
+        yield Found(record.id, letter, frame)
 
 
 def drop(directory: Path, through: int | None = None) -> int:
-    """Remove the letters up to a number, or all; return how many. Raises CapflowError, InUseError while a process writes the spool."""
+    """Remove the letters up to a number, or all; return how many.
+
+    Raises CapflowError, InUseError while a process writes the spool.
+    """
     with Spool(directory) as spool:
         before = len(spool)
-        while (found := spool.read(0)) is not None and (through is None or found.id <= through):
-            spool.acknowledge(found.id)
+        while (record := spool.read(0)) is not None and (through is None or record.id <= through):
+            spool.acknowledge(record.id)
         left = len(spool)
         if not spool.wait_acknowledged(spool.last - left, limits.BLOCK_S_MAX):
             raise CapflowError(explain(f"spool {directory}", got="a disk that does not answer", do="try again"))
@@ -210,7 +224,7 @@ def drop(directory: Path, through: int | None = None) -> int:
 
 
 def cut(frame: Frame, request: str | None = None) -> Frame:
-    """Return a sealed frame with the rows that a consumer wants of a frame, of one request or of all, and nothing else of it."""
+    """Return a sealed frame with only the rows that a consumer wants, of one request or of all."""
     numbers: dict[str, int] = {}
     requests = []
     by_sites: dict[tuple[Site, ...], list[Chunk]] = {}
@@ -238,8 +252,8 @@ def cut(frame: Frame, request: str | None = None) -> Frame:
 def entries_of(directory: Path) -> Iterator[Entry]:
     """Yield the letters in a spool as a recording: engines, frames and the ends of requests.
 
-    Frames come from one boot of each worker and have the numbers of their letters, so a consumer that gets a frame twice
-    notices. An end comes after the last row of its request. Raises as `read` does.
+    Frames come from one boot of each worker and have the numbers of their letters, so a consumer that gets a frame
+    twice notices. An end comes after the last row of its request. Raises as `read` does.
     """
     models: dict[str, ModelInfo] = {}
     for record in read(directory):
@@ -273,8 +287,8 @@ def entries_of(directory: Path) -> Iterator[Entry]:
 class _Ends:
     """The ends of requests, each until no more rows of the request can come.
 
-    A request that failed at a frame and again at its end has an end letter, then letters with its other rows, and perhaps
-    the same end again.
+    A request that failed at a frame and again at its end has an end letter, then letters with its other rows, and
+    perhaps the same end again.
     """
 
     def __init__(self) -> None:
@@ -297,7 +311,10 @@ class _Ends:
             self._rows.setdefault((header.engine, request), Counter())[header.rank.pp] += rows
 
     def add(self, done: RequestDone, stages: int) -> None:
-        """Hold an end. stages: how many pipeline stages end a request."""
+        """Hold an end.
+
+        stages: how many pipeline stages end a request.
+        """
         self._held[done.engine, done.request] = done, stages
 
     def rest(self) -> Iterator[RequestDone]:
@@ -318,7 +335,10 @@ class _Ends:
 
 
 def _narrowed(done: RequestDone, rows: Counter[int]) -> RequestDone:
-    """Return the end of a request with as many rows as the consumer was to have; rows: of these, those in letters, by stage."""
+    """Return the end of a request with as many rows as the consumer was to have.
+
+    rows: of these, those in letters, by stage.
+    """
     missing = max(0, done.rows - rows.total())  # that the consumer took
     ends = [
         msgspec.structs.replace(finished, rows=rows[stage] + (0 if stage else missing))

@@ -1,11 +1,13 @@
-"""A durable lane: what waits for the consumer is in its inbox on disk. The lane reads it as a hub of this one consumer would, with an index of its own.
+"""A durable lane: frames wait in the inbox of the consumer on disk, which it reads like a hub of one consumer.
 
-A frame is its worker's until it is durable in the inbox, and the inbox's until the consumer is done with the requests in it. So a consumer may be
-as slow as it likes, and a hub that was killed, or stopped while requests ran, leaves the next one what the consumer has not made its
-own: it is given that again. A consumer that keeps, with its data, which frames of which worker they came from recognises what it has.
+A frame belongs to its worker until it is durable in the inbox, and to the inbox until the consumer is done with its
+requests. So a consumer may be slow, and a hub that was killed, or stopped while requests ran, leaves the rest to the
+next hub. The next hub gives the consumer those frames again. A consumer that stores the worker and the number of each
+frame recognises frames that it has.
 
-While the consumer asks for a retry, the lane keeps its place. After a fatal error the lane reads the inbox again from the first record that is needed, as
-the next hub would. What is poison goes to the dead letters of the consumer (`capflow.hub.lanes.dead_letters`) and is not given to it again.
+While the consumer asks for a retry, the lane keeps its place. After a fatal error the lane reads the inbox again from
+the first needed record, as the next hub would. Poisonous records go to the dead letters of the consumer
+(`capflow.hub.lanes.dead_letters`) and are not given to it again.
 """
 
 from __future__ import annotations
@@ -58,8 +60,10 @@ _PINNED_MAX = 0.5  # of the inbox's bytes: above, the oldest open requests are n
 class _Open:
     """A request without a result, its first record, and the bytes that were taken out before that.
 
-    over_at: when the consumer was given its end. rows: of it in each frame that is not forgotten, as number, stage and count; forgotten: in those that are, by stage; recalled: in those that
-    an earlier hub forgot.
+    over_at: when the consumer got its end.
+    rows: its rows in each frame that is here, as number, stage and count.
+    forgotten: its rows in forgotten frames, by stage.
+    recalled: its rows in frames that an earlier hub forgot.
     """
 
     first: int
@@ -92,7 +96,9 @@ class AnewError(Exception):
 class DurableLane(Lane):
     """One consumer's inbox and threads, from `open` to `close`; `taken` of a frame is called when the frame is durable.
 
-    What happens when the inbox has no room is its writer's to know. state: the memory for the open requests of the inbox.
+    The writer decides what happens when the inbox has no room.
+
+    state: the memory for the open requests of the inbox.
     """
 
     durable = True
@@ -118,43 +124,57 @@ class DurableLane(Lane):
         self.requests = self._new_index()
         self._tallies = Tallies(0)
         self.writer = InboxWriter(self.name, self.inbox, self.queue, spill.fallback, self.dropped)
-        self._lost_unknown = False  # as the writer's, of what was taken out
-        self._engines: dict[str, KnownEngine] = {}  # the consumer's thread's
-        self._full: set[str] = set()  # engines of which the hub had no room for requests; the hub's thread's
-        self._boots: dict[tuple[str, Rank], str] = {}  # of workers, as of the last frame; the consumer's thread's
-        self._open: dict[tuple[str, str], _Open] = {}  # not over, by first record; the consumer's thread's
-        self._long: dict[
-            tuple[str, str], _Open
-        ] = {}  # likewise, and not kept to their beginning; the consumer's thread's
-        self._missing: dict[tuple[str, int], tuple[float, float]] = {}  # seconds, as of when; the hub's thread's
-        self._gone: set[Gone] = set()  # asked to be ended by the hub; its thread's
-        self._opened_at = 0.0  # when the inbox was
-        self._handled = 0  # the record that was handled last; the consumer's thread's
+        # Whether an unreadable record was taken out.
+        self._lost_unknown = False
+        # The consumer's thread's.
+        self._engines: dict[str, KnownEngine] = {}
+        # Engines of which the hub had no room for requests; the hub's thread's.
+        self._full: set[str] = set()
+        # The boots of workers, as of the last frame; the consumer's thread's.
+        self._boots: dict[tuple[str, Rank], str] = {}
+        # Open requests, by their first record; the consumer's thread's.
+        self._open: dict[tuple[str, str], _Open] = {}
+        # The same for requests that are not kept from their beginning; the consumer's thread's.
+        self._long: dict[tuple[str, str], _Open] = {}
+        # Seconds, as of when; the hub's thread's.
+        self._missing: dict[tuple[str, int], tuple[float, float]] = {}
+        # Losses that the hub asked for; its thread's.
+        self._gone: set[Gone] = set()
+        # The time when the inbox was opened.
+        self._opened_at = 0.0
+        # The record that was handled last; the consumer's thread's.
+        self._handled = 0
         # Records up to here may be another hub's, whose frames are checked once more; set by `open`.
         self._found_through = 0.0
         self._stuck = (
             False  # whether it could not be put down that a request is done with, the last time, which is said once
         )
-        # Requests that have results and are in `_open` or `_long` yet; the last record of each, and whether the inbox has its `RequestDoneMark`.
+        # Requests that have results and are in `_open` or `_long` yet; the last record of each, and whether the inbox
+        # has its `RequestDoneMark`.
         self._settled: SimpleQueue[tuple[Request, int, bool]] = SimpleQueue()
-        # Of requests with results, each `RequestDoneMark` that found no room, behind the first record of the request; the consumer's thread's, as is the next.
+        # Of requests with results, each `RequestDoneMark` that found no room, behind the first record of the request;
+        # the consumer's thread's, as is the next.
         self._owed: deque[tuple[int, RequestDoneMark]] = deque()
-        self._owed_at = 0.0  # when the last of these was tried
+        # The time of the last try.
+        self._owed_at = 0.0
         # When the last result came, or the consumer last asked for a retry; the consumer's thread's.
         self._result_at = 0.0
-        self._done: dict[
-            tuple[str, str], int
-        ] = {}  # the same, of which records are in the inbox; the consumer's thread's
-        self._at = 0  # the record in hand; the consumer's thread's
-        self._taken_bytes = 0  # of records that were taken out before the one in hand; the consumer's thread's
+        # The same, of which records are in the inbox; the consumer's thread's.
+        self._done: dict[tuple[str, str], int] = {}
+        # The record in hand; the consumer's thread's.
+        self._at = 0
+        # Of records that were taken out before the one in hand; the consumer's thread's.
+        self._taken_bytes = 0
         # Requests whose Futures failed, and how; filled by any thread, emptied by the consumer's.
         self._failures: SimpleQueue[tuple[Tally, Callable[[], None] | None, BaseException]] = SimpleQueue()
-        self._is_closing = False  # set before the consumer is closed for good
-        self._told_of_dead = False  # whether the log says where they are; the consumer's thread's
-        self._aside: set[tuple[str, str]] = (
-            set()
-        )  # open requests of which frames were set aside; the consumer's thread's
-        self.requests_unkept = 0  # requests too long for the inbox; written by the consumer's thread
+        # Set before the consumer is closed for good.
+        self._is_closing = False
+        # Whether the log says where they are; the consumer's thread's.
+        self._told_of_dead = False
+        # Open requests of which frames were set aside; the consumer's thread's.
+        self._aside: set[tuple[str, str]] = set()
+        # Requests too long for the inbox; written by the consumer's thread.
+        self.requests_unkept = 0
 
     # Called by the hub.
 
@@ -186,7 +206,10 @@ class DurableLane(Lane):
         self.writer.start(beside, here)
 
     def take(self, arrival: Arrival, taken: Taken) -> bool:
-        """Take a frame that concerns the consumer, whole; return whether it does. `taken` is called, on any thread, when the frame is durable."""
+        """Take a frame that concerns the consumer, whole; return whether it does.
+
+        `taken` is called, on any thread, when the frame is durable.
+        """
         if not arrival.concerns(self.index):
             return False
         frame = arrival.frame
@@ -200,14 +223,14 @@ class DurableLane(Lane):
         return False
 
     def lose(self, engine: str, replica: int | None = None, stage: int | None = None, *, anew: bool = False) -> None:
-        """Take that a part of an engine is gone, after everything before; the arguments are those of `RequestIndex.lose`."""
+        """Note that a part of an engine is gone; the arguments are those of `RequestIndex.lose`."""
         gone = Gone(engine, replica, stage, anew)
         if gone not in self._gone:
             self._gone.add(gone)
             self.queue.force(gone)
 
     def greet(self, engine: str, model: ModelInfo, *, worker: bool = False) -> None:
-        """Take that a worker of an engine connected, after everything before; without room for that, the consumer is told before its first frame."""
+        """Note that a worker connected. Without room for a note, the consumer learns of it before the first frame."""
         if not worker:  # frames come with workers
             return
         self._gone = {gone for gone in self._gone if gone.engine != engine}
@@ -228,19 +251,21 @@ class DurableLane(Lane):
             self._full.add(engine)
 
     def missed(self, here: set[tuple[str, int]], now: float) -> Iterator[tuple[str, int]]:
-        """Yield the engines and replicas that were not connected for `limits.MISSED_S` while a hub ran, this or earlier.
+        """Yield the engines and replicas that were away for `limits.MISSED_S` while a hub ran, this or an earlier one.
 
-        A replica counts if it has open requests, and an engine without any if none of it is connected. here: those that are connected.
+        A replica counts if it has open requests, and an engine without any if none of it is connected.
+
+        here: those that are connected.
         """
         waits = {
-            (known.request.engine, known.request.replica) for known in [*self._open.values(), *self._long.values()]
+            (entry.request.engine, entry.request.replica) for entry in [*self._open.values(), *self._long.values()]
         }
         connected = {engine for engine, _ in here}
         waits |= {(engine, 0) for engine in self.inbox.engines if engine not in connected}
         before, self._missing = self._missing, dict.fromkeys(here, (0.0, now))
         waits |= self.inbox.left.keys()
-        known = {engine for engine, _ in waits}
-        self._gone = {gone for gone in self._gone if gone.engine in known}
+        waiting = {engine for engine, _ in waits}
+        self._gone = {gone for gone in self._gone if gone.engine in waiting}
         for key in sorted(waits - here):
             left = self.inbox.left.get(key)
             seconds, since = before.get(key) or ((0.0, now) if left is None else (left, self._opened_at))
@@ -252,7 +277,10 @@ class DurableLane(Lane):
                 self.queue.force(Missed(key[0], total))
 
     def trouble(self, now: float) -> str | None:
-        """Return why the consumer or its inbox is taken to have failed; None when neither has. It names nothing that is captured."""
+        """Return why the consumer or its inbox is taken to have failed; None when neither has.
+
+        It names nothing that is captured.
+        """
         return super().trouble(now) or self.writer.trouble()
 
     def leave(self) -> None:
@@ -284,7 +312,8 @@ class DurableLane(Lane):
         if not self._open_consumer():
             return
         through = False  # whether everything was handled
-        failed: tuple[str, BaseException] | None = None  # for which the lane is to begin again
+        # The error for which the lane starts again.
+        failed: tuple[str, BaseException] | None = None
         while not through and not self._discarded.is_set():
             try:
                 if failed is not None:
@@ -295,12 +324,15 @@ class DurableLane(Lane):
                 break
             except AnewError as e:
                 failed = e.method, e.__cause__ or e
-            except Exception as e:  # noqa: BLE001  no memory, or our own bug: without this thread nothing would be handled any more
+            except Exception as e:  # noqa: BLE001  without this thread nothing more would be handled
                 failed = "lane", e
         self._end_thread(through=through)
 
     def _end_thread(self, *, through: bool) -> None:
-        """Close the consumer and the inbox; through: whether everything was handled."""
+        """Close the consumer and the inbox.
+
+        through: whether everything was handled.
+        """
         self._is_closing = True
         if error := self._close_consumer():
             self._failed("close", error)
@@ -348,8 +380,8 @@ class DurableLane(Lane):
         self._failures = SimpleQueue()  # of requests that come again
         self._let_go()
         needless = self._needless()
-        known = [*self._open.values(), *self._long.values()]
-        models = {each.request.engine: each.model for each in known if each.model is not None}
+        running = [*self._open.values(), *self._long.values()]
+        models = {each.request.engine: each.model for each in running if each.model is not None}
         done = {key: through for key, through in self._done.items() if through > needless}
         self.inbox.again(needless, self._unkept_by(needless), models, done)
         self.requests, self._tallies = self._new_index(), Tallies(0)
@@ -404,17 +436,17 @@ class DurableLane(Lane):
             if engine is not None and self.inbox.done.get((long.engine, long.request.id), 0) == 0:
                 request = self.requests.recall(long.request, engine, long.rank, long.rows)
                 forgotten = Counter(long.rows)
-                known = _Open(0, 0, request, long.request, long.rank, engine.model)
-                known.forgotten, known.recalled = forgotten, forgotten.total()
-                self._long[long.engine, long.request.id] = known
+                entry = _Open(0, 0, request, long.request, long.rank, engine.model)
+                entry.forgotten, entry.recalled = forgotten, forgotten.total()
+                self._long[long.engine, long.request.id] = entry
             del self.inbox.unkept[0]
 
     def _engines_open(self) -> dict[str, ModelInfo]:
-        """Return the engines of requests without a result, gone or not, each with the model that the next hub is to begin with."""
-        models = {known.request.engine: known.model for known in reversed(self._open.values())}  # of the oldest
-        for known in self._long.values():
-            engine = known.request.engine
-            models.setdefault(engine, self.inbox.model(engine) or known.model)
+        """Return the engines of requests without a result, each with the model for the next hub."""
+        models = {entry.request.engine: entry.model for entry in reversed(self._open.values())}  # of the oldest
+        for entry in self._long.values():
+            engine = entry.request.engine
+            models.setdefault(engine, self.inbox.model(engine) or entry.model)
         return {engine: model for engine, model in models.items() if model is not None}
 
     def _unkept_by(self, number: int) -> list[Unkept]:
@@ -422,11 +454,11 @@ class DurableLane(Lane):
         return [*self.inbox.unkept, *(long.unkept(number) for long in list(self._long.values()))]
 
     def _owed_by(self, number: int) -> list[RequestDoneMark]:
-        """Return each `RequestDoneMark` that is not in the inbox and whose request has records on both sides of a number."""
+        """Return the done marks that are not in the inbox and whose requests have records on both sides of a number."""
         return [done for first, done in self._owed if first <= number < done.through]
 
     def _put_owed(self, again_s: float = 0.0) -> None:
-        """Put in each `RequestDoneMark` that found no room, as far as there is room now, unless that was tried in the last `again_s`."""
+        """Store the done marks that had no room, as far as they fit, unless the last try is newer than `again_s`."""
         if time.monotonic() < self._owed_at + again_s:
             return
         self._owed_at = time.monotonic()
@@ -435,13 +467,13 @@ class DurableLane(Lane):
 
     def _needless(self) -> int:
         """Return the last record that no next hub would need."""
-        return next((known.first for known in self._open.values()), self._handled + 1) - 1
+        return next((entry.first for entry in self._open.values()), self._handled + 1) - 1
 
-    def _may_settle(self, known: _Open) -> bool:
-        """Return whether the result of a request is waited for: it is over, results come, and frames wait for room instead of being dropped."""
-        if known.over_at is None or self.writer.fallback is not WhenFull.BLOCK:
+    def _may_settle(self, entry: _Open) -> bool:
+        """Return whether a result is worth waiting for: the request is over, results come, and frames wait for room."""
+        if entry.over_at is None or self.writer.fallback is not WhenFull.BLOCK:
             return False
-        return time.monotonic() < max(known.over_at, self._result_at) + limits.RESULT_S_MAX
+        return time.monotonic() < max(entry.over_at, self._result_at) + limits.RESULT_S_MAX
 
     def _forget(self) -> None:
         held_max = min(_PINNED_MAX * self.inbox.bytes_max, self.inbox.held_bytes_max)
@@ -452,7 +484,7 @@ class DurableLane(Lane):
             self._long[key] = self._open.pop(key)
             self.requests_unkept += 1
             if self.requests_unkept == 1:
-                text = "consumer %s: the spool is too small for the requests that run; a hub that ends now loses rows of the oldest"
+                text = "consumer %s: the spool is too small for the open requests; if the hub ends now, rows are lost"
                 logger.warning(text, self.name, extra={"event": "inbox_small", "consumer": self.name})
         needless = self._needless()
         self.inbox.forget(needless, self._unkept_by, needed=self._engines_open, done=self._owed_by)
@@ -462,7 +494,10 @@ class DurableLane(Lane):
             del self._done[key]
 
     def _safely(self, item: InboxItem) -> None:
-        """Handle an item; one that the lane itself fails at again and again is set aside. Raises AnewError and LeftError."""
+        """Handle an item; one that the lane itself fails at again and again is set aside.
+
+        Raises AnewError and LeftError.
+        """
         try:
             self._handle_item(item)
         except (AnewError, LeftError):
@@ -472,12 +507,12 @@ class DurableLane(Lane):
                 self._fatal[item.number] += 1
                 raise AnewError("lane") from e
             self._failed("lane", e)
-            if isinstance(item.what, Frame):
-                requests = [part.id for part in item.what.header.requests]
-                self._set_aside("lane", f"{type(e).__name__}: {e}", item.what, requests)
+            if isinstance(item.record, Frame):
+                requests = [part.id for part in item.record.header.requests]
+                self._set_aside("lane", f"{type(e).__name__}: {e}", item.record, requests)
 
     def _handle_item(self, item: InboxItem) -> None:
-        match item.what:
+        match item.record:
             case Frame() as frame:
                 self._frame(frame, item)
             case Known(engine, model):
@@ -535,7 +570,10 @@ class DurableLane(Lane):
         self._finish_all(engine, header, item.number)
 
     def _refuse(self, frame: Frame, engine: KnownEngine, number: int, error: RemoteProtocolError) -> None:
-        """Set aside a frame that an earlier version of the hub let in, whole, and count its rows as lost. Raises LeftError."""
+        """Set aside a frame that an earlier version of the hub let in, whole, and count its rows as lost.
+
+        Raises LeftError.
+        """
         header = frame.header
         self._failed("lane", error)
         letter = self._letter("lane", str(error), engine.name, [part.id for part in header.requests], header=header)
@@ -549,7 +587,10 @@ class DurableLane(Lane):
         self._finish_all(engine, header, number)
 
     def _hand_over(self, delivery: Delivery) -> str | None:
-        """Have the consumer take a frame, or set it aside; return what is wrong with it. Raises AnewError and LeftError."""
+        """Have the consumer take a frame, or set it aside; return what is wrong with it.
+
+        Raises AnewError and LeftError.
+        """
         header = delivery.frame.header
         requests = [tally.request.id for tally, _ in delivery.parts]
         if self.dead.has(header, requests):  # by an earlier hub, or before the consumer was opened again
@@ -568,7 +609,10 @@ class DurableLane(Lane):
         return error
 
     def _set_aside(self, method: str, error: str, frame: Frame, requests: Sequence[str]) -> str:
-        """Put the rows of a frame that the consumer wants into its dead letters; return what to add to the error. Raises LeftError."""
+        """Put the rows of a frame that the consumer wants into its dead letters; return what to add to the error.
+
+        Raises LeftError.
+        """
         try:
             mine = cut(frame)
         except Exception:  # noqa: BLE001  the frame cannot be read: all of it is put there
@@ -578,10 +622,13 @@ class DurableLane(Lane):
         return self._put_dead(letter, mine.payload, rows_of(mine.header).total())
 
     def _give_up(self, request: Request, done: RequestDone, error: str) -> str:
-        """Set a request aside whose end can never be handled, with its rows in the inbox; return its error. Raises LeftError."""
-        share, known = request.shares[0], self._known(request)
+        """Set a request aside whose end can never be handled, with its rows in the inbox; return its error.
+
+        Raises LeftError.
+        """
+        share, entry = request.shares[0], self._known(request)
         wanted = {} if share is None else share.wanted
-        for number in sorted({number for number, _, _ in known.rows}) if known is not None else ():
+        for number in sorted({number for number, _, _ in entry.rows}) if entry is not None else ():
             frame = self._read_again(number)
             if frame is not None and not self.dead.has(frame.header, [request.id]):
                 mine = frame.narrowed(lambda part: wanted if part.id == request.id else {})
@@ -589,7 +636,7 @@ class DurableLane(Lane):
         letter = self._letter("on_request_done", error, request.engine, [request.id], done=done)
         return error + self._put_dead(letter, b"", 0)
 
-    def _letter(self, method: str, error: str, engine: str, requests: Sequence[str], **what: Any) -> Letter:
+    def _letter(self, method: str, error: str, engine: str, requests: Sequence[str], **parts: Any) -> Letter:
         return Letter(
             consumer=self.name,
             method=method,
@@ -598,11 +645,14 @@ class DurableLane(Lane):
             engine=engine,
             requests=tuple(requests),
             model=self.inbox.model(engine),
-            **what,
+            **parts,
         )
 
     def _put_dead(self, letter: Letter, payload: Any, rows: int) -> str:
-        """Put a letter down, however long the disk takes; return what to add to the error. Raises LeftError when the hub stops first."""
+        """Put a letter down, however long the disk takes; return what to add to the error.
+
+        Raises LeftError when the hub stops first.
+        """
         while True:
             try:
                 kept = self.dead.put(letter, payload)
@@ -625,7 +675,10 @@ class DurableLane(Lane):
             logger.error(text, self.name, self.dead.directory, self.dead.directory, extra=event)
 
     def _read_again(self, number: int) -> Frame | None:
-        """Return a frame that was taken out before, however long the disk takes; None when it is damaged. Raises LeftError."""
+        """Return a frame that was taken out before, however long the disk takes; None when it is damaged.
+
+        Raises LeftError.
+        """
         while True:
             try:
                 return next(frame for _, frame in self.inbox.look([number]))
@@ -633,10 +686,10 @@ class DurableLane(Lane):
                 self._wait("dead letters", e)
 
     def _known(self, request: Request) -> _Open | None:
-        """Return what is known of a request that the consumer is not done with."""
+        """Return the entry of a request that the consumer is not done with."""
         key = request.engine, request.id
         return next(
-            (known for known in (self._open.get(key), self._long.get(key)) if known and known.request is request), None
+            (entry for entry in (self._open.get(key), self._long.get(key)) if entry and entry.request is request), None
         )
 
     def _finish_all(self, engine: KnownEngine, header: FrameHeader, number: int) -> None:
@@ -665,9 +718,9 @@ class DurableLane(Lane):
         """Note which open requests a frame has rows of, and how many."""
         self._note(engine, header.requests, header.rank, number)
         for name, rows in rows_of(header).items():
-            known = self._open.get((engine.name, name)) or self._long.get((engine.name, name))
-            if known is not None:
-                known.rows.append((number, header.rank.pp, rows))
+            entry = self._open.get((engine.name, name)) or self._long.get((engine.name, name))
+            if entry is not None:
+                entry.rows.append((number, header.rank.pp, rows))
 
     def _note(self, engine: KnownEngine, parts: Iterable[RequestRows], rank: Rank, number: int) -> None:
         for part in parts:
@@ -675,10 +728,10 @@ class DurableLane(Lane):
             key = (engine.name, part.id)
             if request is None or request.shares[0] is None:
                 continue
-            known = self._open.get(key) or self._long.get(key)
-            if known is not None and known.request is not request:  # one of the same id, whose result is to come
-                self._let_go(known.request)
-            elif known is not None:
+            entry = self._open.get(key) or self._long.get(key)
+            if entry is not None and entry.request is not request:  # one of the same id, whose result is to come
+                self._let_go(entry.request)
+            elif entry is not None:
                 continue
             bare = RequestRows(part.id, part.prompt_length, 0, (), capture=part.capture)
             self._open[key] = _Open(number, self._taken_bytes, request, bare, rank, engine.model)
@@ -709,15 +762,18 @@ class DurableLane(Lane):
             done = tally.done()
             self._put_dead(self._letter("on_frame", error, request.engine, [request.id], done=done), b"", 0)
             self._aside.remove((request.engine, request.id))
-        if (known := self._known(request)) is not None:
-            known.over_at = time.monotonic()
+        if (entry := self._known(request)) is not None:
+            entry.over_at = time.monotonic()
         self._finish(tally, functools.partial(self._done_with, request, number))
         self._let_go()
 
     def _explain(self, request: Request, rows: int) -> None:
-        """Count the rows that did not come of a request that is over: an earlier hub or its worker had them, or a record of which nothing is known."""
-        known = self._long.get((request.engine, request.id))
-        damaged = rows - (known.recalled if known is not None and known.request is request else 0)
+        """Count the missing rows of a request that is over.
+
+        An earlier hub or its worker had them, or they were in an unreadable record.
+        """
+        entry = self._long.get((request.engine, request.id))
+        damaged = rows - (entry.recalled if entry is not None and entry.request is request else 0)
         if damaged and (self._lost_unknown or self.writer.lost_unknown):
             request.lost.blame("spool_damaged", damaged, instead_of="earlier_hub")
             self.dropped["spool_damaged"] += damaged
@@ -748,7 +804,10 @@ class DurableLane(Lane):
         return True
 
     def _let_go(self, until: Request | None = None) -> None:
-        """Forget the requests of which there are results; wait for that of `until`. Raises AnewError and LeftError when it has none."""
+        """Forget the requests of which there are results; wait for that of `until`.
+
+        Raises AnewError and LeftError when it has none.
+        """
         while until is not None or not self._settled.empty():
             try:
                 request, number, is_put = self._settled.get(timeout=limits.IDLE_S)
@@ -761,11 +820,11 @@ class DurableLane(Lane):
             self._result_at = time.monotonic()
             key = (request.engine, request.id)
             self._done[key] = number
-            known = self._known(request)
+            entry = self._known(request)
             if not is_put:
-                self._owed.append((known.first if known is not None else 0, RequestDoneMark(*key, number)))
+                self._owed.append((entry.first if entry is not None else 0, RequestDoneMark(*key, number)))
             for each in (self._open, self._long):
-                if known is not None and each.get(key) is known:
+                if entry is not None and each.get(key) is entry:
                     del each[key]
             until = None if request is until else until
 

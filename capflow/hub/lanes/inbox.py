@@ -1,24 +1,26 @@
-"""The inbox: what one consumer of a hub was given and has not made its own, on disk, where the next hub finds it.
+"""The inbox: frames on disk that a consumer was given and has not finished, for this hub or the next.
 
-A directory of its own below the one that it is given, named after the consumer and a hash of how it is configured, holds a spool
-(`capflow.buffers.spool`). A record's head begins with a byte that says what it is; msgpack follows:
+It is a directory below the given one, named after the consumer and a hash of its configuration, and holds a spool
+(`capflow.buffers.spool`). A record's head begins with a byte for its kind; msgpack follows:
 
 | byte | record | rest of the head | body |
 |---|---|---|---|
 | `F` | frame | its header | its payload |
 | `E` | engine connected | `[engine, model]` | |
-| `L` | engine, one replica of it, or one stage of that is gone or started again: requests that it did not end are over | `[engine, replica, stage, anew]`, nil for all | |
-| `D` | consumer is done with a request: no record of it before this one is given again | `[engine, request]` | |
+| `L` | engine, replica or stage gone or new: its open requests are over | `[engine, replica, stage, anew]`, or nil | |
+| `D` | consumer is done with a request: its records before this one are not given again | `[engine, request]` | |
 | `M` | for how long hubs ran without an engine that the inbox has frames of | `[engine, seconds]` | |
 | `A` | action that was answered | `Answered` of `capflow.steering.action` | |
 | `C` | checkpoint | `{engines, marks, unkept, models, of, done}` | |
 
-A checkpoint says what records before it may have said and still holds: the engines with their models; `marks`, the number of the last
-frame of each boot of each worker; `unkept`, the open requests of which frames were forgotten, with how many rows; and `done`, the requests of
-which some frames are forgotten, others not, and whose own `D` record found no room. A checkpoint takes at most
-one of `CHECKPOINT_PARTS` parts of the inbox, and only it may lie beyond `bytes_max`, so that there is always room for one: engines that no request without a result and no
-unread frame needs are left out when it would be larger, and come in again before their next frame. What always holds: records are forgotten only when a checkpoint behind them is durable, and the latest
-one is never forgotten. So whoever opens the inbox knows every engine, and which frames were here, also of those that are forgotten.
+A checkpoint repeats what records before it said and what still holds: the engines with their models; `marks`, the
+number of the last frame of each boot of each worker; `unkept`, the open requests of which frames were forgotten, with
+the number of rows; and `done`, the requests of which only some frames are forgotten and whose own `D` record had no
+room. A checkpoint takes at most one of `CHECKPOINT_PARTS` parts of the inbox, and only it may lie beyond `bytes_max`,
+so that one always fits. If it would be larger, engines without unread frames and without open requests are left out;
+they are stored again before their next frame. Invariant: records are forgotten only when a checkpoint after them is
+durable, and the latest checkpoint is never forgotten. So whoever opens the inbox knows every engine, and which frames
+were here, also forgotten ones.
 """
 
 from __future__ import annotations
@@ -71,7 +73,10 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Gone(msgspec.Struct, frozen=True, array_like=True):
-    """An engine that is gone, or one replica of it, or one pipeline stage of that; anew: the stage started again."""
+    """An engine that is gone, or one replica of it, or one pipeline stage of that.
+
+    anew: the stage started again.
+    """
 
     engine: str
     replica: int | None
@@ -80,7 +85,10 @@ class Gone(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestDoneMark(msgspec.Struct, frozen=True, array_like=True):
-    """A request that the consumer is done with; through: the last record that is of it, and not of another with its id; 0 in old records, which is this one."""
+    """A request that the consumer is done with.
+
+    through: the last record that is of it, and not of another with its id; 0 in old records, which is this one.
+    """
 
     engine: str
     request: str
@@ -95,7 +103,10 @@ class Missed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Unkept(msgspec.Struct, frozen=True, array_like=True):
-    """An open request of which frames were forgotten; rows: in these, by pipeline stage."""
+    """An open request of which frames were forgotten.
+
+    rows: in these, by pipeline stage.
+    """
 
     engine: str
     rank: Rank
@@ -124,7 +135,10 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
     @property
     def known(self) -> list[Known]:
-        """The engines. `engines` has those of an earlier version; else each of `of` has its model's place in `models`."""
+        """The engines.
+
+        `engines` has those of an earlier version; else each of `of` has its model's place in `models`.
+        """
         return [*self.engines, *(Known(engine, self.models[place]) for engine, place in self.of)]
 
 
@@ -138,10 +152,10 @@ class _Place(msgspec.Struct, frozen=True):
 
 
 class InboxItem(NamedTuple):
-    """One thing that came out, and the number of its record."""
+    """A record that was taken out, and its number."""
 
     number: int
-    what: Frame | Known | Gone | RequestDoneMark | Missed | Answered | Checkpoint | Lost
+    record: Frame | Known | Gone | RequestDoneMark | Missed | Answered | Checkpoint | Lost
 
 
 _KINDS: dict[bytes, type[Any]] = {
@@ -153,24 +167,24 @@ _KINDS: dict[bytes, type[Any]] = {
     b"A": Answered,
     b"C": Checkpoint,
 }
-_decoders = {kind: msgspec.msgpack.Decoder(what) for kind, what in _KINDS.items()}
-_bytes = {what: kind for kind, what in _KINDS.items()}
+_decoders = {kind: msgspec.msgpack.Decoder(record) for kind, record in _KINDS.items()}
+_bytes = {record: kind for kind, record in _KINDS.items()}
 _place = msgspec.msgpack.Decoder(_Place)
 _encoder = msgspec.msgpack.Encoder()
 
 
 def read_head(head: bytes) -> FrameHeader | Known | Gone | RequestDoneMark | Missed | Answered | Checkpoint:
-    """Return what a record's head says. Raises KeyError and msgspec.MsgspecError for a record of another version."""
-    said: FrameHeader | Known | Gone | RequestDoneMark | Missed | Answered | Checkpoint = _decoders[head[:1]].decode(
+    """Decode the head of a record. Raises KeyError and msgspec.MsgspecError for a record of another version."""
+    mark: FrameHeader | Known | Gone | RequestDoneMark | Missed | Answered | Checkpoint = _decoders[head[:1]].decode(
         head[1:]
     )
-    return said
+    return mark
 
 
 class Inbox:
-    """One consumer's spool, from `open` to `close`. One thread puts frames in, another takes out and says what is not needed any more.
+    """One consumer's spool, from `open` to `close`. One thread stores records, another reads and releases them.
 
-    on_synced(number) is called, on the spool's thread, when every record up to there is durable.
+    on_synced(number) is called, on the spool's thread, when every record up to that number is durable.
     """
 
     def __init__(
@@ -185,45 +199,69 @@ class Inbox:
         self.root = root
         self.name = name
         self.bytes_max = bytes_max
-        self.frames = 0  # put in by this process
-        self.frames_left = 0  # by an earlier process
-        self.frames_lost = 0  # that could not be read again
-        self._frames_found = 0  # by an earlier process, here
-        self._frames_taken = 0  # taken out by this process
-        self._taken_through = 0  # the highest number that was taken out; after `again` lower ones come once more
-        self.taken_bytes = 0  # of records, taken out
-        self.unkept: list[Unkept] = []  # by an earlier process
-        self.left: dict[
-            tuple[str, int], float
-        ] = {}  # engines and replicas it left frames of, and for how long they were missed
-        self.done: dict[
-            tuple[str, str], int
-        ] = {}  # requests of which records are here that are not given again, and up to which
-        self._joining: set[tuple[str, str]] = set()  # such requests of which frames are to come from another inbox
-        self._joined_from = 0  # behind this record
-        self._spare_bytes = min(limits.MIB, bytes_max // 8)  # kept free of frames, for what makes room
+        # Put in by this process.
+        self.frames = 0
+        # By an earlier process.
+        self.frames_left = 0
+        # That could not be read again.
+        self.frames_lost = 0
+        # By an earlier process, here.
+        self._frames_found = 0
+        # Taken out by this process.
+        self._frames_taken = 0
+        # The highest number that was taken out; after `again` lower ones come once more.
+        self._taken_through = 0
+        # Of records, taken out.
+        self.taken_bytes = 0
+        # By an earlier process.
+        self.unkept: list[Unkept] = []
+        # Engines and replicas it left frames of, and for how long they were missed.
+        self.left: dict[tuple[str, int], float] = {}
+        # Requests of which records are here that are not given again, and up to which.
+        self.done: dict[tuple[str, str], int] = {}
+        # Such requests of which frames are to come from another inbox.
+        self._joining: set[tuple[str, str]] = set()
+        # Behind this record.
+        self._joined_from = 0
+        # Kept free of frames, for what makes room.
+        self._spare_bytes = min(limits.MIB, bytes_max // 8)
         self._segment_bytes = min(limits.SEGMENT_BYTES_MAX, bytes_max // 8)
-        self._over_bytes = 0  # that checkpoints may take beside, where an earlier process was allowed more
-        self._wanted_bytes = 0  # of the record that waits for room, 0 while none does
+        # That checkpoints may take beside, where an earlier process was allowed more.
+        self._over_bytes = 0
+        # Of the record that waits for room, 0 while none does.
+        self._wanted_bytes = 0
         self._on_synced = on_synced
         self._files = files
-        self._spool: Spool | None = None  # from `open`
-        self._engines: dict[str, Known] = {}  # by name, as of what was taken out
-        self._marks: dict[WorkerBoot, int] = {}  # as of what was put in; the latest last
-        self._marks_lost = 0  # that had no room
-        self._lock = threading.Lock()  # guards the next
-        self._checkpoints: deque[tuple[int, int]] = (
-            deque()
-        )  # not durable: its number, and up to which is forgotten then
-        self._own: deque[int] = deque()  # the numbers of checkpoints that are not forgotten
-        self._forgotten = 0  # up to which a checkpoint was made
-        self._stuck = False  # whether the last one had no room, which is said once
-        self._cut = False  # whether the last one had no room for what runs, which is said once
-        self._checkpoint_at = 0.0  # when the latest was
-        self._checkpoint_bytes = 0  # that were put in by then
-        self._put_bytes = 0  # by this process
-        self._put_engines: dict[str, ModelInfo] = {}  # that records here tell of, as of what was put in
-        self._frame_last: dict[str, int] = {}  # the last frame of each engine, as of what was put in
+        # From `open`.
+        self._spool: Spool | None = None
+        # By name, as of what was taken out.
+        self._engines: dict[str, Known] = {}
+        # As of what was put in; the latest last.
+        self._marks: dict[WorkerBoot, int] = {}
+        # That had no room.
+        self._marks_lost = 0
+        # Guards the next.
+        self._lock = threading.Lock()
+        # Not durable: its number, and up to which is forgotten then.
+        self._checkpoints: deque[tuple[int, int]] = deque()
+        # The numbers of checkpoints that are not forgotten.
+        self._own: deque[int] = deque()
+        # Up to which a checkpoint was made.
+        self._forgotten = 0
+        # Whether the last one had no room, which is said once.
+        self._stuck = False
+        # Whether the last one had no room for what runs, which is said once.
+        self._cut = False
+        # When the latest was.
+        self._checkpoint_at = 0.0
+        # That were put in by then.
+        self._checkpoint_bytes = 0
+        # By this process.
+        self._put_bytes = 0
+        # That records here tell of, as of what was put in.
+        self._put_engines: dict[str, ModelInfo] = {}
+        # The last frame of each engine, as of what was put in.
+        self._frame_last: dict[str, int] = {}
 
     @property
     def is_open(self) -> bool:
@@ -239,7 +277,8 @@ class Inbox:
     def open(self) -> None:
         """Take the directory and find what is in it; raises CapflowError.
 
-        While another hub has it, there is another one beside it, for this one. A hub that is ending gives its own back: it is waited for.
+        While another hub has it, there is another one beside it, for this one. A hub that is ending gives its own back:
+        it is waited for.
         """
         give_up_at = time.monotonic() + _WAIT_S
         number = 1
@@ -257,7 +296,10 @@ class Inbox:
                 return
 
     def open_at(self, place: Path) -> None:
-        """Take this directory and no other. Raises InUseError while another hub has it, CapflowError when it cannot be used."""
+        """Take this directory and no other.
+
+        Raises InUseError while another hub has it, CapflowError when it cannot be used.
+        """
         spare_bytes = min(_SPARE_BYTES, self._spare_bytes)
         spool = Spool(
             place, bytes_max=self.bytes_max, spare_bytes=spare_bytes, on_synced=self._synced, files=self._files
@@ -282,7 +324,7 @@ class Inbox:
         return Inbox(self.root, self.name, self.bytes_max, on_synced=lambda _: None, files=self._files)
 
     def join(self, other: Inbox, here: Mapping[tuple[WorkerBoot, int], int]) -> None:
-        """Know what another one knows, of which the frames are to come behind what is here; before anything is put in or taken.
+        """Take over the state of another inbox, whose frames come after those here. Call it before any put or take.
 
         here: as of `frames_here`. Raises CapflowError.
         """
@@ -297,12 +339,15 @@ class Inbox:
                 if frame in here and number <= through:
                     self.done[key] = max(self.done.get(key, 0), here[frame])
         with contextlib.suppress(FullError):
-            for known in other._engines.values():
-                self.put(known)
+            for entry in other._engines.values():
+                self.put(entry)
         self._joined_from = self.spool.last
 
     def joined(self, key: tuple[str, str], last: int) -> RequestDoneMark:
-        """Return what is to be put in of a request that the consumer was done with in another one, of which the last frame is this record here."""
+        """Return the done mark of a request that the consumer was done with in another inbox.
+
+        Its last frame is this record here.
+        """
         self.done[key] = max(self.done.get(key, 0), last)
         self._joining.discard(key)
         return RequestDoneMark(*key, self.done[key])
@@ -313,7 +358,7 @@ class Inbox:
         return bool(self.done or self._joining)
 
     def is_done(self, engine: str, request: str, number: int) -> bool:
-        """Return whether a record is of a request that the consumer was done with, and not of a later one with its id."""
+        """Return whether a record belongs to a finished request, and not to a later one with the same id."""
         key = engine, request
         return (number > self._joined_from and key in self._joining) or self.done.get(key, 0) >= number
 
@@ -330,10 +375,10 @@ class Inbox:
                         self.left.setdefault((engine, rank.dp), 0.0)
                         self._frame_last[engine] = number
                         self._mark((engine, boot, rank), seq)
-                    case Known() as known:
-                        self._engines[known.engine] = known
-                        self._miss(known.engine, 0.0)
-                        gone.discard(known.engine)
+                    case Known() as entry:
+                        self._engines[entry.engine] = entry
+                        self._miss(entry.engine, 0.0)
+                        gone.discard(entry.engine)
                     case Gone(engine, replica, None):
                         if replica is None:
                             gone.add(engine)
@@ -344,18 +389,18 @@ class Inbox:
                         self._miss(engine, seconds)
                     case RequestDoneMark(engine, request, through):
                         self.done[engine, request] = through or number
-                    case Checkpoint() as said:
-                        marks, unkept = said.marks, said.unkept
-                        self.done |= {(done.engine, done.request): done.through for done in said.done}
+                    case Checkpoint() as checkpoint:
+                        marks, unkept = checkpoint.marks, checkpoint.unkept
+                        self.done |= {(done.engine, done.request): done.through for done in checkpoint.done}
                         self._own.append(number)
                         self.unkept = unkept
                         for long in unkept:
                             self.left.setdefault((long.engine, long.rank.dp), 0.0)
-                        self._engines |= {known.engine: known for known in said.known}
+                        self._engines |= {entry.engine: entry for entry in checkpoint.known}
                         for mark in marks:
                             self._mark((mark.engine, mark.boot, mark.rank), mark.seq)
         self._frames_found = self.frames_left
-        self._put_engines = {name: known.model for name, known in self._engines.items() if name not in gone}
+        self._put_engines = {name: entry.model for name, entry in self._engines.items() if name not in gone}
 
     def _miss(self, engine: str, seconds: float) -> None:
         self.left |= dict.fromkeys([key for key in self.left if key[0] == engine], seconds)
@@ -387,11 +432,14 @@ class Inbox:
 
     def model(self, engine: str) -> ModelInfo | None:
         """Return the model of an engine; None when it is gone."""
-        known = self._engines.get(engine)
-        return known.model if known is not None else None
+        entry = self._engines.get(engine)
+        return entry.model if entry is not None else None
 
     def frames_here(self) -> dict[tuple[WorkerBoot, int], int]:
-        """Return the numbers of the frames that an earlier process left; to be called after `open`, before anything is put in. Raises CapflowError."""
+        """Return the numbers of the frames that an earlier process left. Call it after `open` and before any put.
+
+        Raises CapflowError.
+        """
         places = ((_place.decode(head[1:]), number) for number, head in self.spool.heads() if head[:1] == b"F")
         return {((place.engine, place.boot, place.rank), place.seq): number for place, number in places}
 
@@ -407,7 +455,9 @@ class Inbox:
         return header.seq <= self._marks.get(header.source, 0)
 
     def put_frame(self, frame: Frame, timeout_s: float, *, spared: bool = False) -> int:
-        """Take a frame, waiting for room for at most so long; return its record's number. Raises FullError, with `TOO_LARGE` where waiting is in vain.
+        """Store a frame, waiting for room for a limited time; return its number.
+
+        Raises FullError, with `TOO_LARGE` if the frame never fits.
 
         spared: also where only room is left that is kept free of rows.
         """
@@ -445,27 +495,27 @@ class Inbox:
         """Note that a frame is not needed here if it comes again."""
         self._mark(header.source, header.seq)
 
-    def put(self, what: Known | Gone | RequestDoneMark | Missed | Answered, timeout_s: float = 0.0) -> int:
+    def put(self, record: Known | Gone | RequestDoneMark | Missed | Answered, timeout_s: float = 0.0) -> int:
         """Take anything else; return its record's number. Raises FullError as `put_frame` does."""
-        head = _bytes[type(what)] + _encoder.encode(what)
+        head = _bytes[type(record)] + _encoder.encode(record)
         number = self._append(head, b"", timeout_s)
-        if isinstance(what, Known):
-            self._put_engines[what.engine] = what.model
-        elif isinstance(what, Gone) and what.replica is None:
-            self._put_engines.pop(what.engine, None)
+        if isinstance(record, Known):
+            self._put_engines[record.engine] = record.model
+        elif isinstance(record, Gone) and record.replica is None:
+            self._put_engines.pop(record.engine, None)
         return number
 
     def tells_of(self, engine: str, model: ModelInfo) -> bool:
         """Return whether a record here says that an engine has a model."""
-        known = self._put_engines.get(engine)
-        return known is model or known == model
+        entry = self._put_engines.get(engine)
+        return entry is model or entry == model
 
     def _mark(self, source: WorkerBoot, seq: int) -> None:
         had = self._marks.pop(source, 0)
         self._marks[source] = max(had, seq)
         if removed := keep_newest(self._marks, _MARKS_MAX):
             if not self._marks_lost:
-                text = "inbox %s: more than %d workers at once; what older ones send again is given again, for the consumer to recognise"
+                text = "inbox %s: more than %d workers at once; frames that older ones repeat reach the consumer again"
                 logger.warning(text, self.name, _MARKS_MAX)
             self._marks_lost += removed
 
@@ -473,35 +523,35 @@ class Inbox:
 
     def take(self, timeout_s: float) -> InboxItem | None:
         """Return what comes next, waiting for it for at most so long; None when nothing came."""
-        found = self.spool.read(timeout_s)
-        if found is None:
+        record = self.spool.read(timeout_s)
+        if record is None:
             return None
-        if not isinstance(found, Lost):
-            self.taken_bytes += HEADER_BYTES + len(found.head) + len(found.body)
+        if not isinstance(record, Lost):
+            self.taken_bytes += HEADER_BYTES + len(record.head) + len(record.body)
         else:
-            self.frames_lost += found.last - found.first + 1
-            self._frames_taken += found.last - found.first + 1
-            self._taken_through = max(self._taken_through, found.last)
-            return InboxItem(found.id, found)
-        if found.id > self._taken_through:
-            self._taken_through = found.id
-            self._frames_taken += found.head[:1] == b"F"
+            self.frames_lost += record.last - record.first + 1
+            self._frames_taken += record.last - record.first + 1
+            self._taken_through = max(self._taken_through, record.last)
+            return InboxItem(record.id, record)
+        if record.id > self._taken_through:
+            self._taken_through = record.id
+            self._frames_taken += record.head[:1] == b"F"
         try:
-            said = read_head(found.head)
+            mark = read_head(record.head)
         except (msgspec.MsgspecError, KeyError):  # of another version
-            return InboxItem(found.id, Lost(found.id, found.id, "unreadable", None))
-        if isinstance(said, Known):
-            self._engines[said.engine] = said
-        elif isinstance(said, Gone) and said.replica is None:
-            self._engines.pop(said.engine, None)
-        return InboxItem(found.id, Frame(said, found.body) if isinstance(said, FrameHeader) else said)
+            return InboxItem(record.id, Lost(record.id, record.id, "unreadable", None))
+        if isinstance(mark, Known):
+            self._engines[mark.engine] = mark
+        elif isinstance(mark, Gone) and mark.replica is None:
+            self._engines.pop(mark.engine, None)
+        return InboxItem(record.id, Frame(mark, record.body) if isinstance(mark, FrameHeader) else mark)
 
     def look(self, numbers: Sequence[int]) -> Iterator[tuple[int, Frame | None]]:
-        """Yield frames that were taken out and not forgotten, once more, by rising numbers; None for one that cannot be read. Raises OSError."""
-        for number, found in zip(numbers, self.spool.look(numbers), strict=True):
+        """Read frames again by rising numbers; None for an unreadable frame. Raises OSError."""
+        for number, record in zip(numbers, self.spool.look(numbers), strict=True):
             frame = None
-            if not isinstance(found, Lost) and isinstance(header := read_head(found.head), FrameHeader):
-                frame = Frame(header, found.body)
+            if not isinstance(record, Lost) and isinstance(header := read_head(record.head), FrameHeader):
+                frame = Frame(header, record.body)
             yield number, frame
 
     def again(
@@ -538,11 +588,12 @@ class Inbox:
         done: Callable[[int], list[RequestDoneMark]] = lambda _: [],
         at_once: bool = False,
     ) -> None:
-        """Note that nothing up to a record is needed any more; on the disk, when that is worth a checkpoint, or at once.
+        """Note that nothing up to a record is needed; write it to disk at once or when a checkpoint is worth it.
 
         unkept: gives the open requests of which frames up to a record are forgotten.
         needed: gives the engines of open requests, with the model that the next hub is to begin with.
-        done: gives the requests that the consumer is done with, have frames on both sides of a record, and no record that says so.
+        done: gives the requests that the consumer is done with, have frames on both sides of a record, and no record
+            that says so.
         """
         while self._own and self._own[0] <= self._forgotten:
             self._own.popleft()
@@ -584,8 +635,8 @@ class Inbox:
     ) -> bytes:
         """Return the head of a checkpoint of at most so many bytes.
 
-        What goes when it would be larger: engines that nothing needs, then the oldest marks, then the oldest requests that are done, then the oldest open
-        requests, then engines.
+        What goes when it would be larger: engines that nothing needs, then the oldest marks, then the oldest requests
+        that are done, then the oldest open requests, then engines.
         """
         marks = [Mark(*source, seq) for source, seq in list(self._marks.items())]
         runs = needed()
@@ -621,7 +672,10 @@ class Inbox:
         return head
 
     def _acknowledge(self, synced: int) -> None:
-        """Forget what checkpoints allow that are durable. Called by the thread that made one, which may be late, and by the spool's."""
+        """Forget what checkpoints allow that are durable.
+
+        Called by the thread that made one, which may be late, and by the spool's.
+        """
         with self._lock:
             while self._checkpoints and self._checkpoints[0][0] <= synced:
                 self.spool.acknowledge(self._checkpoints.popleft()[1])
@@ -641,7 +695,8 @@ class Inbox:
     ) -> bool:
         """Give the directory back; return whether every record is durable.
 
-        needless: nothing up to this record is needed any more. When that is everything, and `keep` does not hold, the directory goes too.
+        needless: nothing up to this record is needed any more. When that is everything, and `keep` does not hold, the
+            directory goes too.
         """
         empty = needless >= self.spool.last and not keep
         if not empty:
@@ -669,5 +724,5 @@ def _checkpoint_head(
 ) -> bytes:
     """Return the head of a checkpoint, in which each model is written once."""
     models: dict[ModelInfo, int] = {}
-    of = [(known.engine, models.setdefault(known.model, len(models))) for known in engines.values()]
+    of = [(entry.engine, models.setdefault(entry.model, len(models))) for entry in engines.values()]
     return b"C" + _encoder.encode(Checkpoint([], marks, unkept, list(models), of, done))

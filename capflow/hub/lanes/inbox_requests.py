@@ -1,7 +1,8 @@
-"""The requests that wait in an inbox on disk: which are split between inboxes beside each other, and which are incomplete.
+"""The requests that wait in an inbox on disk: how many are split between inboxes, and how many are incomplete.
 
-Only reads, also while a hub writes. A request is split when inboxes of one consumer, `NAME` and `NAME.2`, hold records of it: the next hub joins
-them. A request is incomplete when frames of it were forgotten while it ran, or it ended and fewer rows are here than its worker sent.
+It only reads, also while a hub writes. A request is split when inboxes of one consumer, `NAME` and `NAME.2`, hold
+records of it: the next hub joins them. A request is incomplete when some of its frames were forgotten while it ran, or
+when it ended and fewer rows are here than its worker sent.
 """
 
 from __future__ import annotations
@@ -29,11 +30,15 @@ _Key = tuple[str, str]  # engine and request
 
 @dataclass
 class _Part:
-    """What one pipeline stage sent of a request. sent: rows, as the end says; None before the end."""
+    """What one pipeline stage sent of a request.
+
+    sent: rows, as the end says; None before the end.
+    """
 
     rows: int = 0
     sent: int | None = None
-    last: int = 0  # the number of its last record
+    # The number of its last record.
+    last: int = 0
 
 
 _Parts = dict[tuple[str, int], _Part]  # by incarnation and pipeline stage
@@ -44,7 +49,8 @@ class _Requests:
     """What one inbox holds of the requests that its consumer is not done with."""
 
     parts: defaultdict[_Key, _Parts] = field(default_factory=lambda: defaultdict(dict))
-    forgotten: dict[_Key, int] = field(default_factory=dict)  # rows in frames that are not here any more
+    # Rows in frames that were removed from the inbox.
+    forgotten: dict[_Key, int] = field(default_factory=dict)
 
     @property
     def keys(self) -> set[_Key]:
@@ -78,9 +84,9 @@ class _Requests:
 
 
 def requests_in(place: Path) -> dict[str, Any] | None:
-    """Return how many requests wait in an inbox, are split or incomplete, and which, as plain JSON values; None of any other spool.
+    """Return how many requests wait in an inbox, and which are split or incomplete, as plain JSON values.
 
-    Raises CapflowError when the inbox cannot be read.
+    It is None for a spool that is no inbox. Raises CapflowError when the inbox cannot be read.
     """
     match = _INBOX.fullmatch(place.absolute().name)
     if match is None:

@@ -1,11 +1,13 @@
-"""A lane: one consumer, its thread, and what the hub tells it. What waits for the consumer is in memory (`capflow.hub.lanes.memory`) or on disk (`capflow.hub.lanes.durable`).
+"""A lane: one consumer, its thread, and the queue of what the hub gives it.
 
-A consumer's methods are called on its lane's thread only. The kind of an exception decides what the lane does (`capflow.errors.kind_of`):
+What waits for the consumer is in memory (`capflow.hub.lanes.memory`) or on disk (`capflow.hub.lanes.durable`). A
+consumer's methods are called on its lane's thread only. The kind of an exception decides what the lane does
+(`capflow.errors.kind_of`):
 
-* retry: the lane makes the same call again, after a pause that grows, until it works or the hub stops;
-* fatal: the lane closes the consumer, opens it again and makes the call again, at most `limits.RESTARTS_MAX` times in a row, and
-  while each record breaks it once in `limits.RETRY_S_MAX`;
-* poison: the lane counts the exception, logs the first of its kind, and the results of the requests that it hits name it.
+* retry: the lane makes the same call again, after a growing pause, until it works or the hub stops;
+* fatal: the lane closes the consumer, opens it again and makes the call again, at most `limits.RESTARTS_MAX` times in a
+  row, and once in `limits.RETRY_S_MAX` while each record breaks the consumer;
+* poison: the lane counts the exception, logs the first of its kind, and the results of the affected requests name it.
 """
 
 from __future__ import annotations
@@ -74,8 +76,9 @@ class LaneFiles(NamedTuple):
 class Lane(abc.ABC):
     """One consumer's queue and thread, from `open` to `close`.
 
-    on_result(request, consumer, result) is called on the lane's thread, or on that which ends a Future of the consumer's. The request is the hub's own, or named
-    by a lane that has requests of earlier hubs. on_action(action) is called on the lane's thread.
+    on_result(request, consumer, result) is called on the lane's thread, or on that which ends a Future of the
+    consumer's. The request is the hub's own, or named by a lane that has requests of earlier hubs. on_action(action) is
+    called on the lane's thread.
     """
 
     durable: ClassVar[bool] = False
@@ -95,56 +98,74 @@ class Lane(abc.ABC):
         self.consumer: Consumer = configured.consumer
         self.wish = Wish(self.name, configured.spec, self.consumer.reads_requests, self.durable)
         self.queue: ByteQueue[Any] = ByteQueue(configured.queue_bytes_max)
-        self.frames = 0  # given to `on_frame`, as are rows and bytes; written by the thread
+        # Frames, rows and bytes given to `on_frame`; written by the thread.
+        self.frames = 0
         self.rows = 0
         self.bytes = 0
-        self.errors = 0  # exceptions of the consumer by which something was set aside or lost; guarded by `_lock`
-        self.restarts = 0  # times that the consumer was opened again; written by the thread
+        # Exceptions of the consumer that cost a record; guarded by `_lock`.
+        self.errors = 0
+        # Times that the consumer was opened again; written by the thread.
+        self.restarts = 0
         self.unkept = (
             0  # requests whose rows it was given and did not store, as its own results say; guarded by `_lock`
         )
-        self.gave_up = False  # whether the hub stopped while the consumer could not go on; never cleared
-        self.results: Counter[str] = Counter()  # requests that it is done with, by status; by the hub's thread
-        self.pace = ConsumerPace()  # written by the thread
-        self.counts: Counter[str] = Counter()  # the consumer's own; guarded by `_lock`
-        self.dropped: Counter[str] = Counter()  # rows by reason; by the hub's thread, at shutdown by the lane's
+        # Whether the hub stopped while the consumer could not go on; never cleared.
+        self.gave_up = False
+        # Requests that it is done with, by status; by the hub's thread.
+        self.results: Counter[str] = Counter()
+        # Written by the thread.
+        self.pace = ConsumerPace()
+        # The consumer's own; guarded by `_lock`.
+        self.counts: Counter[str] = Counter()
+        # Rows by reason; by the hub's thread, at shutdown by the lane's.
+        self.dropped: Counter[str] = Counter()
         self._losses = LossLog(logger, f"consumer {self.name}", consumer=self.name)
-        self.notes = Notes()  # those in the queue, and those that had no room
+        # Notes in the queue, and notes that had no room.
+        self.notes = Notes()
         self._on_result = on_result
         self._on_action = on_action
         self._lock = threading.Lock()
-        self._logged: set[tuple[str, type[BaseException]]] = (
-            set()
-        )  # kinds of errors whose traceback is in the log; so too
-        self._unsettled: dict[Future[CaptureResult], float] = {}  # of requests that are over, and since when; so too
+        # Kinds of errors whose traceback is in the log; guarded by `_lock`.
+        self._logged: set[tuple[str, type[BaseException]]] = set()
+        # Of requests that are over, and since when; guarded by `_lock`.
+        self._unsettled: dict[Future[CaptureResult], float] = {}
         # The requests in what the consumer is given now; written by the thread.
         self._given: Sequence[RequestRows | Finished] = ()
         # The engine that these requests are of; written by the thread.
         self._given_of = ""
-        self._fatal: Counter[int | str] = Counter()  # restarts by item, until it is handled; the thread's, as are these
-        self._breaks = ""  # the method in which each record breaks it now
-        self._opens_at = 0.0  # before this time a consumer that breaks is not opened again
+        # Restarts by item, until it is handled; the thread's, as are these.
+        self._fatal: Counter[int | str] = Counter()
+        # The method in which each record breaks it now.
+        self._breaks = ""
+        # Before this time a consumer that breaks is not opened again.
+        self._opens_at = 0.0
         self._is_open = False
-        self._discarded = threading.Event()  # set by `discard`: rows are thrown away, ends are still told
+        # Set by `discard`: rows are discarded, ends are still given.
+        self._discarded = threading.Event()
         self.backoff = Backoff(logger, self.name, self._discarded)
-        self._opened = threading.Event()  # set by the thread when `open` is through
-        self._open_error: Exception | None = None  # set by the thread before `_opened`
+        # Set by the thread when `open` is through.
+        self._opened = threading.Event()
+        # Set by the thread before `_opened`.
+        self._open_error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=f"capflow-{self.name}", daemon=True)
 
     @property
     def minds_actions(self) -> bool:
-        """Whether the consumer wants to be told of actions."""
+        """Whether the consumer takes the outcomes of actions."""
         return type(self.consumer).on_action is not Consumer.on_action
 
     # What the hub tells the consumer, in order, on the hub's thread. None of it waits.
 
     @abc.abstractmethod
     def take(self, arrival: Arrival, taken: Callable[[], None]) -> bool:
-        """Take what the consumer wants of a frame; return whether `taken` will be called, on any thread, when the frame is no longer needed."""
+        """Take the rows that the consumer wants of a frame; return whether the lane will call `taken`.
+
+        taken: called, on any thread, when the frame is no longer needed.
+        """
 
     @abc.abstractmethod
     def finish(self, request: Request, taken: Callable[[], None] | None) -> bool:
-        """Take the end of a request that the consumer wants something of, after everything before; return as `take` does."""
+        """Take the end of a request, after all of its frames; return whether the lane will call `taken`."""
 
     @abc.abstractmethod
     def greet(self, engine: str, model: ModelInfo, *, worker: bool = False) -> None:
@@ -152,7 +173,7 @@ class Lane(abc.ABC):
 
     @abc.abstractmethod
     def lose(self, engine: str, replica: int | None = None, stage: int | None = None, *, anew: bool = False) -> None:
-        """Take that a part of an engine is gone, after everything before; the arguments are those of `RequestIndex.lose`."""
+        """Note that a part of an engine is gone; the arguments are those of `RequestIndex.lose`."""
 
     @abc.abstractmethod
     def tell(self, answered: Answered) -> None:
@@ -162,7 +183,10 @@ class Lane(abc.ABC):
         """Take that the hub had no room for requests of an engine."""
 
     def missed(self, here: set[tuple[str, int]], now: float) -> Iterator[tuple[str, int]]:  # noqa: ARG002
-        """Yield the engines and replicas of open requests that were not connected for `limits.MISSED_S`. here: those that are connected."""
+        """Yield the engines and replicas of open requests that were not connected for `limits.MISSED_S`.
+
+        here: those that are connected.
+        """
         return iter(())
 
     # From open to close; called by the hub's owner.
@@ -249,7 +273,7 @@ class Lane(abc.ABC):
     # What the consumer is offered: `Context`.
 
     def act(self, action: Action) -> None:
-        """Send an action to the engine that runs its request: the one that the consumer is given now, if it has that id."""
+        """Send an action to the engine that runs its request; by default the engine whose frame is in hand."""
         if not action.incarnation and is_of(self._given_of, action.engine):
             for part in self._given:
                 if part.id == action.request:
@@ -315,11 +339,11 @@ class Lane(abc.ABC):
             for acted in tally.request.acted():
                 self._guard("on_action", self.consumer.on_action, acted)
         done = tally.done()
-        said: list[CaptureResult | Future[CaptureResult] | None] = []
+        answers: list[CaptureResult | Future[CaptureResult] | None] = []
         self._given, self._given_of = done.finished, done.engine
-        error = self._guard("on_request_done", lambda: said.append(self.consumer.on_request_done(done)))
+        error = self._guard("on_request_done", lambda: answers.append(self.consumer.on_request_done(done)))
         self._given = ()
-        answer = said[-1] if error is None else CaptureResult("error", self._give_up(tally.request, done, error))
+        answer = answers[-1] if error is None else CaptureResult("error", self._give_up(tally.request, done, error))
         if isinstance(answer, Future):
             with self._lock:
                 self._unsettled[answer] = time.monotonic()
@@ -369,7 +393,7 @@ class Lane(abc.ABC):
         return request
 
     def _guard(self, method: str, call: Callable[..., Any], *args: Any) -> str | None:
-        """Call a method of the consumer, again and again while it may work later; return what is wrong for good, None for nothing.
+        """Call a method of the consumer until it works or cannot work; return the final error, None if it worked.
 
         Raises LeftError when the hub stops first.
         """
@@ -397,7 +421,7 @@ class Lane(abc.ABC):
         return None
 
     def _may_restart(self, place: int | str) -> bool:
-        """Return whether the consumer is opened again for the record in hand: when each record breaks it, once in a while."""
+        """Return whether the consumer may be opened again for the record in hand."""
         if self._breaks:
             return time.monotonic() >= self._opens_at and place not in self._fatal
         return self._fatal[place] < limits.RESTARTS_MAX
@@ -431,8 +455,8 @@ class Lane(abc.ABC):
         """Close the consumer and open it again, however long that takes. Raises LeftError when the hub stops first."""
         event = {"event": "consumer_restarts", "consumer": self.name, "method": method}
         text = "consumer %s: %s failed, and the consumer is closed and opened again: %s"
-        what = f"{type(error).__name__}: {error}"
-        logger.error(text, self.name, method, what, exc_info=None if self.restarts else error, extra=event)
+        error_text = f"{type(error).__name__}: {error}"
+        logger.error(text, self.name, method, error_text, exc_info=None if self.restarts else error, extra=event)
         if (unclosed := self._close_consumer()) is not None:
             self._failed("close", unclosed)
         failed: BaseException | None = error
@@ -443,14 +467,14 @@ class Lane(abc.ABC):
         self.restarts += 1
 
     def _failed(self, method: str, e: BaseException) -> str:
-        """Count an exception of the consumer; return what is said of it."""
+        """Count an exception of the consumer; return its text."""
         kind = (method, type(e))
         with self._lock:
             self.errors += 1
-            known = kind in self._logged
+            is_logged = kind in self._logged
             self._logged.add(kind)
-        if not known:
+        if not is_logged:
             event = {"event": "consumer_failed", "consumer": self.name, "method": method}
-            what = "consumer %s: %s failed; more of this kind are counted only"
-            logger.error(what, self.name, method, exc_info=e, extra=event)
+            text = "consumer %s: %s failed; more of this kind are counted only"
+            logger.error(text, self.name, method, exc_info=e, extra=event)
         return f"{self.name}.{method}: {type(e).__name__}: {e}"

@@ -1,12 +1,13 @@
-"""The inboxes of a root that are not this hub's own: left by hubs that ran at the same time, were killed, or were started otherwise.
+"""The inboxes beside this hub's own: of hubs that ran at the same time, were killed, or had other options.
 
-Those of the same consumer are opened and emptied into its own. Of the others, one that holds frames which its consumer
-has not stored is logged and stays; one that holds none is removed.
+Inboxes of the same consumer are opened and emptied into its own. Inboxes of other configurations are logged and left
+untouched if they hold frames, and removed if they hold none.
 
-Why a hub does not refuse to start while another one has its inbox, so that nothing would be left to adopt: hubs that share
+A hub could refuse to start while another one has its inbox; then there would be nothing to adopt. But hubs that share
 the load of an engine have the same consumers, and so have scripts that are started twice from one directory. Tried with
-three such hubs on one machine: all start and store into one data set; with the refusal the second and the third do not, and
-each needs a `spool_dir` of its own. The refusal would save about 125 lines, here and in `inbox` and `writer`.
+three
+such hubs on one machine: all start and store into one data set. With the refusal the second and the third do not start,
+and each needs a `spool_dir` of its own. The refusal would save about 125 lines, here and in `inbox` and `writer`.
 """
 
 from __future__ import annotations
@@ -35,8 +36,11 @@ _INBOX = re.compile(r".+" + _HASH)
 
 
 def take_beside(inbox: Inbox) -> list[Inbox]:
-    """Return, opened, the other inboxes of the same consumer that no hub has. What cannot be opened is left alone, and said."""
-    found = []
+    """Return, opened, the other inboxes of the same consumer that no hub has.
+
+    What cannot be opened is left alone, and said.
+    """
+    inboxes = []
     for number in range(1, INBOXES_MAX + 1):
         place = inbox.place(number)
         if place == inbox.directory or not place.is_dir():
@@ -50,21 +54,21 @@ def take_beside(inbox: Inbox) -> list[Inbox]:
             event = {"event": "inbox_left", "directory": str(place)}
             logger.error("what a hub left is not given to its consumer: %s", e, extra=event)
             continue
-        found.append(other)
-    return found
+        inboxes.append(other)
+    return inboxes
 
 
 def tell_of_others(inbox: Inbox, consumer: str) -> None:
     """Log which inboxes hold frames for a consumer of this name that is not given them, and what to do."""
     for place in others(inbox, consumer):
         event = {"event": "inbox_left", "consumer": consumer, "directory": str(place)}
-        do = f"start a hub once with the options and in the directory of then; `capflow spool inspect {place}` shows what it is"
+        do = f"start a hub once with its old options and directory; `capflow spool inspect {place}` shows them"
         text = "consumer %s: frames wait in %s, which are not given to it: its options or its directory were others; %s"
         logger.error(text, consumer, place, do, extra=event)
 
 
 def others(inbox: Inbox, consumer: str) -> Iterator[Path]:
-    """Yield the directories beside an inbox that hold frames for a consumer of this name with other options, and that nobody has."""
+    """Yield unused inboxes beside this one that hold frames for the same consumer with other options."""
     own = {inbox.place(number) for number in range(1, INBOXES_MAX + 1)}
     named = re.compile(re.escape(consumer) + _HASH)
     for place in sorted(inbox.root.iterdir()):
@@ -91,10 +95,13 @@ def _removed(place: Path) -> bool:
 
 
 def waits(place: Path) -> bool:
-    """Return whether an inbox holds rows of a request that its consumer is not done with, or anything that cannot be read."""
-    last: dict[tuple[str, str], int] = {}  # the number of the last record, by engine and request
-    done: dict[tuple[str, str], int] = {}  # likewise of the last one that the consumer is done with
-    unkept: set[tuple[str, str]] = set()  # requests whose frames were forgotten while they ran
+    """Return whether an inbox holds rows of an unfinished request, or anything unreadable."""
+    # The number of the last record, by engine and request.
+    last: dict[tuple[str, str], int] = {}
+    # The same for the last record that the consumer is done with.
+    done: dict[tuple[str, str], int] = {}
+    # Requests whose frames were forgotten while they ran.
+    unkept: set[tuple[str, str]] = set()
     try:
         for number, head in heads(place):
             match None if head is None else read_head(head):
@@ -115,8 +122,8 @@ def waits(place: Path) -> bool:
 
 def _is_old(place: Path) -> bool:
     """Return whether a directory is this user's and was not written for a while. Raises OSError."""
-    found = place.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+    status = place.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         return False
     written = max(entry.stat().st_mtime for entry in (place, *place.iterdir()))
     return abs(time.time() - written) > limits.MISSED_S  # also when the clock was set back

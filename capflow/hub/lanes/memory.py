@@ -1,6 +1,7 @@
 """A lane in memory: what waits for the consumer is in a queue, and is lost with the hub.
 
-In the queue engines take turns, so that what one engine's worker sends holds up the rows of another by one item at most. Whatever the consumer does,
+In the queue engines take turns, so that what one engine's worker sends holds up the rows of another by one item at
+most. Whatever the consumer does,
 what waits for it is bounded: rows by its policy, and what has no rows by `capflow.hub.lanes.notes`.
 """
 
@@ -30,14 +31,17 @@ _STOPPED = "the hub stopped while the consumer could not go on"
 
 class _Rows(NamedTuple):
     delivery: Delivery
-    taken: Callable[[], None] | None  # called, from the lane's thread, when the frame is no longer needed
-    at: float  # when it was delivered, on the monotonic clock
+    # Called, from the lane's thread, when the frame is no longer needed.
+    taken: Callable[[], None] | None
+    # The time of delivery, on the monotonic clock.
+    at: float
 
 
 class _Done(NamedTuple):
     tally: Tally
     taken: Callable[[], None] | None
-    weight: int  # of the note, as of those below; 0 when a frame's credit bounds it
+    # The bytes of the note; 0 when a frame's credit bounds it.
+    weight: int
 
 
 class _Session(NamedTuple):
@@ -56,19 +60,20 @@ class _Told(NamedTuple):
 
 
 class MemoryLane(Lane):
-    """One consumer's queue in memory and its thread, from `open` to `close`; on_result and on_action are as of `Lane`."""
+    """One consumer's queue in memory and its thread, from `open` to `close`."""
 
     def __init__(self, index: int, configured: ConfiguredConsumer, *, on_result: OnResult, on_action: OnAction) -> None:
         super().__init__(index, configured, on_result=on_result, on_action=on_action)
         # The hub's thread's.
         self._tallies = Tallies(index)
-        # Engines that wait in the queue to be told of; guarded by `_lock`.
+        # Engines whose note waits in the queue; guarded by `_lock`.
         self._greeting: dict[str, ModelInfo] = {}
         # Engines, oldest first, of which there was no room to tell; the hub's thread's.
         self._unmet: dict[str, None] = {}
         # Engines that were put in the queue, until they are gone; the hub's thread's.
         self._connected: set[str] = set()
-        # Engines that the consumer was told of; the latest, of `limits.NOTES_BYTES_MAX` by weight. The consumer's thread's.
+        # Engines that the consumer has met; the latest of them, within `limits.NOTES_BYTES_MAX`. The consumer's
+        # thread's.
         self._met: dict[str, ModelInfo] = {}
         # Of these; the consumer's thread's.
         self._met_bytes = 0
@@ -76,7 +81,7 @@ class MemoryLane(Lane):
     # What the hub tells the consumer.
 
     def take(self, arrival: Arrival, taken: Callable[[], None]) -> bool:
-        """Take what the consumer wants of a frame; return whether `taken` will be called: only a `block` consumer is waited for.
+        """Take the rows that the consumer wants; return whether `taken` will be called, as it is for `block` only.
 
         The memory of a `block` lane is bounded by the workers' credit, that of a `drop` or `skip` lane by its queue.
         """
@@ -121,18 +126,18 @@ class MemoryLane(Lane):
         nbytes = 0 if waited_for else weight(tuple(request.finished.values()))
         if not waited_for and (request.engine in self._unmet or not self.notes.admit(nbytes)):
             self.notes.lost["end"] += 1
-            untold = CaptureResult("error", "the consumer was not told of its end: consumer_queue_full")
+            untold = CaptureResult("error", "the consumer did not get its end: consumer_queue_full")
             self._settle(tally, None, untold)
             return False
         self.queue.force(_Done(tally, taken if waited_for else None, nbytes), source=request.engine)
         return waited_for
 
     def greet(self, engine: str, model: ModelInfo, *, worker: bool = False) -> None:
-        """Take that an engine connected, after everything before. The consumer is told once, if the engine comes and goes before that.
+        """Note that an engine connected. An engine that comes and goes before the note is read is noted once.
 
         When there is no room for it, all rows of the engine are lost until it connects again.
         """
-        if worker or self.queue.closed:  # the engine is what the consumer is told of
+        if worker or self.queue.closed:  # the note is about the engine
             return
         self._unmet.pop(engine, None)
         with self._lock:
@@ -150,8 +155,15 @@ class MemoryLane(Lane):
         self._connected.add(engine)
         self.queue.force(_Session(engine, model, nbytes), source=engine)
 
-    def lose(self, engine: str, replica: int | None = None, stage: int | None = None, *, anew: bool = False) -> None:  # noqa: ARG002
-        """Take that an engine is gone, after everything before, if the consumer is told that it connected; of a part of it nothing is told.
+    def lose(
+        self,
+        engine: str,
+        replica: int | None = None,
+        stage: int | None = None,  # noqa: ARG002
+        *,
+        anew: bool = False,  # noqa: ARG002
+    ) -> None:
+        """Note that an engine is gone, if the consumer gets a note of it. The loss of a part is not noted.
 
         It needs no room of its own: there is at most one for each engine that `greet` had room for.
         """
@@ -162,21 +174,21 @@ class MemoryLane(Lane):
             return
         self._connected.remove(engine)
         with self._lock:
-            self._greeting.pop(engine, None)  # the engine is to be told of anew when it comes back
+            self._greeting.pop(engine, None)  # its return is noted again
         self.queue.force(_Gone(engine), source=engine)
 
     def tell(self, answered: Answered) -> None:
         """Take the outcome of an action, if the consumer minds them; the oldest that wait make room for the newest."""
         if not self.minds_actions:
             return
-        told = _Told(answered, weight(answered))
-        while not self.notes.admit(told.weight):
+        item = _Told(answered, weight(answered))
+        while not self.notes.admit(item.weight):
             self.notes.lost["action"] += 1
             oldest = self.queue.remove(lambda item: isinstance(item, _Told))
             if oldest is None:
                 return
             self.notes.taken(oldest.weight)
-        self.queue.force(told, source=answered.engine)
+        self.queue.force(item, source=answered.engine)
 
     # The consumer's thread.
 
@@ -199,7 +211,7 @@ class MemoryLane(Lane):
             self._failed("close", error)
 
     def _safely_handle(self, item: _Rows | _Done | _Session | _Gone | _Told) -> None:
-        """Handle an item; whatever goes wrong outside the consumer, such as no memory, costs this item and not the thread."""
+        """Handle an item. A failure outside of the consumer costs the item and not the thread."""
         try:
             self._handle(item)
         except LeftError:
@@ -207,7 +219,7 @@ class MemoryLane(Lane):
                 self._lose(item.delivery, "shutdown")
             else:
                 self._leave(item, _STOPPED)
-        except Exception as e:  # noqa: BLE001  without this thread nothing of the consumer's would be acknowledged any more
+        except Exception as e:  # noqa: BLE001  without this thread nothing more would be acknowledged
             self._leave(item, self._failed("lane", e))
 
     def _leave(self, item: _Rows | _Done | _Session | _Gone | _Told, error: str) -> None:
@@ -260,7 +272,10 @@ class MemoryLane(Lane):
             self._met_bytes -= weight(self._met.pop(next(iter(self._met))))
 
     def _restart(self, method: str, error: BaseException) -> None:
-        """Close the consumer, open it again, however long that takes, and call `on_session` for its engines. Raises LeftError."""
+        """Close the consumer, open it again, however long that takes, and call `on_session` for its engines.
+
+        Raises LeftError.
+        """
         self._open_again(method, error)
         opening = self.restarts
         for engine, model in list(self._met.items()):

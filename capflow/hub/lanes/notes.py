@@ -1,7 +1,8 @@
 """The notes in a consumer's queue: what it is told besides rows. Each has a weight, and all that wait are bounded.
 
-The end of a request, an engine that connected and the answer to an action have no rows, so no bound on rows holds them: beside a
-consumer that hangs they would be kept for as long as the hub runs. A note that has no room is not told, and counted by kind.
+The end of a request, an engine that connected and the answer to an action have no rows, so no bound on rows holds them:
+beside a consumer that hangs they would be kept for as long as the hub runs. A note that has no room is not told, and
+counted by kind.
 """
 
 from __future__ import annotations
@@ -25,18 +26,21 @@ _DECODED = 8  # bytes in memory for one that is encoded
 _encoder = msgspec.msgpack.Encoder()
 
 
-def weight(said: Any) -> int:
+def weight(note: Any) -> int:
     """Return about how many bytes of memory a note takes that says this."""
-    return _NOTE_BYTES + _DECODED * len(_encoder.encode(said))
+    return _NOTE_BYTES + _DECODED * len(_encoder.encode(note))
 
 
 class Notes:
-    """How much waits of one consumer's notes, at most `limits.NOTES_BYTES_MAX`; for any thread, as long as the hub runs."""
+    """The bytes of one consumer's notes that wait, at most `limits.NOTES_BYTES_MAX`; for any thread."""
 
     def __init__(self) -> None:
-        self.nbytes = 0  # of those that wait; guarded by `_lock`, read by anyone
-        self.bytes_peak = 0  # likewise
-        self.lost: Counter[Kind] = Counter()  # not told; by the hub's thread
+        # Of those that wait; guarded by `_lock`, read by anyone.
+        self.nbytes = 0
+        # The same, at most.
+        self.bytes_peak = 0
+        # Not told; by the hub's thread.
+        self.lost: Counter[Kind] = Counter()
         self._lock = threading.Lock()
 
     def admit(self, nbytes: int) -> bool:

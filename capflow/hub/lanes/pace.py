@@ -11,13 +11,17 @@ from capflow import limits
 
 
 class ConsumerPace:
-    """What is known of how one consumer gets on, from its first call to its last."""
+    """The times of one consumer, from its first call to its last."""
 
     def __init__(self) -> None:
-        self.waited_since: float | None = None  # when the frame in hand was delivered; None between frames
-        self.called_at: float | None = None  # when the call that it is in began; None between calls
-        self.busy_s = 0.0  # in calls that are over
-        self.failed_in_a_row = 0  # frames that it raised on, without one between that it took
+        # When the frame in hand was delivered; None between frames.
+        self.waited_since: float | None = None
+        # When the call that it is in began; None between calls.
+        self.called_at: float | None = None
+        # In calls that are over.
+        self.busy_s = 0.0
+        # Frames that it raised on, without one between that it took.
+        self.failed_in_a_row = 0
 
     def begin(self) -> float:
         """Note that a call begins; return when."""

@@ -1,6 +1,7 @@
 """The tally: what one consumer was given of each request, what it lost, and what it failed on.
 
-A lane has one `Tallies`, and a `Tally` for each request from the first rows of it that the consumer wants until the request's result.
+A lane has one `Tallies`, and a `Tally` for each request from the first rows of it that the consumer wants until the
+request's result.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ NOT_ENDED = "the request did not end: its engine is gone or the hub stopped"
 
 
 class Tally:
-    """What one consumer has had of one request. consumer: its number in the request's shares."""
+    """What one consumer has had of one request.
+
+    consumer: its number in the request's shares.
+    """
 
     __slots__ = ("consumer", "error", "lost", "opening", "request", "rows", "rows_failed")
 
@@ -81,7 +85,7 @@ class Tally:
         return msgspec.structs.replace(result, status=status, error="; ".join(filter(None, [result.error, *troubles])))
 
     def unkept(self, own: CaptureResult | None, judged: CaptureResult) -> bool:
-        """Return whether the consumer has not stored rows that it was given, as its own result says, or an exception of it."""
+        """Return whether the consumer did not store its rows, by its own result or by an exception."""
         if not self.rows:
             return False
         status = "ok" if own is None else own.status
@@ -105,7 +109,10 @@ class Tally:
 
 
 class Delivery(NamedTuple):
-    """A frame as one consumer gets it. parts: the requests whose rows these are, and how many are of each."""
+    """A frame as one consumer gets it.
+
+    parts: the requests whose rows these are, and how many are of each.
+    """
 
     frame: Frame
     rows: int
@@ -113,11 +120,15 @@ class Delivery(NamedTuple):
 
 
 class Tallies:
-    """A consumer's tallies of the requests that run. consumer: its number in the requests' shares. It belongs to one thread."""
+    """A consumer's tallies of the requests that run.
+
+    consumer: its number in the requests' shares. It belongs to one thread.
+    """
 
     def __init__(self, consumer: int) -> None:
         self._consumer = consumer
-        self._tallies: dict[Request, Tally] = {}  # until `pop`
+        # Until `pop`.
+        self._tallies: dict[Request, Tally] = {}
 
     def __len__(self) -> int:
         return len(self._tallies)
@@ -140,9 +151,9 @@ class Tallies:
         if not rows:
             return None
         mine = frame if counts == frame.counts else frame.narrowed(_Wants(requests, consumer))
-        known = self._tallies.get
+        tally_of = self._tallies.get
         parts = [
-            (known(request) or self._begin(request), count)
+            (tally_of(request) or self._begin(request), count)
             for request, count in zip(requests, counts, strict=True)
             if count
         ]

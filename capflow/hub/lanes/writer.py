@@ -1,7 +1,8 @@
-"""The writer of an inbox: puts what a hub gives one consumer on disk, on a thread of its own, and says when it is there.
+"""The writer of an inbox: stores what a hub gives one consumer, on a thread of its own, and reports when it is durable.
 
-What always holds: a frame is its worker's until it is durable here, or until its rows were counted as lost. A disk that fails, in whatever way, is
-one without room: frames wait, or their rows are lost, as the fallback says, and it is tried again.
+Invariant: a frame belongs to its worker until it is durable here, or until its rows are counted as lost. A disk that
+fails
+counts as a disk without room: frames wait or their rows are lost, as the fallback says, and the write is tried again.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ Taken = Callable[[], None]
 
 
 class QueuedFrame(NamedTuple):
-    """A frame on its way into the inbox. model: its engine's."""
+    """A frame on its way into the inbox.
+
+    model: its engine's.
+    """
 
     frame: Frame
     taken: Taken
@@ -44,43 +48,61 @@ class QueuedFrame(NamedTuple):
 
 
 class Greeting(NamedTuple):
-    """An engine that connected, on its way into the inbox; done: called when it is through."""
+    """An engine that connected, on its way into the inbox.
 
-    known: Known
+    engine: the record of the engine.
+    done: called when the record is in the inbox.
+    """
+
+    engine: Known
     done: Callable[[], None]
 
 
 class InboxWriter:
     """One inbox's writer, from `start` until the queue is closed and empty.
 
-    fallback: what happens when the inbox has no room. `block`: frames wait, holding their workers' credit. `drop`: their rows are lost, counted
-    by reason in `dropped`.
+    fallback: what happens when the inbox has no room. `block`: frames wait, holding their workers' credit. `drop`:
+        their rows are lost, counted by reason in `dropped`.
     """
 
     def __init__(
         self, name: str, inbox: Inbox, queue: ByteQueue[Any], fallback: WhenFull, dropped: Counter[str]
     ) -> None:
         self.name = name
-        self.ended = threading.Event()  # set when the thread has
-        self.failed = False  # whether something went wrong, the last time, that is no disk without room
-        self.failures = 0  # how often something went wrong that is no disk without room
-        self.lost_unknown = False  # whether a record was lost of which nobody knows what it held
+        # Set when the thread has ended.
+        self.ended = threading.Event()
+        # Whether something went wrong, the last time, that is no disk without room.
+        self.failed = False
+        # How often something went wrong that is no disk without room.
+        self.failures = 0
+        # Whether a record was lost of which nobody knows what it held.
+        self.lost_unknown = False
         self._inbox = inbox
         self._queue = queue
         self.fallback = fallback
         self._dropped = dropped
-        self._beside: list[Inbox] = []  # to be emptied into the inbox before anything else
-        self._here: Mapping[tuple[WorkerBoot, int], int] = {}  # the numbers of frames that are in it since before
-        # Rows that did not get in, by engine and pipeline stage, and request, until the stage's end of the request says so.
+        # Other inboxes, emptied into this one before anything else.
+        self._beside: list[Inbox] = []
+        # The numbers of frames that are in it since before.
+        self._here: Mapping[tuple[WorkerBoot, int], int] = {}
+        # Rows that did not get in, by engine and pipeline stage, and request, until the stage's end of the request says
+        # so.
         self._lost: defaultdict[tuple[str, int], dict[str, Losses]] = defaultdict(dict)
-        self._owed: deque[FrameHeader] = deque()  # the ends of requests without room
-        self._pending_lock = threading.Lock()  # guards the next
-        self._pending: deque[tuple[int, Taken, float]] = deque()  # not durable: number, and when it was written
-        self._writing_since: float | None = None  # set by the thread while it writes
+        # The ends of requests without room.
+        self._owed: deque[FrameHeader] = deque()
+        # Guards the next.
+        self._pending_lock = threading.Lock()
+        # The record that is not durable yet: number and time of the write.
+        self._pending: deque[tuple[int, Taken, float]] = deque()
+        # Set by the thread while it writes.
+        self._writing_since: float | None = None
         self._thread = threading.Thread(target=self._run, name=f"capflow-{name}-inbox", daemon=True)
 
     def start(self, beside: Sequence[Inbox], here: Mapping[tuple[WorkerBoot, int], int]) -> None:
-        """Begin, with what other inboxes hold, each of them opened and joined; here: frames that were copied from them before."""
+        """Begin, with what other inboxes hold, each of them opened and joined.
+
+        here: frames that were copied from them before.
+        """
         self._beside = list(beside)
         self._here = here
         self._thread.start()
@@ -103,8 +125,8 @@ class InboxWriter:
         if self._stalled_s() > limits.HANG_S_MAX:
             return f"the disk of its inbox has taken nothing for {limits.HANG_S_MAX:g} s or more"
         spools = [inbox.spool for inbox in (self._inbox, *self._beside) if inbox.is_open]
-        said = next((spool.trouble for spool in spools if spool.trouble is not None), None)
-        return None if said is None else f"the disk of its inbox: {said}"
+        trouble = next((spool.trouble for spool in spools if spool.trouble is not None), None)
+        return None if trouble is None else f"the disk of its inbox: {trouble}"
 
     def _stalled_s(self) -> float:
         """Return for how long the disk has been at one write, or at making one durable."""
@@ -134,17 +156,21 @@ class InboxWriter:
                 other.spool.close()
             self.ended.set()
 
-    def _safely(self, do: Callable[[Any], None], what: Any) -> None:
+    def _safely(self, do: Callable[[Any], None], item: Any) -> None:
         """Do something. Raises FullError, and nothing else: a frame that is left over then is its worker's."""
         try:
-            do(what)
+            do(item)
         except FullError:
             raise
         except Exception as e:  # noqa: BLE001  without this thread nothing would be acknowledged any more
             self._note_failure(e)
 
     def _put_safely(self, item: Any) -> None:
-        """Put an item in. A frame at which this fails is tried again before those behind it, whose marks would vouch for it. Raises FullError."""
+        """Put an item in.
+
+        A frame at which this fails is tried again before those behind it, whose marks would vouch for it. Raises
+        FullError.
+        """
         while True:
             failed = self.failures
             self._safely(self._put, item)
@@ -167,11 +193,11 @@ class InboxWriter:
                 self._take_when_durable(self._inbox.spool.last, taken)
             case QueuedFrame(frame, taken, model):
                 self._put_frame(frame, taken, self.fallback, model)
-            case Greeting(known, done):
+            case Greeting(engine, done):
                 done()
-                if not self._inbox.tells_of(known.engine, known.model):
+                if not self._inbox.tells_of(engine.engine, engine.model):
                     with contextlib.suppress(FullError):  # it comes before its first frame
-                        self._try(functools.partial(self._inbox.put, known), 0.0)
+                        self._try(functools.partial(self._inbox.put, engine), 0.0)
             case Gone() | Missed() | Answered():
                 self._note(item)
                 if isinstance(item, Gone) and item.replica is None:
@@ -206,17 +232,23 @@ class InboxWriter:
         self.synced(self._inbox.spool.synced_through)
 
     def _put_engine(self, frame: Frame, fallback: WhenFull, model: ModelInfo | None) -> int:
-        """Put in which model the engine of a frame has, unless the inbox tells of it; return the number of the record, 0 of none. Raises FullError."""
+        """Store the model of a frame's engine, unless the inbox has it; return its record, 0 for none.
+
+        Raises FullError.
+        """
         engine = frame.header.engine
         if model is None or self._inbox.tells_of(engine, model):
             return 0
         put = functools.partial(self._inbox.put, Known(engine, model))
         return self._insist(put) if fallback is WhenFull.BLOCK else self._try(put, 0.0)
 
-    def _note(self, what: Known | Gone | Missed | Answered) -> None:
-        """Put in what is no frame, however long it takes; what never fits is left out, and logged. Raises FullError when the hub stops before there is room."""
+    def _note(self, record: Known | Gone | Missed | Answered) -> None:
+        """Put in what is no frame, however long it takes; what never fits is left out, and logged.
+
+        Raises FullError when the hub stops before there is room.
+        """
         try:
-            self._insist(functools.partial(self._inbox.put, what))
+            self._insist(functools.partial(self._inbox.put, record))
         except FullError as e:
             if e.reason != TOO_LARGE:
                 raise
@@ -236,7 +268,10 @@ class InboxWriter:
                     raise
 
     def _try(self, put: Callable[[float], int], timeout_s: float) -> int:
-        """Put something in, waiting for room for at most so long. Raises FullError, and nothing else, whatever went wrong."""
+        """Put something in, waiting for room for at most so long.
+
+        Raises FullError, and nothing else, whatever went wrong.
+        """
         self._writing_since = time.monotonic()
         try:
             number = put(timeout_s)
@@ -268,10 +303,10 @@ class InboxWriter:
         lost = self._lost.get(_stage_of(header))
         if lost is None:
             return header
-        told = lessened(header, lost)
+        shortened = lessened(header, lost)
         if not lost:
             del self._lost[_stage_of(header)]
-        return told
+        return shortened
 
     def _put_owed(self) -> None:
         while self._owed:
@@ -288,7 +323,10 @@ class InboxWriter:
                 self._owed.popleft()
 
     def _empty(self, other: Inbox) -> None:
-        """Have in the inbox what another one holds, each thing that one's until it is durable here; then that one goes. Raises FullError when the hub stops before."""
+        """Have in the inbox what another one holds, each thing that one's until it is durable here; then that one goes.
+
+        Raises FullError when the hub stops before.
+        """
         event = {"event": "inbox_joined", "consumer": self.name, "directory": str(other.directory)}
         logger.info("consumer %s: what is in %s is given to it", self.name, other.directory, extra=event)
         done = deque(sorted(other.done.items(), key=lambda end: end[1]))
@@ -301,14 +339,14 @@ class InboxWriter:
                 continue
             while done and done[0][1] < item.number:
                 self._pass_over(done.popleft()[0], last)
-            match item.what:
+            match item.record:
                 case Frame() as frame if number := self._here.get((frame.header.source, frame.header.seq)):
                     last = max(last, number)
                 case Frame() as frame:
                     taken = functools.partial(other.spool.acknowledge, item.number)
                     last = self._put_frame(frame, taken, WhenFull.BLOCK, other.model(frame.header.engine))
-                case Known() | Gone() | Answered() as what:
-                    self._note(what)
+                case Known() | Gone() | Answered() as record:
+                    self._note(record)
                 case Lost() as lost:
                     self._miss(other, lost)
         for key, _ in done:
@@ -335,7 +373,7 @@ def _stage_of(header: FrameHeader) -> tuple[str, int]:
 
 
 def _smaller(header: FrameHeader) -> list[FrameHeader]:
-    """Return headers that have the ends of one that does not fit: half of them each, or the only one without places; none where that is no smaller."""
+    """Split the ends of a header that does not fit: into halves, or one without places; empty if none is smaller."""
     ends = header.finished
     if len(ends) > 1:
         half = len(ends) // 2

@@ -1,8 +1,9 @@
 """The endpoint: HTTP for those who watch a hub: `/metrics`, `/healthz` and `/readyz`.
 
-Everything is read at the time of the request, on a thread of that request; the hub's thread and the consumers' never notice.
-A client that sends nothing, or nonsense, costs one thread for at most `limits.HTTP_HEAD_S_MAX`; there are at most
-`limits.HTTP_CLIENTS_MAX` of them, and the one that has waited longest with its request makes room for the next. Nothing that is said here was captured, and nothing can be changed here.
+Everything is read at the time of the request, on a thread of that request; the hub's thread and the consumers' never
+notice. A client that sends nothing, or nonsense, costs one thread for at most `limits.HTTP_HEAD_S_MAX`; there are at
+most `limits.HTTP_CLIENTS_MAX` of them, and the one that has waited longest with its request makes room for the next.
+Nothing that is said here was captured, and nothing can be changed here.
 
 Why this is not `prometheus_client.make_wsgi_app` on `wsgiref`: the bounds on clients are most of this file, and stay.
 Tried, that is 237 lines in the place of 232; wsgiref also sends a body with the answer to HEAD, and prints tracebacks.
@@ -64,8 +65,10 @@ class Endpoint:
         self.url = ""
         self._hub = hub
         self._registry = registry_of(hub)
-        self._server: _Server | None = None  # from `start` to `stop`
-        self._thread: threading.Thread | None = None  # the same
+        # From `start` to `stop`.
+        self._server: _Server | None = None
+        # The same.
+        self._thread: threading.Thread | None = None
 
     @property
     def is_local(self) -> bool:
@@ -107,8 +110,10 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     def __init__(self, host: str, port: int, hub: Hub, registry: CollectorRegistry) -> None:
         self.hub = hub
         self.registry = registry
-        self._places = threading.BoundedSemaphore(limits.HTTP_CLIENTS_MAX)  # taken while a request is read or served
-        self._asking: dict[socket.socket, None] = {}  # whose request is not read yet, oldest first
+        # Taken while a request is read or served.
+        self._places = threading.BoundedSemaphore(limits.HTTP_CLIENTS_MAX)
+        # Whose request is not read yet, oldest first.
+        self._asking: dict[socket.socket, None] = {}
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
 
@@ -160,7 +165,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     """One request, and then the connection is closed."""
 
     server: _Server
-    timeout = limits.HTTP_HEAD_S_MAX  # for each read
+    # For each read.
+    timeout = limits.HTTP_HEAD_S_MAX
     server_version = "capflow"
     sys_version = ""
 
@@ -205,9 +211,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         self._say(HTTPStatus.OK, content_type, body)
 
-    def _health(self, word: str, found: list[str]) -> None:
-        body = json.dumps({word: not found, "state": self._hub.state.value, "problems": found}).encode() + b"\n"
-        self._say(HTTPStatus.SERVICE_UNAVAILABLE if found else HTTPStatus.OK, "application/json", body)
+    def _health(self, word: str, reasons: list[str]) -> None:
+        body = json.dumps({word: not reasons, "state": self._hub.state.value, "problems": reasons}).encode() + b"\n"
+        self._say(HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK, "application/json", body)
 
     def _say(self, status: HTTPStatus, content_type: str, body: bytes) -> None:
         self.send_response(status)

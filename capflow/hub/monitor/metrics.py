@@ -67,14 +67,14 @@ def _family(part: Part, row: Row, subjects: Iterable[tuple[Labels, Any]]) -> Met
 
 
 def _samples(value: Value) -> Iterator[tuple[Labels, float]]:
-    """Yield the numbers of a value with their labels, the largest first; `other` is the sum of those beyond the bound."""
+    """Yield the largest numbers of a value with their labels; `other` is the sum of the rest."""
     if not isinstance(value, Mapping):
         yield from () if value is None else [((), value)]
         return
-    found = Counter(dict(value)).most_common()
-    shown = {key: number for key, number in found[: limits.REASONS_MAX] if key != _OTHER}
+    metrics = Counter(dict(value)).most_common()
+    shown = {key: number for key, number in metrics[: limits.REASONS_MAX] if key != _OTHER}
     yield from (((key,) if isinstance(key, str) else key, number) for key, number in shown.items())
-    if rest := sum(number for key, number in found if key not in shown):
+    if rest := sum(number for key, number in metrics if key not in shown):
         yield (_OTHER,), rest
 
 

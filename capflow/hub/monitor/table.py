@@ -34,7 +34,11 @@ Value = float | Mapping[Any, float] | None
 
 
 class Row(NamedTuple):
-    """A metric. read: its value, given a subject of the part. labels: those that it has beside the part's."""
+    """A metric.
+
+    read: its value, given a subject of the part.
+    labels: those that it has beside the part's.
+    """
 
     name: str
     kind: type[CounterMetricFamily | GaugeMetricFamily]
@@ -44,7 +48,10 @@ class Row(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Metrics of one kind of subject. find: the subjects that a hub has now, with the values of their labels."""
+    """Metrics of one kind of subject.
+
+    find: the subjects that a hub has now, with the values of their labels.
+    """
 
     labels: Labels
     find: Callable[[Hub], Iterable[tuple[Labels, Any]]]
@@ -52,7 +59,10 @@ class Part(NamedTuple):
 
 
 def counter(name: str, meaning: str, read: str | Callable[[Any], Value], *labels: str) -> Row:
-    """Return a row. read: what returns the value of a subject, or the attribute of the subject that it is."""
+    """Return a row.
+
+    read: what returns the value of a subject, or the attribute of the subject that it is.
+    """
     return Row(name, CounterMetricFamily, meaning, attrgetter(read) if isinstance(read, str) else read, labels)
 
 
@@ -280,8 +290,8 @@ def _workers(hub: Hub) -> Iterator[tuple[Labels, Peer]]:
 
 
 def _worker_counts(hub: Hub) -> Iterator[tuple[Labels, WorkerCounts]]:
-    found = ((labels, peer.source.told if peer.source else None) for labels, peer in _workers(hub))
-    return ((labels, counts) for labels, counts in found if counts is not None)
+    counted = ((labels, peer.source.reported if peer.source else None) for labels, peer in _workers(hub))
+    return ((labels, counts) for labels, counts in counted if counts is not None)
 
 
 def _worker_spools(hub: Hub) -> Iterator[tuple[Labels, Mapping[str, int]]]:

@@ -4,7 +4,7 @@
 |---|---|---|
 | `frames` | half | what workers may send, and frames that consumers have not handled |
 | `queues` | an eighth | frames in the queues of consumers that drop or skip |
-| `state` | an eighth | engines, workers, open requests with their specs and lost rows, actions, names that clients wait for |
+| `state` | an eighth | engines, workers, open requests, their specs and lost rows, actions, awaited names |
 | `inboxes` | an eighth | open requests of consumers that spill |
 | `results` | an eighth | requests that are over |
 
@@ -25,7 +25,10 @@ _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_
 
 
 class Budget:
-    """The memory of one hub. inboxes: how many consumers spill."""
+    """The memory of one hub.
+
+    inboxes: how many consumers spill.
+    """
 
     def __init__(self, bytes_max: int | None = None, *, inboxes: int = 0) -> None:
         self.bytes_max = memory_default() if bytes_max is None else bytes_max

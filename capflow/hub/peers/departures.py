@@ -1,8 +1,8 @@
-"""The departures: what follows when a part of an engine is gone, in slices, so that other peers have their turn meanwhile.
+"""The departures: what follows when a part of an engine is gone, in slices between the turns of other peers.
 
-An engine may have a hundred thousand open requests, and each of them ends. What follows for one engine is done in order:
-first the ends of the requests, then the news of its return. Until then, frames of the engine and a Hello of it wait, so an
-engine that comes and goes adds no more than is done.
+An engine may have a hundred thousand open requests, and each of them ends. What follows for one engine is done in
+order: first the ends of the requests, then the news of its return. Until then, frames of the engine and a Hello of it
+wait, so an engine that comes and goes adds no more than is done.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ FAILED = "the hub failed at something and goes on"
 
 
 class Departures:
-    """What is left to do for each engine. effects: get a `Continue` while something is left."""
+    """What is left to do for each engine.
+
+    effects: get a `Continue` while something is left.
+    """
 
     def __init__(self, effects: Effects) -> None:
         self._effects = effects

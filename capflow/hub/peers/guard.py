@@ -1,11 +1,11 @@
 """The guard: what each peer of a hub may do, and which peers it does not listen to for a while.
 
-It belongs to the hub's thread. A hub with a key knows its peers by their keys, and asks the allow-list about each message, and about every
-peer when the list has changed, so that a revoked key is sent nothing from then on; the hub's own key has every right. A hub without a key lets everyone do everything, except that
-off loopback nobody steers.
+It belongs to the hub's thread. A hub with a key knows its peers by their keys, and asks the allow-list about each
+message, and about every peer when the list has changed, so that a revoked key is sent nothing from then on; the hub's
+own key has every right. A hub without a key lets everyone do everything, except that off loopback nobody steers.
 
-A peer that breaks the protocol `limits.OFFENCES_MAX` times within `limits.OFFENCE_WINDOW_S` is ignored for `limits.IGNORED_S`. It
-is known by its key, and without one by its connection.
+A peer that breaks the protocol `limits.OFFENCES_MAX` times within `limits.OFFENCE_WINDOW_S` is ignored for
+`limits.IGNORED_S`. It is known by its key, and without one by its connection.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ ACTIONS_OFF = explain(
 
 
 class Guard:
-    """Who may do what. own: the hub's public key, "" without one; allowed: its list; local: whether only this machine reaches it."""
+    """Who may do what.
+
+    own: the hub's public key, "" without one.
+    allowed: its list.
+    local: whether only this machine reaches it.
+    """
 
     def __init__(self, own: str = "", allowed: AllowList | None = None, *, local: bool = True) -> None:
         self.own = own
@@ -50,7 +55,7 @@ class Guard:
         return self.allows(public)
 
     def allows(self, public: str) -> bool:
-        """Return whether a key may be connected, by the list as it was at the last `refresh`: whose peers were refused before."""
+        """Return whether a key may stay connected, by the list as of the last `refresh`."""
         return public == self.own or (self._allowed is not None and self._allowed.find(public) is not None)
 
     def refusal(self, user: str, *rights: str) -> str | None:
@@ -81,8 +86,10 @@ def _allow(public: str, name: str, rights: list[str] | tuple[str, ...]) -> str:
 class _Offender:
     """One who broke the protocol."""
 
-    since: float  # when the window began
-    count: int = 0  # in the window
+    # When the window began.
+    since: float
+    # In the window.
+    count: int = 0
     ignored_until: float = 0.0
 
 
@@ -90,22 +97,26 @@ class Offences:
     """Who broke the protocol lately; of at most `limits.SESSIONS_MAX`, the oldest is forgotten first."""
 
     def __init__(self) -> None:
-        self._offenders: dict[bytes | str, _Offender] = {}  # by key or connection
+        # By key or connection.
+        self._offenders: dict[bytes | str, _Offender] = {}
 
     def ignored(self, who: bytes | str, now: float) -> bool:
         """Return whether a peer is not listened to."""
-        found = self._offenders.get(who)
-        return found is not None and now < found.ignored_until
+        offender = self._offenders.get(who)
+        return offender is not None and now < offender.ignored_until
 
     def note(self, who: bytes | str, now: float) -> int:
-        """Note an offence; return how many there were in the window. From `limits.OFFENCES_MAX` on the peer is ignored."""
-        found = self._offenders.pop(who, None)
-        if found is None or now - found.since > limits.OFFENCE_WINDOW_S:
-            found = _Offender(now)
-        found.count += 1
-        if found.count >= limits.OFFENCES_MAX:
-            found.ignored_until = now + limits.IGNORED_S
-            found.since = -limits.OFFENCE_WINDOW_S  # afterwards it begins anew
-        self._offenders[who] = found
+        """Note an offence; return how many there were in the window.
+
+        From `limits.OFFENCES_MAX` on the peer is ignored.
+        """
+        offender = self._offenders.pop(who, None)
+        if offender is None or now - offender.since > limits.OFFENCE_WINDOW_S:
+            offender = _Offender(now)
+        offender.count += 1
+        if offender.count >= limits.OFFENCES_MAX:
+            offender.ignored_until = now + limits.IGNORED_S
+            offender.since = -limits.OFFENCE_WINDOW_S  # afterwards it begins anew
+        self._offenders[who] = offender
         keep_newest(self._offenders, limits.SESSIONS_MAX)
-        return found.count
+        return offender.count

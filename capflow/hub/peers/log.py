@@ -1,7 +1,7 @@
 """The log of what peers do: so many lines of a kind, and of a peer, at a time; the rest are counted.
 
-It belongs to the hub's thread. A kind, and a peer, may have a burst of lines at once, and so many a second from then on. `flush` says in one line how
-many were left out.
+It belongs to the hub's thread. A kind, and a peer, may have a burst of lines at once, and so many a second from then
+on. `flush` says in one line how many were left out.
 """
 
 from __future__ import annotations
@@ -33,17 +33,24 @@ class PeerLog:
     """Says what peers do, within bounds, by a logger."""
 
     def __init__(self, logger: logging.Logger) -> None:
-        self.left_out = 0  # lines, since the beginning
+        # Lines, since the beginning.
+        self.left_out = 0
         self._logger = logger
-        self._kinds: dict[str, _Bucket] = {}  # by event: as many as the hub has
-        self._peers: dict[bytes | str, _Bucket] = {}  # by key or connection; the oldest goes first
-        self._unsaid: Counter[str] = Counter()  # lines left out by event; emptied by `flush`
+        # By event: as many as the hub has.
+        self._kinds: dict[str, _Bucket] = {}
+        # By key or connection; the oldest goes first.
+        self._peers: dict[bytes | str, _Bucket] = {}
+        # Lines left out by event; emptied by `flush`.
+        self._unsaid: Counter[str] = Counter()
         self._flushed_at = 0.0
 
     def say(
         self, level: int, peer: bytes | str, now: float, text: str, *args: object, event: dict[str, Any], **more: Any
     ) -> None:
-        """Log a line about a peer, known by its key or connection, if there is room; event: its fields, the event's name under `event`."""
+        """Log a line about a peer, known by its key or connection, if there is room.
+
+        event: its fields, the event's name under `event`.
+        """
         kind = event["event"]
         of_kind = self._kinds.setdefault(kind, _Bucket(limits.LOG_KIND_LINES_MAX, now))
         of_peer = self._peers.pop(peer, None) or _Bucket(limits.LOG_PEER_LINES_MAX, now)

@@ -1,7 +1,7 @@
 """The roster: which peers are connected, which engines they belong to, and what the hub has of each worker.
 
-It belongs to the hub's thread and does no I/O. A worker's source outlives its connections, so that it can resume; it ends
-with the worker's Bye, or when the worker comes back with another boot.
+It belongs to the hub's thread and does no I/O. A worker's source outlives its connections, so that it can resume; it
+ends with the worker's Bye, or when the worker comes back with another boot.
 """
 
 from __future__ import annotations
@@ -36,15 +36,20 @@ class WorkerState:
     rank: Rank
     engine: KnownEngine
     intake: Intake
-    peer: bytes | None = None  # its connection, while it has one
-    silent_since: float | None = None  # since when it has none, as the hub last looked; on the monotonic clock
+    # Its connection, while it has one.
+    peer: bytes | None = None
+    # The time since which it has no connection, on the monotonic clock.
+    silent_since: float | None = None
     frames: int = 0
     rows: int = 0
     bytes: int = 0
     step_tokens: int = 0
-    frame_at: float | None = None  # when the last frame was taken, on the monotonic clock
-    told: WorkerCounts | None = None  # what the worker said last of its own side
-    troubles: tuple[str, ...] = ()  # likewise, of its controllers
+    # When the last frame was taken, on the monotonic clock.
+    frame_at: float | None = None
+    # The counters that the worker reported last.
+    reported: WorkerCounts | None = None
+    # What it reported of its controllers.
+    troubles: tuple[str, ...] = ()
 
     def count(self, header: FrameHeader, rows: int, now: float) -> None:
         """Count a frame."""
@@ -56,20 +61,24 @@ class WorkerState:
 
 
 class Peer(NamedTuple):
-    """One connection that said Hello and was let in. owner: who has what it takes of the hub, as of `capflow.buffers.shares`."""
+    """One connection that said Hello and was let in.
+
+    owner: who has what it takes of the hub, as of `capflow.buffers.shares`.
+    """
 
     session: HubSession
     hello: Hello
-    source: WorkerState | None  # a worker's
+    # Set for a worker.
+    source: WorkerState | None
     owner: str
 
     def status(self, now: float) -> dict[str, Any]:
         """Return what is shown of a session."""
-        told: dict[str, Any] = {"role": self.hello.role, "engine": self.hello.engine, "rank": list(self.hello.rank)}
+        fields: dict[str, Any] = {"role": self.hello.role, "engine": self.hello.engine, "rank": list(self.hello.rank)}
         if self.hello.model is not None:
-            told["model"] = self.hello.model.name
+            fields["model"] = self.hello.model.name
         if self.source is not None:
-            told |= {
+            fields |= {
                 "frames": self.source.frames,
                 "rows": self.source.rows,
                 "bytes": self.source.bytes,
@@ -78,9 +87,9 @@ class Peer(NamedTuple):
                 "held_bytes": self.source.intake.held_bytes,
                 "held_bytes_peak": self.source.intake.held_bytes_peak,
                 "last_frame_age_s": age_s(self.source.frame_at, now),
-                "worker": None if self.source.told is None else msgspec.to_builtins(self.source.told),
+                "worker": None if self.source.reported is None else msgspec.to_builtins(self.source.reported),
             }
-        return told
+        return fields
 
 
 class OnLost(Protocol):
@@ -95,8 +104,9 @@ class OnLost(Protocol):
 class Roster:
     """All peers, sources and engines of a hub.
 
-    fits(model) raises UsageError when consumers want what a model lacks. on_engine is told of an engine that
-    connected or came back. on_lost takes what `RequestIndex.lose` takes: the part of an engine that is gone.
+    fits: raises UsageError if consumers want what a model lacks.
+    on_engine: called with an engine that connected or came back.
+    on_lost: called with the part of an engine that is gone, as `RequestIndex.lose` takes it.
     """
 
     def __init__(
@@ -109,13 +119,18 @@ class Roster:
         on_engine: Callable[[KnownEngine], None],
         on_lost: OnLost,
     ) -> None:
-        self.pool = pool  # of credit, which the workers share
+        # The credit that the workers share.
+        self.pool = pool
         self.controllers = tuple(controllers)
         self.sessions = Shares("sessions", limits.SESSIONS_MAX, unit="sessions", do="close some, or try again later")
-        self.state = state  # of memory
-        self.peers: dict[bytes, Peer] = {}  # by connection, until they leave
-        self.engines: dict[str, KnownEngine] = {}  # by name, while a worker or a scheduler of it is known
-        self.resumed = 0  # workers that came back with the boot that they had
+        # The memory that peers share.
+        self.state = state
+        # By connection, until they leave.
+        self.peers: dict[bytes, Peer] = {}
+        # By name, while a worker or a scheduler of it is known.
+        self.engines: dict[str, KnownEngine] = {}
+        # Workers that came back with the boot that they had.
+        self.resumed = 0
         self._sources: dict[tuple[str, Rank], WorkerState] = {}
         self._fits = fits
         self._on_engine = on_engine
@@ -123,22 +138,22 @@ class Roster:
 
     def schedulers(self) -> Iterator[tuple[bytes, Hello]]:
         """Yield the connected schedulers."""
-        return ((peer, known.hello) for peer, known in self.peers.items() if known.hello.role == "scheduler")
+        return ((peer, member.hello) for peer, member in self.peers.items() if member.hello.role == "scheduler")
 
     def engines_connected(self) -> int:
         """Return how many engines have a peer that is connected."""
-        return len({known.hello.engine for known in list(self.peers.values()) if known.hello.role != "client"})
+        return len({member.hello.engine for member in list(self.peers.values()) if member.hello.role != "client"})
 
     def frames_spilled(self) -> int:
         """Return how many frames went to the spools of the workers that are connected, as they say."""
-        told = [known.source.told for known in list(self.peers.values()) if known.source is not None]
-        return sum(counts.spool.get("frames_spilled", 0) for counts in told if counts is not None and counts.spool)
+        reports = [member.source.reported for member in list(self.peers.values()) if member.source is not None]
+        return sum(counts.spool.get("frames_spilled", 0) for counts in reports if counts is not None and counts.spool)
 
     def troubles(self) -> list[str]:
         """Return why controllers in the workers that are connected do not do what they are there for."""
-        sources = [known.source for known in list(self.peers.values()) if known.source is not None]
-        told = {f"engine {source.engine.name}: {trouble}": None for source in sources for trouble in source.troubles}
-        return list(told)  # each once, whichever pipeline stages and replicas say it
+        sources = [member.source for member in list(self.peers.values()) if member.source is not None]
+        reasons = {f"engine {source.engine.name}: {trouble}": None for source in sources for trouble in source.troubles}
+        return list(reasons)  # each once, whichever pipeline stages and replicas say it
 
     def join(self, peer: bytes, session: HubSession, hello: Hello, now: float) -> Peer:
         """Let a peer in, in the place of any connection it had before.
@@ -160,56 +175,59 @@ class Roster:
             self.sessions.give(owner, 1)
             self._forget_unexpected(hello.engine)
             raise
-        known = self.peers[peer] = Peer(session, hello, source, owner)
-        return known
+        member = self.peers[peer] = Peer(session, hello, source, owner)
+        return member
 
     def leave(self, peer: bytes, *, for_good: bool) -> Peer | None:
         """Forget a connection; return what it was.
 
-        for_good: its worker does not come back. Nothing is kept to resume it with, and requests that it has not ended are over.
-        The engine is forgotten when each pipeline stage left so, or when nobody of it came for a while (`forget_missed`).
+        The engine is forgotten when each pipeline stage has left for good, or when it was away for a while
+        (`forget_missed`).
+
+        for_good: its worker does not come back. Nothing is kept to resume it, and its open requests are over.
         """
-        known = self.peers.pop(peer, None)
-        if known is None:
+        member = self.peers.pop(peer, None)
+        if member is None:
             return None
-        self.sessions.give(known.owner, 1)
-        name = known.hello.engine
-        if known.source is not None:
-            known.source.peer = None
-            known.source.intake.revoke()
+        self.sessions.give(member.owner, 1)
+        name = member.hello.engine
+        if member.source is not None:
+            member.source.peer = None
+            member.source.intake.revoke()
             if for_good:
-                self._drop(known.source)
-                known.source.engine.stages_left.add(known.hello.rank.pp)
-                self._on_lost(known.source.engine, known.hello.rank.dp, known.hello.rank.pp)
-            elif not known.source.intake.last_seq:  # no frame came: there is nothing to resume
-                self._drop(known.source)
+                self._drop(member.source)
+                member.source.engine.stages_left.add(member.hello.rank.pp)
+                self._on_lost(member.source.engine, member.hello.rank.dp, member.hello.rank.pp)
+            elif not member.source.intake.last_seq:  # no frame came: there is nothing to resume
+                self._drop(member.source)
         engine = self.engines.get(name)
         if engine is not None and len(engine.stages_left) >= engine.model.stages:
             self._forget_unexpected(name)
-        return known
+        return member
 
     def _check_name(self, hello: Hello, now: float) -> None:
-        """Raise UsageError when an engine of the same name lives; one that has not said anything lately is taken to be gone."""
+        """Raise UsageError if a live engine has the same name. An engine that was silent lately counts as gone."""
         if hello.former is True:
             return
         name = name_of(hello.engine)
-        for peer, known in list(self.peers.items()):
-            other = known.hello
+        for peer, member in list(self.peers.items()):
+            other = member.hello
             if other.role == "client" or other.former is True or other.engine == hello.engine:
                 continue
             if name_of(other.engine) != name:
                 continue
-            if now - known.session.heard_at < limits.NAME_KEPT_S:
+            if now - member.session.heard_at < limits.NAME_KEPT_S:
                 do = "give this engine another --engine-name, or stop the other"
                 raise UsageError(explain(f"engine name {name}", got="that of an engine that is connected", do=do))
             self.leave(peer, for_good=False)
-            if known.source is not None:
-                self._on_lost(known.source.engine, other.rank.dp)
+            if member.source is not None:
+                self._on_lost(member.source.engine, other.rank.dp)
 
     def forget_missed(self, now: float) -> None:
-        """Forget workers that have been silent for `limits.RESUME_S_MAX`, and engines of which nobody was connected or expected for `limits.MISSED_S`.
+        """Forget workers that were silent for `limits.RESUME_S_MAX`, and engines that were away for `limits.MISSED_S`.
 
-        The open requests of such an engine are over, and those of a replica without a connected worker for `limits.MISSED_S`.
+        The open requests of such an engine are over, and those of a replica without a connected worker for
+        `limits.MISSED_S`.
         """
         self._end_missed_replicas(now)
         for source in list(self._sources.values()):
@@ -220,7 +238,7 @@ class Roster:
             elif now - source.silent_since >= limits.RESUME_S_MAX:
                 self._drop(source)
                 self._on_lost(source.engine, source.rank.dp, source.rank.pp)
-        here = {known.hello.engine for known in self.peers.values() if known.hello.role != "client"}
+        here = {member.hello.engine for member in self.peers.values() if member.hello.role != "client"}
         here |= {name for name, _ in self._sources}
         for name, engine in list(self.engines.items()):
             if name in here:
@@ -231,7 +249,7 @@ class Roster:
                 self._forget_unexpected(name)
 
     def _end_missed_replicas(self, now: float) -> None:
-        """End the requests of replicas of which no worker was connected for `limits.MISSED_S`, also those that some pipeline stages have ended."""
+        """End the requests of replicas that had no connected worker for `limits.MISSED_S`."""
         here = {(peer.hello.engine, peer.hello.rank.dp) for peer in self.peers.values() if peer.source is not None}
         for engine in list(self.engines.values()):
             for replica, since in list(engine.replicas.items()):
@@ -249,7 +267,7 @@ class Roster:
 
     def connected(self, engine: str) -> bool:
         """Return whether a worker or a scheduler of an engine is connected."""
-        return any(known.hello.engine == engine and known.hello.role != "client" for known in self.peers.values())
+        return any(member.hello.engine == engine and member.hello.role != "client" for member in self.peers.values())
 
     def _engine(self, name: str, model: ModelInfo, user: str) -> KnownEngine:
         engine = self.engines.get(name)
@@ -296,14 +314,18 @@ class Roster:
 
     def _replace(self, peer: bytes) -> None:
         """Forget a connection, its worker having another one."""
-        known = self.peers.pop(peer, None)
-        if known is not None:
-            self.sessions.give(known.owner, 1)
-            if known.source is not None:
-                known.source.peer = None  # acknowledgements of its frames are not for the next peer with this name
+        member = self.peers.pop(peer, None)
+        if member is not None:
+            self.sessions.give(member.owner, 1)
+            if member.source is not None:
+                # Acknowledgements of its frames are not for the next peer with this name.
+                member.source.peer = None
 
     def _take(self, engine: KnownEngine, nbytes: int) -> None:
-        """Take memory for an engine. When there is no room, its owner's workers that fell silent are forgotten. Raises RoomError."""
+        """Take memory for an engine.
+
+        When there is no room, its owner's workers that fell silent are forgotten. Raises RoomError.
+        """
         if nbytes > self.state.room(engine.owner):
             for source in [each for each in self._sources.values() if each.peer is None]:
                 if source.engine.owner == engine.owner:
@@ -334,5 +356,5 @@ class Roster:
 
 
 def owner_of(user: str, hello: Hello, peer: bytes) -> str:
-    """Return who has what a peer takes: its key, and on a hub without keys its engine, or its connection if it is a client."""
+    """Return the owner of a peer's memory: its key; without keys its engine, or the connection of a client."""
     return user or (f"client {peer.hex()}" if hello.role == "client" else f"engine {hello.engine}")

@@ -1,10 +1,11 @@
 """The turns: in which order the hub's thread handles what its peers sent, so that none waits for another for long.
 
-It belongs to the hub's thread and does no I/O. Each peer has a line of messages, handled in order. The next step is that of the peer
-whose messages have taken the least time so far; a step is one message, or a slice of one that takes longer. Invariant: a peer that sends
-little waits for at most one step of another peer, however much the others send.
+It belongs to the hub's thread and does no I/O. Each peer has a line of messages, handled in order. The next step is
+that of the peer whose messages have taken the least time so far; a step is one message, or a slice of one that takes
+longer. Invariant: a peer that sends little waits for at most one step of another peer, however much the others send.
 
-What is read and not handled is bounded: a worker's frames by its credit, all else by a share of `limits.READ_AHEAD_BYTES_MAX`, and one large
+What is read and not handled is bounded: a worker's frames by its credit, all else by a share of
+`limits.READ_AHEAD_BYTES_MAX`, and one large
 message beside: a frame that costs more than all credit is sent unpaid when nothing else is under way. Who sends more
 at once is to be cut off: the library has no way to read from some connections only.
 """
@@ -31,10 +32,14 @@ Handle = Callable[[bytes, Parts, str], Iterator[None]]
 class _Line:
     """What one peer sent and the hub has not handled."""
 
-    messages: deque[tuple[Parts, str, int]] = field(default_factory=deque)  # with the user, and what each weighs
-    weight_bytes: int = 0  # of the messages but `large`
-    large: Parts | None = None  # one of the messages, more than half of what may wait
-    step: Iterator[None] | None = None  # the message that is being handled, when it is in slices
+    # With the user, and what each weighs.
+    messages: deque[tuple[Parts, str, int]] = field(default_factory=deque)
+    # Of the messages but `large`.
+    weight_bytes: int = 0
+    # One of the messages, more than half of what may wait.
+    large: Parts | None = None
+    # The message that is being handled, when it is in slices.
+    step: Iterator[None] | None = None
 
 
 class Turns:
@@ -42,10 +47,10 @@ class Turns:
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
-        self._lines: dict[bytes, _Line] = {}  # by connection; removed when empty
-        self._next: list[
-            tuple[float, int, bytes]
-        ] = []  # a heap of the lines: seconds used, order of arrival, connection
+        # By connection; removed when empty.
+        self._lines: dict[bytes, _Line] = {}
+        # A heap of the lines: seconds used, order of arrival, connection.
+        self._next: list[tuple[float, int, bytes]] = []
         self._order = itertools.count()
         # Seconds used, by connection. One that is not in it, or has less, has had as much as whoever was served last.
         self._used_s: dict[bytes, float] = {}
@@ -63,7 +68,8 @@ class Turns:
     def put(self, peer: bytes, parts: Parts, user: str, share_bytes: int, paid_bytes: int) -> bool:
         """Take a message, behind those that its peer sent before; return False when the peer has sent too much at once.
 
-        share_bytes: how much may wait of any peer of its kind, in a crowd less. paid_bytes: how much more, by a worker's credit.
+        share_bytes: how much may wait of any peer of its kind, in a crowd less.
+        paid_bytes: how much more, by a worker's credit.
         """
         weight = cost(parts) + _MESSAGE_BYTES
         line = self._lines.get(peer)
@@ -98,7 +104,7 @@ class Turns:
         self._forget()
 
     def _serve(self, now: float, until: float) -> float:
-        """Take steps of the peer whose turn it is, until that of another comes or the time is over; return when that is."""
+        """Take steps of the next peer until another is due or the time is over; return the time."""
         used, _, peer = heapq.heappop(self._next)
         line = self._lines[peer]
         try:

@@ -1,8 +1,8 @@
 """The index: which requests run, what each consumer wants of them, and the result that each consumer gave.
 
 It belongs to one thread and does no I/O. A request enters with the first frame that names it and is
-over when every pipeline stage of its engine's replica has sent its `Finished`, or the engine is gone. What a consumer was given of a
-request is in the tally of its lane (`capflow.hub.lanes.tally`).
+over when every pipeline stage of its engine's replica has sent its `Finished`, or the engine is gone. What a consumer
+was given of a request is in the tally of its lane (`capflow.hub.lanes.tally`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Wish(NamedTuple):
 class Arrival(NamedTuple):
     """A frame that came, with the requests that it names.
 
-    requests: that of each part of its header. ends: what each consumer wants of each request that the frame ends.
+    requests: that of each part of its header.
+    ends: what each consumer wants of each request that the frame ends.
     shares: what each consumer wants of every request of it; None when they differ.
     """
 
@@ -71,23 +72,28 @@ class Arrival(NamedTuple):
 
 @dataclass
 class _Lost:
-    """What is known of a request that `RequestIndex.lose` ended.
+    """A request that `RequestIndex.lose` ended.
 
-    received: the rows that had come, by pipeline stage. ended: the stages that ended it, before or since. rows: those that were lost, by reason.
-    told: those of them that were said. given: whether a consumer wanted something of it whose lane is not durable.
+    received: the rows that had come, by pipeline stage.
+    ended: the stages that ended it, before or since.
+    rows: those that were lost, by reason.
+    logged: rows that a result or the log named, by reason.
+    given: whether a consumer wanted something of it whose lane is not durable.
     """
 
     received: dict[int, int]
     ended: set[int]
     rows: Counter[str]
-    told: Counter[str]
+    logged: Counter[str]
     given: bool
 
 
 class Late(NamedTuple):
     """What the ends of a request say that come after it was ended, its engine being gone.
 
-    dropped: what was lost of it. untold: what no result of it could say. given: whether a consumer wanted something of it whose lane is not durable.
+    dropped: what was lost of it.
+    untold: what no result of it could say.
+    given: whether a consumer wanted something of it whose lane is not durable.
     """
 
     dropped: tuple[Dropped, ...]
@@ -96,9 +102,11 @@ class Late(NamedTuple):
 
 
 class RequestIndex:
-    """All requests of a hub, open ones and the latest `results_kept_max` that are over (None: `limits.RESULTS_KEPT_MAX`).
+    """All requests of a hub: open requests, and the latest requests that are over.
 
-    state: the memory that open requests share. results_bytes_max: of those that are over.
+    state: the memory that open requests share.
+    results_kept_max: how many requests that are over are kept; None for `limits.RESULTS_KEPT_MAX`.
+    results_bytes_max: the memory of requests that are over.
     """
 
     def __init__(
@@ -111,26 +119,30 @@ class RequestIndex:
         self.state = state
         self.wishes = tuple(wishes)
         self._groups: Memo[tuple[Share, tuple[Site, ...]], Groups] = Memo(_GROUPS_BYTES_MAX)
-        self._specs: Memo[tuple[int, int, bytes], tuple[Share | None, ...]] = Memo(
-            _SPECS_BYTES_MAX
-        )  # by model and spec
+        # What consumers want, by model and spec.
+        self._specs: Memo[tuple[int, int, bytes], tuple[Share | None, ...]] = Memo(_SPECS_BYTES_MAX)
         self._no_tags = ("",) * len(self.wishes)
         kept_max = limits.RESULTS_KEPT_MAX if results_kept_max is None else results_kept_max
-        self.kept = Kept(kept_max, results_bytes_max)  # of `_requests`, those that are over
+        # The keys in `_requests` of requests that are over.
+        self.kept = Kept(kept_max, results_bytes_max)
         # The consumers that lose the rows that this hub does not get.
         self._losing = tuple(index for index, wish in enumerate(self.wishes) if not wish.durable)
         self.requests_done = 0
-        self.requests_failed = 0  # of these, those whose engine went away
+        # Requests that ended because their engine went away.
+        self.requests_failed = 0
         self.requests_open = 0
-        self.requests_gapped = 0  # that are over, and of which rows did not reach this hub
-        self.dropped: Counter[str] = Counter()  # rows that did not reach this hub, by reason
+        # Requests that are over, and lost rows on the way to this hub.
+        self.requests_gapped = 0
+        # Rows that did not reach this hub, by reason.
+        self.dropped: Counter[str] = Counter()
         # The newest request of each engine's name and id, open or over.
         self._requests: dict[tuple[str, str], Request] = {}
         # The names of the engines that have a request in `_requests`, by id.
         self._engines_of: dict[str, tuple[str, ...]] = {}
         # The requests that `lose` ended, by engine and id, oldest first, at most `limits.RESULTS_KEPT_MAX`.
         self._lost: dict[tuple[str, str], _Lost] = {}
-        # The ends, by stage, of requests that had no room and that other stages have not ended, oldest first; bounded so too.
+        # The ends, by stage, of requests that had no room and that other stages have not ended, oldest first, at
+        # most `limits.RESULTS_KEPT_MAX`.
         self._unopened: dict[tuple[str, str], dict[int, Finished]] = {}
 
     def check(self, model: ModelInfo) -> None:
@@ -145,18 +157,18 @@ class RequestIndex:
 
         `take`, `miss` and `finish` of an admitted frame raise nothing. Raises RemoteProtocolError.
         """
-        known = engine.open
-        parts: list[RequestRows | Finished] = [part for part in header.requests if part.id not in known]
+        is_open = engine.open
+        parts: list[RequestRows | Finished] = [part for part in header.requests if part.id not in is_open]
         for part in (*parts, *header.finished):
-            if part.id not in known:
+            if part.id not in is_open:
                 self._shares(engine, None if part.capture is None else part.capture.untagged())
 
     def take(self, frame: Frame, engine: KnownEngine) -> Arrival:
         """Note a frame's rows, and open the requests that it names; its ends are for `finish`."""
         header = frame.header
         rank, stage = header.rank, header.rank.pp
-        known = engine.open.get
-        requests = [known(part.id) or self._request(engine, part, rank) for part in header.requests]
+        request_of = engine.open.get
+        requests = [request_of(part.id) or self._request(engine, part, rank) for part in header.requests]
         for request, part, rows in zip(requests, header.requests, frame.counts, strict=True):
             request.prompt_length = part.prompt_length
             received = request.received
@@ -172,7 +184,7 @@ class RequestIndex:
         return Arrival(frame, engine.model, requests, ends, shares[0] if alike else None)
 
     def miss(self, header: FrameHeader, engine: KnownEngine, reason: str, *, placed: bool = True) -> int:
-        """Note that the rows of a frame are lost; return how many of them are of requests that somebody wants something of.
+        """Note that the rows of a frame are lost; return how many of them a consumer wants.
 
         placed: whether the header can be believed where the rows are.
         """
@@ -270,8 +282,10 @@ class RequestIndex:
         """End open requests of an engine with status `error`; yield them in slices. Meanwhile it is to open none.
 
         replica: only those of one replica.
-        stage: only those that this pipeline stage has not ended. The other stages may still send what they have of the others.
-        anew: the stage started again. Requests that another stage named first are of the new start, until this stage has sent rows of them.
+        stage: only those that this pipeline stage has not ended. The other stages may still send what they have of the
+            others.
+        anew: the stage started again. Requests that another stage named first are of the new start, until this stage
+            has sent rows of them.
         """
         if self._unopened:
             self._unopened = {key: ends for key, ends in self._unopened.items() if key[0] != engine.name}
@@ -296,12 +310,12 @@ class RequestIndex:
             yield lost
 
     def was_lost(self, finished: Finished, engine: KnownEngine) -> bool:
-        """Return whether an end is of a request that `lose` ended, of which nothing came since: consumers know that it did not end."""
+        """Return whether an end belongs to a request that `lose` ended and that sent nothing since."""
         lost = finished.status == "error" and finished.id not in engine.open
         return lost and (engine.name, finished.id) in self._lost
 
     def late(self, finished: Finished, engine: KnownEngine, stage: int) -> Late | None:
-        """Note an end of a pipeline stage of a request that `was_lost`; return what all of them say when each stage has ended it."""
+        """Note an end of a request that `was_lost`; return the losses when each stage has ended it."""
         lost = self._lost[engine.name, finished.id]
         losses = Losses()
         for reason, rows in lost.rows.items():
@@ -313,22 +327,25 @@ class RequestIndex:
             lost.rows = losses.rows
         if len(lost.ended) < engine.model.stages:
             return None
-        untold, lost.told = lost.rows - lost.told, lost.rows
+        untold, lost.logged = lost.rows - lost.logged, lost.rows
         return Late(losses.dropped, tuple(Dropped(rows, reason) for reason, rows in untold.items()), lost.given)
 
     def over(self, request: Request | RequestName) -> Request | None:
-        """Return a request that a lane says is over; None when it is not known here, or not over. A lane that names it has no `Request` of this index."""
+        """Return a request that a lane says is over; None when it is not known here, or not over.
+
+        A lane that names it has no `Request` of this index.
+        """
         if isinstance(request, Request):
             return request
-        known = self._requests.get(request.key)
-        return known if known is not None and known.engine == request.engine and known.status is not None else None
+        newest = self._requests.get(request.key)
+        return newest if newest is not None and newest.engine == request.engine and newest.status is not None else None
 
     def named(self, request: str, engine: str = "") -> list[Request]:
-        """Return the newest request of an id of each engine that has one, or of one engine, which is given by its name or id."""
+        """Return the newest request of an id, of each engine or of one, which is given by name or id."""
         if not engine:
             return [self._requests[name, request] for name in self._engines_of.get(request, ())]
-        found = self._requests.get((name_of(engine), request))
-        return [found] if found is not None and is_of(found.engine, engine) else []
+        newest = self._requests.get((name_of(engine), request))
+        return [newest] if newest is not None and is_of(newest.engine, engine) else []
 
     def newest(self, key: tuple[str, str]) -> Request | None:
         """Return the newest request of an engine's name and an id; None where it is forgotten."""

@@ -38,21 +38,26 @@ class RequestName(NamedTuple):
 
 
 class KnownEngine:
-    """An engine that is known: its model, its open requests by id, and the public key of its workers ("" where there are none)."""
+    """An engine: its model, its open requests by id, and its workers' public key ("" without keys)."""
 
     def __init__(self, name: str, model: ModelInfo, user: str = "") -> None:
         self.name = name
         self.model = model
         self.user = user
-        self.stages_left: set[int] = set()  # pipeline stages that said Bye and did not come back
-        self.missed_since: float | None = None  # when nobody of it was connected or expected any more
+        # Pipeline stages that said Bye and did not come back.
+        self.stages_left: set[int] = set()
+        # The time since which nobody of it was connected or expected.
+        self.missed_since: float | None = None
         # By data-parallel replica, since when no worker of it is connected; None while one is.
         self.replicas: dict[int, float | None] = {}
-        self.open: dict[str, Request] = {}  # until they are over
+        # Its open requests, by id.
+        self.open: dict[str, Request] = {}
         self.format = RowFormat(model)
         self.tapped = mask_of(model.sites)
-        self.step_last: dict[int, int] = {}  # the last step counted, by data-parallel replica
-        self.full = False  # whether requests of it had no room here, and were not opened
+        # The last step counted, by data-parallel replica.
+        self.step_last: dict[int, int] = {}
+        # Whether requests of it had no room here, and were not opened.
+        self.full = False
 
     @property
     def owner(self) -> str:
@@ -102,22 +107,29 @@ class Request:
         self.engine = engine
         self.id = request
         self.replica = replica
-        self.first_stage = first_stage  # the pipeline stage that named it first
+        # The pipeline stage that named it first.
+        self.first_stage = first_stage
         self.shares = shares
         self.results: list[CaptureResult | None] = [
             CaptureResult("not_requested") if share is None else None for share in shares
         ]
-        self.tags = tags  # of its spec for each consumer
-        self.strangers = strangers  # names in its capture that no consumer here has
+        # The tag of its spec, for each consumer.
+        self.tags = tags
+        # Names in its capture that no consumer here has.
+        self.strangers = strangers
         self.prompt_length = 0
-        self.received: dict[int, int] = {}  # rows by pipeline stage
-        self.before: dict[
-            int, list[tuple[tuple[Site, ...], int]]
-        ] = {}  # by pipeline stage: sites, and the first position that came
-        self.finished: dict[int, Finished] = {}  # by pipeline stage
-        self.lost = Losses()  # rows that did not reach this hub
-        self.status: str | None = None  # set when it is over
-        self.nbytes = 0  # of memory that its engine's owner has for it, while it is open
+        # Received rows, by pipeline stage.
+        self.received: dict[int, int] = {}
+        # By pipeline stage: sites, and the first position that came.
+        self.before: dict[int, list[tuple[tuple[Site, ...], int]]] = {}
+        # Its ends, by pipeline stage.
+        self.finished: dict[int, Finished] = {}
+        # Rows that did not reach this hub.
+        self.lost = Losses()
+        # The status of its end; None while it runs.
+        self.status: str | None = None
+        # The memory that it takes while it is open.
+        self.nbytes = 0
 
     @property
     def key(self) -> tuple[str, str]:
@@ -130,18 +142,18 @@ class Request:
         self.let_go()
 
     def let_go(self) -> None:
-        """Keep nothing but the results, if they are all there; to be called when every consumer was told that it is over."""
+        """Keep only the results, if all are there. Call it when every lane has the end of the request."""
         if self.status is not None and None not in self.results:
             self.received, self.before, self.finished, self.lost = _NOTHING, _NOTHING, _NOTHING, _NO_LOSSES
 
     def acted(self) -> list[Answered]:
         """Return what changed the steering of it inside its workers, oldest first; told again, each has the same id."""
-        told = [
+        answered_all = [
             answered
             for stage, finished in self.finished.items()
             for answered in answered_by(self.engine, self.id, stage, finished.acted)
         ]
-        return sorted(told, key=lambda answered: answered.time_ns)
+        return sorted(answered_all, key=lambda answered: answered.time_ns)
 
     def ends_with(self, stage: int, *, anew: bool) -> bool:
         """Return whether the request cannot end any more, because a pipeline stage is gone, or is here anew."""

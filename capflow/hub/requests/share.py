@@ -1,6 +1,7 @@
 """What one consumer wants of the requests of a model that brought the same spec.
 
-Invariant: a share takes few bytes, whatever the spec says: sites are bits of a number, and sets of positions are shared between them.
+Invariant: a share takes few bytes, whatever the spec says: sites are bits of a number, and sets of positions are shared
+between them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ Groups = tuple[tuple[Positions, int], ...]
 
 
 class WantedAt(Mapping[Site, Want]):
-    """What is wanted at each site, as `capflow.capture.spec.Wanted`. groups: masks of different sites, and what is wanted at these."""
+    """What is wanted at each site, as `capflow.capture.spec.Wanted`.
+
+    groups: masks of different sites, and what is wanted at these.
+    """
 
     __slots__ = ("groups",)
 
@@ -66,7 +70,10 @@ class WantedAt(Mapping[Site, Want]):
 
 
 class Share:
-    """What a consumer wants of such requests. memo: keeps what `groups` returned, of many shares."""
+    """What a consumer wants of such requests.
+
+    memo: keeps what `groups` returned, of many shares.
+    """
 
     __slots__ = ("_memo", "nbytes", "wanted")
 
@@ -83,7 +90,10 @@ class Share:
         num_layers: int,
         memo: Memo[tuple[Share, tuple[Site, ...]], Groups],
     ) -> Share | None:
-        """Return what some specs want of a model, given the mask of its tapped sites; None when that is nothing. Raises UsageError."""
+        """Return what some specs want of a model, given the mask of its tapped sites; None when that is nothing.
+
+        Raises UsageError.
+        """
         wants = [(s.mask(tapped, num_layers=num_layers), Want(s.set_of_positions(), s.dtype)) for s in specs]
         return cls(WantedAt.joined(wants), memo) if wants else None
 
@@ -102,7 +112,7 @@ class Share:
         return len(groups) == 1 and groups[0] == (Positions.ALL, len(sites))
 
     def places(self, prompt_length: int, site: str) -> Places | None:
-        """Return the positions wanted, at a site as `HOOK:LAYER`, of such a request with a prompt of so many tokens; None where none are."""
+        """Return the wanted positions at a site (`HOOK:LAYER`) for a prompt of this length; None if there are none."""
         want = self.wanted.get(Site.parse(site))
         return None if want is None else want.positions.at(prompt_length)
 

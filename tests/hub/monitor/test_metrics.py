@@ -97,7 +97,7 @@ def watched(tmp_path_factory):
             eventually(
                 lambda: (
                     sum(
-                        known.source is not None and known.source.told is not None
+                        known.source is not None and known.source.reported is not None
                         for known in list(hub.roster.peers.values())
                     )
                     == 2
