@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any, Literal, get_args
 
 from capflow.errors import UsageError, explain
+from capflow.extras import require
 from capflow_models.model import SteerableModel
 
 Backend = Literal["vllm", "transformers"]
@@ -23,8 +23,7 @@ def open_model(backend: Backend, model: str, arguments: dict[str, Any]) -> Steer
     """
     if backend not in BACKENDS:
         raise UsageError(explain("--backend", got=backend, expected=f"one of {', '.join(BACKENDS)}"))
-    if importlib.util.find_spec(backend) is None:
-        raise UsageError(explain(f"--backend: {backend} is not installed", do="pip install 'capflow[vllm]'"))
+    require("vllm", f"--backend {backend}", backend, "torch")
     if model == "demo":
         from capflow_engine.jobs.demo import prepare
 

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pyarrow as pa
-import pyarrow.parquet as pq
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from capflow.errors import UsageError, explain
+from capflow.extras import require
 from capflow.files import whole_file
 from capflow.text import jsontext
 from capflow_models.backends import Backend, open_model
@@ -31,9 +30,6 @@ from capflow_models.vectors import load_sites
 
 BATCH = {"vllm": 64, "transformers": 1}
 """Answers per batch of a back end, by default. A kill loses at most one batch."""
-
-_COLUMNS = {str: pa.string(), int: pa.int64(), float: pa.float64()}
-_SCHEMA = pa.schema([(field.name, _COLUMNS[field.type]) for field in msgspec.structs.fields(Rollout)])
 
 
 class RolloutJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,6 +99,8 @@ def shared_out(job: RolloutJob) -> Path:
     out = Path(job.out)
     if out.suffix not in (".jsonl", ".parquet"):
         raise UsageError(explain("--out", got=job.out, expected="a .jsonl or a .parquet file"))
+    if out.suffix == ".parquet":
+        require("files", f"--out {job.out}", "pyarrow")
     if not 0 <= job.offset < job.stride:
         raise UsageError(explain("--offset", got=job.offset, expected=f"0..{job.stride - 1}, below --stride"))
     if job.stride == 1:
@@ -145,6 +143,9 @@ def run(job: RolloutJob) -> None:
 
 def read_parquet(path: Path) -> list[Rollout]:
     """Return the rows of a Parquet file of `write_parquet`. Raises UsageError for any other file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     try:
         return msgspec.convert(pq.read_table(path).to_pylist(), list[Rollout])
     except (pa.ArrowException, OSError, msgspec.ValidationError) as e:
@@ -153,8 +154,13 @@ def read_parquet(path: Path) -> list[Rollout]:
 
 def write_parquet(path: Path, rows: Iterator[Rollout]) -> None:
     """Write rows to a Parquet file; the file appears once it is whole."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    types = {str: pa.string(), int: pa.int64(), float: pa.float64()}
+    schema = pa.schema([(field.name, types[field.type]) for field in msgspec.structs.fields(Rollout)])
     with whole_file(path) as file:
-        pq.write_table(pa.Table.from_pylist([msgspec.to_builtins(row) for row in rows], _SCHEMA), file)
+        pq.write_table(pa.Table.from_pylist([msgspec.to_builtins(row) for row in rows], schema), file)
 
 
 def _rows(file: LineFile) -> Iterator[Rollout]:

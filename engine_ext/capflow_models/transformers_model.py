@@ -7,18 +7,23 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-import transformers
 
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import HOOKS, Site
 from capflow.errors import UsageError, explain
+from capflow.extras import require
 from capflow.steering.request import Steering
 from capflow_engine.steering.budget import Size
 from capflow_engine.steering.fit import Fit
 from capflow_engine.steering.store import SteeringStore
 from capflow_models.model import Completion, Job, Prompt, Rows, Sampling, SteerableModel
-from capflow_models.stream import Stream, layers_of
+
+require("vllm", "capflow_models.TransformersSteerableModel", "torch", "transformers")
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+from capflow_models.stream import Stream, layers_of  # noqa: E402
 
 
 class TransformersSteerableModel(SteerableModel):

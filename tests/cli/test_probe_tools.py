@@ -111,7 +111,7 @@ def test_without_scikit_learn_it_says_what_to_install(tmp_path):
     done = subprocess.run([sys.executable, "-c", script, *command], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (
         2,
-        "capflow: scikit-learn is not installed; pip install 'capflow[probe]'\n",
+        "capflow: capflow probe fit: missing package scikit-learn; pip install 'capflow[probe]'\n",
     )
 
 

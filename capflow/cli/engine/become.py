@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from typing import Any, NoReturn
 
 import msgspec
 
-from capflow.errors import UsageError, explain
+from capflow.extras import require
 
 
 def become(module: str, job: dict[str, Any]) -> NoReturn:
@@ -18,8 +17,5 @@ def become(module: str, job: dict[str, Any]) -> NoReturn:
     Raises UsageError when the job's back end is not installed.
     """
     backend = job["backend"]
-    for package in (backend, "torch"):
-        if importlib.util.find_spec(package) is None:
-            do = "pip install 'capflow[vllm]' (GPU) or 'capflow[cpu]' to run models"
-            raise UsageError(explain(f"--backend {backend}: no package {package}", do=do))
+    require("vllm", f"--backend {backend}", backend, "torch")
     os.execv(sys.executable, [sys.executable, "-m", module, msgspec.json.encode(job).decode()])  # noqa: S606

@@ -33,9 +33,9 @@ from capflow.capture.spec import Capture, CaptureByConsumer, Wanted, join
 from capflow.cli.engine.prompts import Prompt
 from capflow.cli.engine.summary import print_summary
 from capflow.cli.hub.running import HubRun
-from capflow.cli.needs import check_vllm
 from capflow.cli.units import human_bytes
 from capflow.errors import CapflowError, UsageError, explain
+from capflow.extras import require
 from capflow.transport.client import Client
 
 _RESULTS_WAIT_S = 120.0
@@ -105,7 +105,7 @@ class ModelJob:
 
     def check(self) -> None:
         """Raise UsageError for a model that is wrong before anything is started."""
-        check_vllm(option="--model")
+        require("vllm", "--model")
         path = Path(self.model)
         local = path.exists() or self.model.startswith((".", "/", "~")) or self.model.count("/") > 1
         if local and not (path / "config.json").is_file():

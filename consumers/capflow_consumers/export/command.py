@@ -8,6 +8,7 @@ import click
 
 from capflow.capture.site import Site
 from capflow.errors import CapflowError, UsageError, explain
+from capflow.extras import require
 from capflow_consumers.dataset.reader import open_dataset
 
 _CONTEXT_SIZE = 128
@@ -32,14 +33,14 @@ def export(
     """
     from capflow_consumers.dataset.contents import Contents
     from capflow_consumers.export.destination import Destination, Export
-    from capflow_consumers.export.saelens import check_datasets, check_fits, to_saelens
+    from capflow_consumers.export.saelens import check_fits, to_saelens
     from capflow_consumers.export.safetensors import to_safetensors
     from capflow_consumers.progress import progress
 
     if format == "safetensors" and context_size is not None:
         raise click.UsageError("--context-size is for --to saelens")
     if format == "saelens":
-        check_datasets()
+        require("saelens", "--to saelens")
     dataset = open_dataset(path)
     _check_apart(dataset.path, dest)
     if damaged := dataset.damaged():

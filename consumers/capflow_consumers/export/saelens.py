@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,12 +43,6 @@ class ExportedSite(NamedTuple):
     dtype: str
     contexts: int
     rows_left: int
-
-
-def check_datasets() -> None:
-    """Raise UsageError when `datasets` is not installed."""
-    if find_spec("datasets") is None:
-        raise UsageError(explain("--to saelens: datasets is not installed", do="pip install 'capflow[saelens]'"))
 
 
 def check_fits(sites: dict[Site, SiteContents], context_size: int) -> None:

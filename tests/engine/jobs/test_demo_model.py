@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from capflow import extras
 from capflow.errors import UsageError
 from capflow_engine.jobs import demo
 
@@ -110,6 +111,7 @@ def test_two_processes_make_it_once(tmp_path):
     code = """
 import sys, time
 from pathlib import Path
+from capflow import extras
 from capflow_engine.jobs import demo
 def make(directory, progress):
     with open(sys.argv[1] + "/made", "a") as log: log.write("made\\n")
@@ -157,6 +159,6 @@ def test_a_file_is_read_once_and_as_gguf_reads_it(tmp_path):
 
 
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None if name == "gguf" else object())
-    with pytest.raises(UsageError, match=r"no package gguf.*pip install 'capflow\[demo\]'"):
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "gguf" else object())
+    with pytest.raises(UsageError, match=r"missing package gguf; pip install 'capflow\[demo\]'"):
         demo.prepare(tmp_path)

@@ -6,17 +6,16 @@ them holds the port, without listening, while they run, so that no other server 
 
 from __future__ import annotations
 
-import importlib.util
 import socket
 
 from capflow.errors import UsageError, explain
+from capflow.extras import require
 from capflow.serve_options import GRPC_PORT as FLAG
 
 
 def address(host: str, port: int) -> str:
     """Return the address of gRPC, `HOST:PORT`. Raises UsageError if gRPC is not installed."""
-    if any(importlib.util.find_spec(name) is None for name in ("grpc", "grpc_health", "grpc_reflection")):
-        raise UsageError(explain(f"{FLAG}: gRPC is not installed", do="pip install 'capflow[grpc]'"))
+    require("grpc", FLAG)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
