@@ -53,6 +53,7 @@ SIDECAR_NAME = "request.json"
 PARTIAL_PREFIX = ".partial-"
 RUNNING_NAME = "running.jsonl"
 PACKED_NAME = "rows.safetensors"
+SHARD_PATTERN = "shard~*.parquet"
 
 
 class SiteFile(msgspec.Struct, frozen=True):

@@ -31,7 +31,7 @@ from capflow_consumers.dataset.capture import Damage, JoinedCapture, RequestCapt
 from capflow_consumers.dataset.disk import mapped
 from capflow_consumers.dataset.names import Numbered, slug, split
 from capflow_consumers.dataset.running import RunningCapture, running
-from capflow_consumers.dataset.shards.reader import PATTERN, ShardSet
+from capflow_consumers.dataset.shards.index import ShardSet
 
 __all__ = ["Damage", "Dataset", "JoinedCapture", "RequestCapture", "RowBatch", "Rows", "RunningCapture", "open_dataset"]
 
@@ -333,7 +333,7 @@ def open_dataset(path: str | Path) -> Dataset:
     if (root / layout.SIDECAR_NAME).is_file():
         do = f"open {root.parent} and index it with the request's id"
         raise UsageError(explain(f"{root}", got="one request's directory", expected="the root above it", do=do))
-    if (root / ".lock").is_file() or any(root.glob(PATTERN)) or any(root.glob(f"*/{layout.SIDECAR_NAME}")):
+    if (root / ".lock").is_file() or any(root.glob(layout.SHARD_PATTERN)) or any(root.glob(f"*/{layout.SIDECAR_NAME}")):
         return Dataset(root)
     expected = f"directories with a {layout.SIDECAR_NAME}, or shards, as the filesystem consumer writes"
     raise UsageError(explain(f"{root} is not a captured data set", expected=expected))

@@ -34,6 +34,7 @@ from capflow.capture.positions import Form
 from capflow.capture.result import CaptureResult, RequestDone
 from capflow.capture.spec import CaptureSpec, StoredDtype, Wanted, join, read_layers
 from capflow.errors import FatalError, RetryError, UsageError, explain, kind_of
+from capflow.extras import require
 from capflow.plugins.consumer import Consumer, Context, hookimpl
 from capflow_consumers.dataset import disk, layout
 from capflow_consumers.dataset.running import About
@@ -41,7 +42,7 @@ from capflow_consumers.dataset.stored_dtype import name_of
 from capflow_consumers.filesystem.files import PackedFile, RequestFiles
 from capflow_consumers.filesystem.publisher import Over, Publisher, expected_of, result_of
 from capflow_consumers.filesystem.request import FiledRequest
-from capflow_consumers.filesystem.store import ShardStore, Store, Written
+from capflow_consumers.filesystem.store import Store, Written
 from capflow_consumers.filesystem.workdir import OnCollision, WorkDir
 from capflow_consumers.filesystem.writing import Endings
 
@@ -141,6 +142,8 @@ class FilesystemConsumer(Consumer):
     def check(self) -> None:
         """Raise UsageError for options out of range and for a root that cannot be written."""
         config = self.config
+        if config.layout == "sharded":
+            require("files", f"consumers.{self.instance}.layout=sharded")
         bounds = {"buffer_bytes_max": 0, "tail_s": 0, "shard_bytes": limits.MIB, "threads": 0}
         for name, least in bounds.items():
             if not least <= getattr(config, name) < math.inf:
@@ -183,6 +186,8 @@ class FilesystemConsumer(Consumer):
         workers = ThreadPoolExecutor(config.threads, "capflow-filesystem") if config.threads else None
         work = WorkDir(self._root, fsync=bool(config.fsync), mode=int(config.mode, 8))
         if config.layout == "sharded":
+            from capflow_consumers.filesystem.shard_store import ShardStore
+
             store: Store = ShardStore(
                 work,
                 compressed=config.compression == "zstd",

@@ -27,7 +27,7 @@ from capflow.errors import CapflowError, explain
 from capflow_consumers.dataset import disk, layout
 from capflow_consumers.dataset.rows import Piece, TokenLog
 from capflow_consumers.dataset.shards.file import EncodedBatch, ShardFile, batches_of
-from capflow_consumers.dataset.shards.reader import PATTERN, site_digest
+from capflow_consumers.dataset.shards.reader import site_digest
 from capflow_consumers.dataset.shards.recovery import publish
 from capflow_consumers.dataset.shards.stream import Kind
 from capflow_consumers.filesystem.files import RequestFiles, SiteRows
@@ -207,7 +207,7 @@ class ShardWriter:
 
     def _names(self) -> Iterator[str]:
         for directory in (self.root, self.directory):
-            yield from (path.name for path in directory.glob(PATTERN))
+            yield from (path.name for path in directory.glob(layout.SHARD_PATTERN))
 
 
 class ShardRows(RequestFiles):

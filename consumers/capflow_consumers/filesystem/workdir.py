@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Literal
 
 from capflow.errors import CapflowError, explain
+from capflow.extras import require
 from capflow.files import FILE_MODE, create_private, make_directory, open_regular, share_directory
 from capflow.text.engine_name import name_of
 from capflow_consumers.dataset import disk, layout
 from capflow_consumers.dataset.names import Numbered, split
-from capflow_consumers.dataset.shards.reader import PATTERN
-from capflow_consumers.dataset.shards.recovery import recover
 
 OnCollision = Literal["error", "overwrite", "suffix"]
 """What to do when the same engine has a capture of the same id.
@@ -177,7 +176,10 @@ def _remove_if_dead(stale: Path, root: Path) -> None:
             return
         finally:
             os.close(fd)
-    for shard in sorted(stale.glob(PATTERN)):
+    for shard in sorted(stale.glob(layout.SHARD_PATTERN)):
+        require("files", f"shard {shard}")
+        from capflow_consumers.dataset.shards.recovery import recover
+
         recover(shard, root)
     for old in stale.glob("replaced/*"):
         if not (root / old.name).exists():

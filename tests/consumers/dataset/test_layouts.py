@@ -23,8 +23,8 @@ from capflow.capture.spec import CaptureSpec
 from capflow.errors import CapflowError, RetryError, UsageError
 from capflow.plugins import configure
 from capflow_consumers.dataset import disk
+from capflow_consumers.dataset.layout import SHARD_PATTERN
 from capflow_consumers.dataset.shards import file as shardfile
-from capflow_consumers.dataset.shards import reader as shardset
 from capflow_consumers.filesystem.consumer import FilesystemConsumer
 from tests.kit.disks import mounted
 from tests.kit.frames import make_frame, row_of, token_of
@@ -471,7 +471,7 @@ def test_what_is_synced_is_what_fsync_says(tmp_path, monkeypatch, fsync, request
     synced.clear()
     consumer.close()
     assert [target.name for target in synced if target.suffix == ".parquet"] == [
-        p.name for p in tmp_path.glob(shardset.PATTERN)
+        p.name for p in tmp_path.glob(SHARD_PATTERN)
     ] * seals
     assert len(capflow.open(tmp_path)) == 3
 
@@ -481,11 +481,11 @@ def test_shards_are_sealed_at_their_size(tmp_path):
     for number in range(8):
         consumer.on_frame(make_frame([(f"r{number}", 4, 0, 100)], hidden=1024, seq=number + 1))
         consumer.on_request_done(done(f"r{number}", computed_length=100))
-    assert len(list(tmp_path.glob(shardset.PATTERN))) == 2
+    assert len(list(tmp_path.glob(SHARD_PATTERN))) == 2
     dataset = capflow.open(tmp_path)
     assert len(dataset) == 8  # those in the open shard too
     consumer.close()
-    assert len(list(tmp_path.glob(shardset.PATTERN))) == 3
+    assert len(list(tmp_path.glob(SHARD_PATTERN))) == 3
     assert len(dataset) == 8
     for number in range(8):
         rows = dataset[f"r{number}"][Site(0, "post_block")]

@@ -14,7 +14,8 @@ from capflow.capture.result import RequestDone
 from capflow.capture.site import Site
 from capflow.errors import CapflowError, UsageError
 from capflow_consumers.dataset import layout
-from capflow_consumers.dataset.shards.reader import PATTERN, ShardSet
+from capflow_consumers.dataset.layout import SHARD_PATTERN
+from capflow_consumers.dataset.shards.index import ShardSet
 from capflow_consumers.filesystem.consumer import FilesystemConfig, FilesystemConsumer
 from tests.kit.captured import LAYOUTS, flip, write
 from tests.kit.frames import make_frame, make_model, row_of
@@ -136,7 +137,7 @@ def mixed(root):
 @pytest.mark.parametrize("piece", ["sidecar", "index", "head", "end", "nothing left", "no access"])
 def test_what_is_damaged_hides_nothing_else(mixed, piece, caplog):
     every = ["0x", "0y", "a", "b/c", "1x", "1y", "2x", "2y"]
-    first, _ = sorted(mixed.glob(PATTERN))
+    first, _ = sorted(mixed.glob(SHARD_PATTERN))
     file, lost = (mixed / "0x" / "request.json", ["0x"]) if piece == "sidecar" else (first, [])
     whole = file.read_bytes()
     if piece == "sidecar":
@@ -173,7 +174,7 @@ def test_what_is_damaged_hides_nothing_else(mixed, piece, caplog):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_damaged_shard_stops_no_hub(mixed, layout, caplog):
-    first, second = sorted(mixed.glob(PATTERN))
+    first, second = sorted(mixed.glob(SHARD_PATTERN))
     first.write_bytes(b"")
     with second.open("r+b") as file:
         file.write(second.read_bytes().replace(b'"request":"2x"', b'"request":"2?"', 1))  # whose hash is another now

@@ -19,10 +19,10 @@ import capflow
 from capflow.capture.site import Site
 from capflow.errors import CapflowError
 from capflow_consumers.dataset import layout
+from capflow_consumers.dataset.layout import SHARD_PATTERN
 from capflow_consumers.dataset.shards import file as shardfile
 from capflow_consumers.dataset.shards import reader as shardset
 from capflow_consumers.dataset.shards import seal as shardseal
-from capflow_consumers.dataset.shards.reader import PATTERN
 from tests.kit.captured import flip
 from tests.kit.frames import make_frame, row_of, token_of
 from tests.kit.stored import done, opened
@@ -40,7 +40,7 @@ def write(root, dtype, **options):
         result = consumer.on_request_done(done(request, computed_length=length, rows=2 * length))
         assert result.status == "ok"
     consumer.close()
-    (path,) = root.glob(PATTERN)
+    (path,) = root.glob(SHARD_PATTERN)
     return path
 
 
@@ -187,7 +187,7 @@ def test_rows_of_any_width(tmp_path, hidden, options):
     consumer.on_frame(make_frame([("a", 4, 0, 5)], SITES, dtype="bfloat16", hidden=hidden))
     consumer.on_request_done(done("a", computed_length=5, rows=10))
     consumer.close()
-    (path,) = tmp_path.glob(PATTERN)
+    (path,) = tmp_path.glob(SHARD_PATTERN)
     vectors = pq.ParquetFile(path, page_checksum_verification=True).read()["vector"].to_pylist()
     rows = np.concatenate([capflow.open(tmp_path)["a"][site].rows for site in sorted(SITES)])
     assert np.array(vectors, np.uint16).tobytes() == rows.tobytes()
@@ -221,7 +221,7 @@ def torn(tmp_path):
         consumer.on_request_done(done(f"r{seq}", computed_length=10, rows=20))
     shutil.copytree(tmp_path / "living", tmp_path / "root")
     consumer.close()
-    (path,) = (tmp_path / "root").glob(f".partial-*/{PATTERN}")
+    (path,) = (tmp_path / "root").glob(f".partial-*/{SHARD_PATTERN}")
     return path
 
 
@@ -236,7 +236,7 @@ def test_a_torn_shard_keeps_its_whole_requests(torn, left, whole):
     assert dataset.requests() == names
     dataset.verify()
     assert not list(root.glob(".partial-*"))
-    assert sum(pq.read_metadata(path).num_rows for path in root.glob(PATTERN)) == 20 * whole
+    assert sum(pq.read_metadata(path).num_rows for path in root.glob(SHARD_PATTERN)) == 20 * whole
     for name in names:
         rows = dataset[name][SITES[0]].rows
         assert rows.tobytes() == b"".join(row_of(name, SITES[0], p, HIDDEN).tobytes() for p in range(10))
@@ -262,7 +262,7 @@ def test_a_request_whose_rows_a_power_cut_spoiled_is_not_kept(torn):
     dataset = capflow.open(root)
     assert dataset.requests() == ["r0", "r1", "r3", "r4"]
     dataset.verify()
-    assert not [row for row in pq.read_table(next(root.glob(PATTERN)))["request"].to_pylist() if row == "r2"]
+    assert not [row for row in pq.read_table(next(root.glob(SHARD_PATTERN)))["request"].to_pylist() if row == "r2"]
 
 
 def test_each_batch_is_decompressed_once_for_all_of_its_sites(tmp_path, monkeypatch):

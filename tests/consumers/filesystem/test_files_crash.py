@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import capflow
-from capflow_consumers.dataset.shards.reader import PATTERN
+from capflow_consumers.dataset.layout import SHARD_PATTERN
 from tests.kit.frames import row_of
 from tests.kit.processes.files import REQUESTS, rows_of
 from tests.kit.sources import PROCESSES
@@ -57,7 +57,7 @@ def killed_at(root, call, options):
     dataset.verify()
     assert not list(root.glob(".partial-*"))
     if options["layout"] == "sharded":
-        rows = sum(pq.read_metadata(path).num_rows for path in root.glob(PATTERN))
+        rows = sum(pq.read_metadata(path).num_rows for path in root.glob(SHARD_PATTERN))
         assert rows == sum(len(SITES) * rows_of(number) for number in range(REQUESTS))
     return died
 

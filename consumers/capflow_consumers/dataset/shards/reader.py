@@ -5,10 +5,9 @@ Invariant: a capture is seen once its commit is written. Damage hides the captur
 
 from __future__ import annotations
 
-import itertools
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,10 @@ from capflow.capture.dtypes import DTYPES
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.files import open_regular
 from capflow_consumers.dataset import layout
-from capflow_consumers.dataset.capture import Damage, RequestCapture, Rows, damaged, site_of
-from capflow_consumers.dataset.disk import found_in
+from capflow_consumers.dataset.capture import RequestCapture, Rows, damaged, site_of
 from capflow_consumers.dataset.shards import seal
 from capflow_consumers.dataset.shards.seal import Entry
 from capflow_consumers.dataset.shards.stream import HEAD, Kind, StoredBatch, batches, decode, hashes_of, opened, rows_of
-
-PATTERN = "shard~*.parquet"
 
 _format_decoder = msgspec.msgpack.Decoder(seal.IndexFormat)
 _index_decoder = msgspec.msgpack.Decoder(seal.Index)
@@ -253,103 +249,6 @@ class ShardCapture(RequestCapture):
             except ValueError as e:
                 raise damaged(self.path, str(e), f"the rows of {self.id}") from e
         return self._batches
-
-
-class ShardSet:
-    """The shards under a root, in the order in which they were begun.
-
-    sealed_only: whether to leave out the shards that are being written.
-
-    Damage raises no error here; a `Damage` takes the place of what cannot be read.
-    """
-
-    def __init__(self, root: Path, *, sealed_only: bool = False) -> None:
-        self.root = root
-        self.sealed_only = sealed_only
-        self._shards: dict[str, Shard] = {}
-        self._last: LastRows = {}
-        # Shards that cannot be read at all.
-        self._unread: dict[str, Damage] = {}
-        # The captures of each id; None until they are asked for.
-        self._by_id: dict[str, list[tuple[Shard, Entry]]] | None = None
-
-    def refresh(self) -> None:
-        """Look for shards that are new, sealed since or grown; raises OSError when the root cannot be listed."""
-        writers = () if self.sealed_only else self.root.glob(f"{layout.PARTIAL_PREFIX}*")
-        paths = {path.name: path for writer in writers for path in found_in(writer, PATTERN)}
-        paths |= {path.name: path for path in self.root.glob(PATTERN)}
-        if self._shards.keys() - paths.keys():
-            self._shards = {name: shard for name, shard in self._shards.items() if name in paths}
-            self._by_id = None
-        self._unread = {}
-        for name, path in paths.items():
-            shard = self._shards.get(name)
-            if shard is None or not shard.sealed or shard.path != path:
-                self._open(name, path, shard)
-
-    def find(self, request_id: str) -> Iterator[ShardCapture | Damage]:
-        """Yield the captures of an id, as of the last refresh."""
-        for shard, entry in self._entries_of(request_id):
-            try:
-                yield shard.capture(entry)
-            except CapflowError as e:
-                yield Damage(shard.path, e, of_capture=True)
-
-    def __contains__(self, request_id: str) -> bool:
-        return bool(self._entries_of(request_id))
-
-    def ids(self) -> Iterator[str]:
-        """Yield the id of each capture."""
-        for _, entry in self._entries():
-            yield entry.request
-
-    @property
-    def damage(self) -> list[Damage]:
-        """The damage of the shards, without that of captures that an index lists."""
-        shards = self._shards.values()
-        parts = [Damage(shard.path, error, of_capture=False) for shard in shards for error in shard.damage]
-        return [*self._unread.values(), *parts]
-
-    def verify(self) -> Iterator[Damage]:
-        """Check every shard as a whole; yield the first damage of each, and the shards that cannot be read."""
-        yield from self._unread.values()
-        for shard in self._shards.values():
-            try:
-                shard.verify()
-            except CapflowError as e:
-                yield Damage(shard.path, e, of_capture=False)
-
-    def _entries_of(self, request_id: str) -> Sequence[tuple[Shard, Entry]]:
-        if self._by_id is None:
-            self._by_id = {}
-            for shard, entry in self._entries():
-                self._by_id.setdefault(entry.request, []).append((shard, entry))
-        return self._by_id.get(request_id, ())
-
-    def _entries(self) -> Iterator[tuple[Shard, Entry]]:
-        for name in sorted(self._shards):
-            yield from zip(itertools.repeat(self._shards[name]), self._shards[name].entries)
-
-    def _open(self, name: str, path: Path, before: Shard | None) -> None:
-        shard = Shard(path, self._last)
-        try:
-            if before is not None and before.path == path and before.file.size == path.stat().st_size:
-                return
-            shard.open()
-        except CapflowError as e:
-            if path.parent == self.root:  # a shard that was just begun cannot be read yet
-                self._unread[name] = Damage(path, e, of_capture=False)
-            return
-        except FileNotFoundError:  # sealed meanwhile, and moved to the root
-            sealed = self.root / name
-            if path != sealed and sealed.exists():
-                self._open(name, sealed, before)
-            return
-        except OSError as e:
-            self._unread[name] = Damage(path, damaged(path, e.strerror or str(e), "a shard"), of_capture=False)
-            return
-        self._shards[name] = shard
-        self._by_id = None
 
 
 def site_digest(positions: npt.NDArray[Any], token_ids: npt.NDArray[Any], hashes: npt.NDArray[Any]) -> str:
