@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from capflow.extras import install, missing
+
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -16,14 +18,15 @@ def plugins(as_json: bool) -> None:
     One hub may run several instances of a plugin: `--consumer NAME@INSTANCE:KEY=VALUE`, with an instance name of your
     own.
     """
-    from capflow.plugins.configure import Plugin, load_plugins, options_of
-    from capflow.plugins.consumer import Consumer
+    from capflow.plugins.configure import Plugin, kind_of, load_plugins, options_of
 
     def describe(name: str, plugin: Plugin) -> dict[str, Any]:
         return {
             "name": name,
-            "kind": "consumer" if issubclass(plugin, Consumer) else "controller",
+            "kind": kind_of(plugin),
             "module": plugin.__module__,
+            "missing": missing(plugin.extra) if plugin.extra else [],
+            "install": install(plugin.extra) if plugin.extra else "",
             "doc": inspect.getdoc(plugin) or "",
             "config_doc": inspect.getdoc(plugin.Config) or "",
             "options": [
@@ -60,6 +63,12 @@ def _print(described: list[dict[str, Any]]) -> None:
         ]
         doc = plugin["doc"].partition("\n")[0]
         details = plugin["config_doc"].partition("\n\n")[2].replace("\n", " ")
-        cells = (plugin["name"], plugin["kind"], f"{doc}\n\n{details}".strip(), "\n".join(options))
+        lacks = f"missing: {', '.join(plugin['missing'])}; {plugin['install']}" if plugin["missing"] else ""
+        cells = (
+            plugin["name"],
+            plugin["kind"],
+            "\n\n".join(filter(None, (doc, lacks, details))),
+            "\n".join(options),
+        )
         table.add_row(*map(Text, cells))
     Console().print(table)

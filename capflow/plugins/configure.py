@@ -26,6 +26,7 @@ from capflow.buffers.spool import check_root, default_root
 from capflow.capture.model import ModelInfo
 from capflow.capture.spec import CaptureSpec
 from capflow.errors import CapflowError, UsageError, explain
+from capflow.extras import EXTRAS, require
 from capflow.plugins import consumer as contract
 from capflow.plugins.consumer import Consumer, Controller
 from capflow.protocol.message import ControllerSpec
@@ -232,6 +233,9 @@ def _check(plugin: Any, entry_point: str) -> None:
     name = getattr(plugin, "name", None)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise CapflowError(explain(f"{where}: {plugin.__name__}.name", got=name, expected="letters, digits, - and _"))
+    if plugin.extra not in ("", *EXTRAS):
+        expected = f"one of {', '.join(EXTRAS)}"
+        raise CapflowError(explain(f"{where}: {plugin.__name__}.extra", got=plugin.extra, expected=expected))
     missing: Iterable[str] = getattr(plugin, "__abstractmethods__", ())
     if missing:
         expected = f"methods {', '.join(sorted(missing))}"
@@ -239,6 +243,11 @@ def _check(plugin: Any, entry_point: str) -> None:
     config = getattr(plugin, "Config", None)
     if not (isinstance(config, type) and issubclass(config, msgspec.Struct)):
         raise CapflowError(explain(f"{where}: {plugin.__name__}.Config", got=config, expected="a msgspec.Struct"))
+
+
+def kind_of(plugin: Plugin) -> str:
+    """Return `consumer` or `controller`."""
+    return "consumer" if issubclass(plugin, Consumer) else "controller"
 
 
 def options_of(plugin: Plugin) -> list[Option]:
@@ -323,6 +332,8 @@ def configure(name: str, options: Mapping[str, Any], plugins: Mapping[str, Plugi
     if at and not _NAME.fullmatch(instance):
         expected = f"{kind}@ and 1..64 letters, digits, - and _"
         raise UsageError(explain("--consumer", got=name, expected=expected))
+    if plugin.extra:
+        require(plugin.extra, f"the {kind} {kind_of(plugin)}")
     where = f"consumers.{name}"
     own = {
         key: value for key, value in options.items() if key not in UNIVERSAL_OPTIONS or not issubclass(plugin, Consumer)

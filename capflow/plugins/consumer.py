@@ -55,9 +55,12 @@ class Named:
     """The names of a plugin and of its instance.
 
     name: the plugin's, as in `--consumer NAME`.
+    extra: the extra of capflow whose packages the plugin needs, such as `files`; none by default. The plugin's module
+        imports these packages in its methods: if one is missing, the plugin is refused in one line before it is made.
     """
 
     name: ClassVar[str]
+    extra: ClassVar[str] = ""
     _instance: str = ""
 
     @property

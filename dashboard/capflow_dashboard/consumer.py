@@ -6,6 +6,7 @@ import logging
 import re
 import secrets
 import socket
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,8 +20,9 @@ from capflow.probes.kinds import load_probe
 from capflow.probes.probe import Scorer
 from capflow_dashboard import limits
 from capflow_dashboard.board import Board
-from capflow_dashboard.pages import LOOPBACK_NAMES, PageFiles
-from capflow_dashboard.server import PageServer, port_error
+
+if TYPE_CHECKING:
+    from capflow_dashboard.server import PageServer
 
 logger = logging.getLogger("capflow.consumer.dashboard")
 
@@ -57,6 +59,7 @@ class Dashboard(Consumer):
     """
 
     name = "dashboard"
+    extra = "dashboard"
     Config = DashboardConfig
     policy = "skip"
     reads_requests = False
@@ -85,6 +88,8 @@ class Dashboard(Consumer):
 
     def check(self) -> None:
         """Raise UsageError when an option is invalid, a probe cannot be read or the port cannot be used."""
+        from capflow_dashboard.pages import LOOPBACK_NAMES
+
         config = self.config
         if config.host not in LOOPBACK_NAMES:
             do = "reach it from elsewhere through ssh -L"
@@ -108,6 +113,9 @@ class Dashboard(Consumer):
 
     def open(self, context: Context) -> None:
         """Serve the page."""
+        from capflow_dashboard.pages import PageFiles
+        from capflow_dashboard.server import PageServer
+
         token = self.config.token or secrets.token_urlsafe(24)
         # "localhost" may be two addresses, IPv4 and IPv6, which would get different free ports.
         listen_at = "127.0.0.1" if self.config.host == "localhost" else self.config.host
@@ -168,6 +176,8 @@ class Dashboard(Consumer):
             try:
                 trial.bind((self.config.host, self.config.port))
             except OSError as e:
+                from capflow_dashboard.server import port_error
+
                 raise port_error(self.config.host, self.config.port, e) from e
 
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 import capflow
-from capflow import limits
+from capflow import extras, limits
 from capflow.buffers.policy import FALLBACKS, POLICIES_OF_WORKERS, WhenFull
 from capflow.buffers.spool import default_root
 from capflow.capture.spec import CaptureSpec
@@ -141,6 +141,8 @@ class TestLoading:
                 "Abstract: got an abstract class, expected methods on_frame",
             ),
             ([type("Bad", (Sink,), {"Config": dict})], "Bad.Config: .*expected a msgspec.Struct"),
+            ([type("Bad", (Sink,), {"extra": "duck"})], "Bad.extra: got duck, expected one of dashboard, .*, vllm"),
+            ([type("Bad", (Sink,), {"extra": ["duckdb"]})], r"Bad.extra: got \['duckdb'\], expected one of"),
         ],
     )
     def test_what_is_no_consumer_is_refused_naming_the_plugin(self, plugin, classes, message):
@@ -306,6 +308,15 @@ class TestConfigure:
             configure(name, options, KNOWN)
         assert str(error.value).startswith(message)
         assert "\n" not in str(error.value)
+
+    @pytest.mark.parametrize("kind", [Sink, Watch])
+    def test_a_missing_package_of_its_extra_is_named(self, monkeypatch, kind):
+        plugin = type("Reader", (kind,), {"extra": "duckdb"})
+        monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "duckdb" else object())
+        with pytest.raises(UsageError) as error:
+            configure(plugin.name, {}, {plugin.name: plugin})
+        noun = "controller" if kind is Watch else "consumer"
+        assert str(error.value) == (f"the {plugin.name} {noun}: missing package duckdb; pip install 'capflow[duckdb]'")
 
     def test_a_bug_in_a_plugin_is_laid_at_its_door(self):
         with pytest.raises(CapflowError, match="consumer sink failed: got KeyError"):

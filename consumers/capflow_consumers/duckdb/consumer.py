@@ -24,10 +24,9 @@ from datetime import UTC, datetime
 from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import msgspec
-import pyarrow as pa
 
 from capflow import limits
 from capflow.buffers.policy import WhenFull
@@ -41,12 +40,16 @@ from capflow.plugins.consumer import Consumer, Context, hookimpl
 from capflow.probes.kinds import load_probe
 from capflow.probes.probe import Scorer
 from capflow.steering.action import Answered
-from capflow_consumers.duckdb.database import Database, Stored
-from capflow_consumers.duckdb.pending import PendingRows
-from capflow_consumers.duckdb.port import SqlPort
 from capflow_consumers.duckdb.request import ScoredRequest
 from capflow_consumers.duckdb.stacking import stacked
 from capflow_consumers.framelog import FrameLog
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from capflow_consumers.duckdb.database import Database, Stored
+    from capflow_consumers.duckdb.pending import PendingRows
+    from capflow_consumers.duckdb.port import SqlPort
 
 logger = logging.getLogger("capflow.consumer")
 
@@ -81,6 +84,7 @@ class DuckdbConsumer(Consumer):
     """Scores rows with probes; stores tokens and scores."""
 
     name: ClassVar[str] = "duckdb"
+    extra: ClassVar[str] = "duckdb"
     Config: ClassVar[type[msgspec.Struct]] = DuckdbConfig
     policy: ClassVar[str] = WhenFull.SPILL
 
@@ -152,6 +156,10 @@ class DuckdbConsumer(Consumer):
 
     def open(self, context: Context) -> None:
         """Open the file and record the probes. The hub delivers again the rows that were pending before this `open`."""
+        from capflow_consumers.duckdb.database import Database
+        from capflow_consumers.duckdb.pending import PendingRows
+        from capflow_consumers.duckdb.port import SqlPort
+
         self._context = context
         self._pending = PendingRows(self._by_site, vectors=self.config.vectors)
         self._requests, self._stored = {}, {}
@@ -242,6 +250,8 @@ class DuckdbConsumer(Consumer):
 
     def on_request_done(self, done: RequestDone) -> CaptureResult:
         """Commit all pending rows and the request's row of `requests`. Raises RetryError while this is not possible."""
+        import pyarrow as pa
+
         now_ns = time.time_ns()
         key = (done.engine, done.request)
         request = self._requests.get(key)
@@ -281,6 +291,8 @@ class DuckdbConsumer(Consumer):
 
     def on_action(self, answered: Answered) -> None:
         """Commit the outcome of an action, once."""
+        import pyarrow as pa
+
         request = self._requests.get((answered.engine, answered.request))
         line = {
             "capture": pa.array([request.capture if request is not None else None], pa.int64()),
@@ -372,6 +384,8 @@ class DuckdbConsumer(Consumer):
 
         Whether the file has them is unknown: the next `open` reads that, and the hub delivers the missing ones again.
         """
+        from capflow_consumers.duckdb.pending import PendingRows
+
         self._pending = PendingRows(self._by_site, vectors=self.config.vectors)
         for request in self._requests.values():
             if request.pending:

@@ -106,6 +106,7 @@ class NatsConsumer(Consumer):
     """Forwards scores, places of rows, and results to NATS JetStream."""
 
     name: ClassVar[str] = "nats"
+    extra: ClassVar[str] = "nats"
     Config: ClassVar[type[msgspec.Struct]] = NatsConfig
     policy: ClassVar[str] = WhenFull.SPILL
 
@@ -150,15 +151,7 @@ class NatsConsumer(Consumer):
         )
 
     def check(self) -> None:
-        """Raise UsageError for invalid options, and when nats-py is not installed."""
-        try:
-            import cryptography  # noqa: F401
-            import nats  # noqa: F401
-        except ImportError as e:
-            do = "pip install 'capflow[nats]'"
-            raise UsageError(
-                explain("consumers.nats", got=f"no {e.name}", expected="nats-py and cryptography", do=do)
-            ) from e
+        """Raise UsageError for invalid options."""
         names = [name for probes in self._probes.values() for probe in probes for name in probe.names]
         for name in names:
             if names.count(name) > 1:
