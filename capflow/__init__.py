@@ -1,8 +1,9 @@
 """capflow captures and steers what a language model computes while vLLM serves it.
 
 These are the public names for programs, consumers and controllers; `capflow.testing` has those for their tests. Each
-name is imported from its module at its first use, so a program pays only for what it uses. `LLM`, `AsyncLLM`,
-`sampling_params`, `demo_model` and `load_steering_module` need vLLM; `TorchRows` needs torch.
+name is imported from its module at its first use, so a program pays only for what it uses. `LLM`, `AsyncLLM` and
+`sampling_params` need vLLM, `TorchRows` needs torch. Without it the import raises `UsageError` or `CapflowError`, in one
+line that names the extra.
 
 Invariant: `import capflow` imports only `capflow.version`, and starts nothing.
 """

