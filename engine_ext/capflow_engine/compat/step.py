@@ -47,10 +47,10 @@ def forward_tokens(input_ids: Any, kwargs: dict[str, Any]) -> int:
 
 
 def new_requests(scheduler_output: Any) -> Iterator[tuple[str, int]]:
-    """Yield requests that a step gives its workers anew: id, prompt length.
+    """Yield the id and the prompt length of each request that a step sends to its workers as new.
 
-    These are those that it schedules for the first time, those whose streaming input goes on, and, for the V2
-    runner, those that were preempted.
+    New are requests that are scheduled for the first time, requests whose streaming input continues, and, for the V2
+    runner, requests that were preempted.
     """
     for new in scheduler_output.scheduled_new_reqs:
         yield new.req_id, new.prompt_len

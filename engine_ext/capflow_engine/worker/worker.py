@@ -71,7 +71,11 @@ class _Viewed(NamedTuple):
 
 
 class _HubWants(NamedTuple):
-    """What a hub wants of each of its requests, and the program of a request that asks for nothing more."""
+    """The wants of one hub.
+
+    wants: what it wants of each of its requests.
+    program: the program of a request without a spec of its own.
+    """
 
     wants: Wants
     program: Program
@@ -107,10 +111,10 @@ class WorkerCapture:
         # A stage without taps sends too: its part of a request ends like that of any other stage.
         self.sends = self.rank.tp == 0
         self.ring = Ring(self.settings.outbound_bytes_max, pinned=self.tables.resident)
-        # What each hub wants of its requests, by the number that orders give it.
+        # The wants of each hub, by the number that orders give them.
         self.wants: dict[int, tuple[_HubWants, ...]] = {}
         self.controllers = [self._controllers((), hub) for hub in range(len(self.settings.hubs))]
-        # By vLLM's id.
+        # The running requests, by vLLM's id.
         self.requests: dict[str, Tracked] = {}
         self._pending = Pending()
         # The previous step, until the next one begins.
@@ -172,7 +176,7 @@ class WorkerCapture:
         for key, ended in orders.ended.items():
             self._forget(key, ended)
         for number, wants in orders.wants.items():
-            self.wants[number] = tuple(map(self._hub_wants, wants, range(len(wants))))
+            self.wants[number] = tuple(_HubWants(w, self._program(w.wanted, hub)) for hub, w in enumerate(wants))
         self._end_unscheduled(orders.unscheduled)
         for step in self._pending.settle(orders.settled):
             assert self.outlets is not None
@@ -218,11 +222,8 @@ class WorkerCapture:
         self.requests[key] = tracked
         if options.program is not None:
             self.histories.admit(tracked, options.program)
-            if self.rank.pp == 0:  # the others have the same program
+            if self.rank.pp == 0:  # one record is enough: the other stages have the same program
                 self._note(key, "request", "steer", tuple(sorted(options.program.sites)))
-
-    def _hub_wants(self, wants: Wants, hub: int) -> _HubWants:
-        return _HubWants(wants, self._program(wants.wanted, hub))
 
     def _wanted(self, specs: Sequence[Capture | None]) -> Wanted:
         info = self.info
@@ -250,7 +251,7 @@ class WorkerCapture:
         self._note(key, f"controller {controllers.owner(order).name}", str(action.__struct_config__.tag), sites)
 
     def _note(self, key: str, by: str, kind: str, sites: tuple[Site, ...]) -> None:
-        """Record a change of a request's steering for the request's end, if its end carries this record."""
+        """Record a change of a request's steering for the request's end, if such changes are recorded."""
         tracked = self.requests[key]
         if tracked.noted and len(tracked.acted) < limits.ACTED_MAX:
             tracked.acted.append(Acted(by, kind, sites, self._step, time.time_ns()))
@@ -287,7 +288,7 @@ class WorkerCapture:
             self._pending.end(tracked, ended)
 
     def _end_unscheduled(self, requests: Mapping[str, Unscheduled]) -> None:
-        """Tell of the end of requests that this worker never heard of, if anybody wants rows of them."""
+        """Report the end of requests that were never scheduled, if a consumer wants rows of them."""
         for key, never in requests.items():
             name, wants, incarnation, options = never.request
             hub = self.settings.hub_of(name)
