@@ -41,18 +41,18 @@ def fill(spool, count, length=1000):
 
 
 def drain(spool):
-    """Return what is left, each record checked."""
-    found = []
-    while (what := spool.read()) is not None:
-        if isinstance(what, Record):
-            assert (what.head, bytes(what.body)) == (b"%d" % what.id, body_of(what.id, len(what.body)))
-        found.append(what)
-    return found
+    """Return the entries that are left, each record checked."""
+    entries = []
+    while (entry := spool.read()) is not None:
+        if isinstance(entry, Record):
+            assert (entry.head, bytes(entry.body)) == (b"%d" % entry.id, body_of(entry.id, len(entry.body)))
+        entries.append(entry)
+    return entries
 
 
-def numbers(found):
-    assert all(isinstance(what, Record) for what in found), found
-    return [what.id for what in found]
+def numbers(entries):
+    assert all(isinstance(entry, Record) for entry in entries), entries
+    return [entry.id for entry in entries]
 
 
 def test_records_come_back_in_order_and_outlive_a_restart(tmp_path):
@@ -137,12 +137,12 @@ def test_a_directory_that_cannot_be_used_is_named(tmp_path):
 
 
 def test_threads_pass_everything_through_once(tmp_path):
-    found = []
+    ids = []
 
     def take(spool):
         while (record := spool.read(timeout_s=LIMIT_S)) is not None:
             assert bytes(record.body) == body_of(record.id, 3000)
-            found.append(record.id)
+            ids.append(record.id)
             spool.acknowledge(record.id)
 
     with Spool(tmp_path, bytes_max=100_000, segment_bytes=9000, unsynced_bytes_max=20_000) as spool:
@@ -153,7 +153,7 @@ def test_threads_pass_everything_through_once(tmp_path):
         assert spool.wait_acknowledged(500, LIMIT_S)
         assert spool.unsynced_bytes <= 20_000
     taker.join(LIMIT_S)
-    assert found == list(range(1, 501))
+    assert ids == list(range(1, 501))
 
 
 # Damage, on a disk in memory that does what it is told.
@@ -192,13 +192,13 @@ def reopened(disk):
     return spool
 
 
-def lost_of(found):
+def lost_of(entries):
     """Return which records were lost; every one came or was, in order."""
     came, lost = [], []
-    for what in found:
-        (came if isinstance(what, Record) else lost).extend(range(getattr(what, "first", what.id), what.id + 1))
+    for entry in entries:
+        (came if isinstance(entry, Record) else lost).extend(range(getattr(entry, "first", entry.id), entry.id + 1))
     assert sorted(came + lost) == list(range(1, 4))
-    assert [what.id for what in found] == sorted(what.id for what in found)
+    assert [entry.id for entry in entries] == sorted(entry.id for entry in entries)
     return lost
 
 
@@ -214,18 +214,22 @@ def test_a_segment_truncated_anywhere_loses_what_was_cut_off_and_says_so(clean):
         disk = written(clean=clean)
         del segment_of(disk)[length:]
         left = sum(item.end <= length for item in records)
-        known = (
+        last = (
             3
             if clean
             else max((i.header.id for i in whole if i.header.kind == items.MARK and i.end <= length), default=0)
         )
         spool = reopened(disk)
-        found = drain(spool)
-        assert [what for what in found if isinstance(what, Record)] == found[:left]
-        assert sum(what.last - what.first + 1 for what in found[left:]) == max(left, known) - left == spool.records_lost
+        entries = drain(spool)
+        assert [entry for entry in entries if isinstance(entry, Record)] == entries[:left]
+        assert (
+            sum(entry.last - entry.first + 1 for entry in entries[left:])
+            == max(left, last) - left
+            == spool.records_lost
+        )
         end = max((item.end for item in whole if item.end <= length), default=0)
         assert spool.bytes_cut == length - end
-        assert spool.last == max(left, known)
+        assert spool.last == max(left, last)
         spool.append(b"4", b"")
         assert spool.read().head == b"4"
 
@@ -243,10 +247,10 @@ def test_flipped_bits_lose_the_record_they_hit_and_no_other():
         in_segment = target is segment_of(disk)
         hit = [item.header.id for item in extents if in_segment and item.offset <= bit // 8 < item.end]
         spool = reopened(disk)
-        found = drain(spool)
-        assert lost_of(found) == hit
+        entries = drain(spool)
+        assert lost_of(entries) == hit
         assert spool.records_lost == len(hit)
-        assert all(what.head in (None, b"%d" % what.first) for what in found if isinstance(what, Lost))
+        assert all(entry.head in (None, b"%d" % entry.first) for entry in entries if isinstance(entry, Lost))
         hits += len(hit)
         spool.acknowledge(3)
         spool._work()
@@ -265,9 +269,9 @@ def test_anything_at_all_in_a_segment_is_looked_through_once(data, salt):
     fd = disk.create(DIRECTORY / "x")
     header = items.pack(items.RECORD, 7, b"head", b"body", salt)
     disk.write(fd, [data, header, b"headbody", data], 0)
-    found = list(items.scan(disk, fd, disk.size(fd), salt))
-    assert [what.offset for what in found[1:]] == [what.end for what in found[:-1]]
-    assert [what.header.id for what in found if isinstance(what, items.Item)] == [7]
+    entries = list(items.scan(disk, fd, disk.size(fd), salt))
+    assert [entry.offset for entry in entries[1:]] == [entry.end for entry in entries[:-1]]
+    assert [entry.header.id for entry in entries if isinstance(entry, items.Item)] == [7]
 
 
 def test_a_record_that_holds_a_spool_is_not_read_as_one():
@@ -328,8 +332,8 @@ def test_a_disk_that_fails_for_long_leaves_a_bounded_queue_in_memory():
             self.fail_sync = errno.EIO if self.broken else None
             super().fdatasync(fd)
 
-    disk, told = Broken(), []
-    spool = SteppedSpool(DIRECTORY, files=disk, unsynced_bytes_max=4000, on_synced=told.append)
+    disk, synced = Broken(), []
+    spool = SteppedSpool(DIRECTORY, files=disk, unsynced_bytes_max=4000, on_synced=synced.append)
     spool.open()
     spool.append(b"1", body_of(1))
     disk.broken = True
@@ -342,10 +346,10 @@ def test_a_disk_that_fails_for_long_leaves_a_bounded_queue_in_memory():
     assert [spool.read().id for _ in range(3)] == [1, 2, 3]
     for _ in range(5):
         spool._work()
-    assert (told, len([n for n in disk.now if n.endswith(".spool")])) == ([], 1)
+    assert (synced, len([n for n in disk.now if n.endswith(".spool")])) == ([], 1)
     disk.broken = False
     spool._work()
-    assert told == [3]
+    assert synced == [3]
     spool.append(b"4", body_of(4))
     spool._work()
     assert numbers(drain(reopened(disk.crash(lambda n: 0)))) == [1, 2, 3, 4]
@@ -397,9 +401,9 @@ def test_a_segment_that_someone_took_away_is_missing_and_nothing_waits_for_it(tm
     with Spool(tmp_path, segment_bytes=2500) as spool:
         fill(spool, 6)
         sorted(tmp_path.glob("*.spool"))[1].unlink()
-        found = [spool.read(LIMIT_S) for _ in range(5)]
-        assert [what.id for what in found] == [1, 2, 4, 5, 6]
-        assert found[2] == Lost(3, 4, "missing")
+        entries = [spool.read(LIMIT_S) for _ in range(5)]
+        assert [entry.id for entry in entries] == [1, 2, 4, 5, 6]
+        assert entries[2] == Lost(3, 4, "missing")
         spool.acknowledge(6)
         assert spool.wait_acknowledged(6, LIMIT_S)
         eventually(lambda: not spool._due() or spool.failures)
@@ -446,14 +450,14 @@ def test_what_a_crash_cut_stays_cut_when_the_disk_fails_next():
     spool._work()
     assert (spool.synced_through, spool.acknowledged_through) == (1, 2)
     spool = reopened(disk.crash(lambda n: 1))
-    assert [what.head for what in drain_any(spool)] in ([], [b"3"])
+    assert [entry.head for entry in drain_any(spool)] in ([], [b"3"])
 
 
 def drain_any(spool):
-    found = []
-    while (what := spool.read()) is not None:
-        found.append(what)
-    return found
+    entries = []
+    while (entry := spool.read()) is not None:
+        entries.append(entry)
+    return entries
 
 
 def test_a_full_disk_says_so_and_takes_records_again_when_it_has_room(tmp_path):

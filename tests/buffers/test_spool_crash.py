@@ -24,12 +24,12 @@ class Oracle:
         self.tokens = {}  # what was last appended under each number
         self.durable = self.done = 0
 
-    def heed(self, said):
-        for line in said.splitlines():
-            what, number, *token = line.split()
-            if what == "append":
+    def heed(self, lines):
+        for line in lines.splitlines():
+            word, number, *token = line.split()
+            if word == "append":
                 self.tokens[int(number)] = token[0]
-            elif what == "durable":
+            elif word == "durable":
                 self.durable = max(self.durable, int(number))
             else:
                 self.done = max(self.done, int(number))
@@ -39,14 +39,15 @@ class Oracle:
         with Spool(directory) as spool:
             assert spool.acknowledged_through >= self.done
             number = spool.acknowledged_through
-            while (found := spool.read()) is not None:
+            while (record := spool.read()) is not None:
                 number += 1
-                assert isinstance(found, Record), found
+                assert isinstance(record, Record), record
                 token = self.tokens[number]
-                assert (found.id, found.head, found.body) == (number, token.encode(), body_of(token))
+                assert (record.id, record.head, record.body) == (number, token.encode(), body_of(token))
             assert number >= self.durable
             assert spool.records_lost == 0
-            self.durable = spool.synced_through  # what it found is durable from here on
+            # Its records are durable from here on.
+            self.durable = spool.synced_through
         return len(spool)
 
 
@@ -57,14 +58,14 @@ def run_and_kill(directory, times, point=None, seed=0):
         command = [sys.executable, CHILD, directory, point or "-", str(after), str(choose.getrandbits(32))]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
         if point is None:
-            said = "".join(child.stdout.readline() for _ in range(choose.randrange(300)))
+            output = "".join(child.stdout.readline() for _ in range(choose.randrange(300)))
             child.kill()
-            said += child.stdout.read()
+            output += child.stdout.read()
             child.wait()
         else:
-            said, _ = child.communicate(timeout=60)
+            output, _ = child.communicate(timeout=60)
         assert child.returncode == -signal.SIGKILL, f"life {life}"
-        oracle.heed(said.rpartition("\n")[0])
+        oracle.heed(output.rpartition("\n")[0])
         left += oracle.check(directory)
     assert oracle.done, "nothing was ever acknowledged"
     assert left, "nothing was ever left"

@@ -1,4 +1,4 @@
-"""The spool against a model, on a disk that loses and reorders what was not synced: what it promised holds after every crash."""
+"""The spool against a model, on a disk that loses and reorders unsynced data: its promises hold after every crash."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ class SpoolMachine(RuleBasedStateMachine):
         spool.open()
         assert spool.acknowledged_through >= self.done
         expected = spool.acknowledged_through + 1
-        while (found := spool.read()) is not None:
-            assert isinstance(found, Record), found
-            assert (found.id, found.head, bytes(found.body)) == (expected, *self.content[expected])
+        while (record := spool.read()) is not None:
+            assert isinstance(record, Record), record
+            assert (record.id, record.head, bytes(record.body)) == (expected, *self.content[expected])
             expected += 1
         assert expected > self.durable
         assert spool.last >= max(self.durable, self.done)
@@ -111,16 +111,16 @@ class SpoolMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 5))
     def read_some(self, count):
         for _ in range(count):
-            found = self.spool.read()
-            if found is None and self.spool._reader.failure is not None:  # it is put off, and not lost
+            record = self.spool.read()
+            if record is None and self.spool._reader.failure is not None:  # it is put off, and not lost
                 self.spool._reader.again_at = 0.0
-                found = self.spool.read()
-            if found is None:
+                record = self.spool.read()
+            if record is None:
                 assert self.read == self.spool.last
                 return
             self.read += 1
-            assert isinstance(found, Record), found
-            assert (found.id, found.head, bytes(found.body)) == (self.read, *self.content[self.read])
+            assert isinstance(record, Record), record
+            assert (record.id, record.head, bytes(record.body)) == (self.read, *self.content[self.read])
 
     @precondition(lambda self: self.read > self.acked)
     @rule(data=st.data())

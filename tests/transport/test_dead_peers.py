@@ -26,7 +26,7 @@ __all__ = ["address"]
 
 
 class Wire:
-    """A TCP address that leads to another, until it goes quiet: then it takes all bytes and passes none on, and closes nothing."""
+    """A TCP address that leads to another. Once quiet, it takes all bytes, passes none on and closes nothing."""
 
     def __init__(self, address):
         self.target = int(address.rpartition(":")[2])
@@ -156,7 +156,7 @@ def test_a_worker_that_spills_loses_nothing_however_long_the_network_is_gone(qui
 
 
 def test_a_hub_that_moves_is_found_behind_the_address_that_it_has_kept(quick):
-    """As with a machine's name or a service: what it leads to is another machine, at another port, when it is connected to again."""
+    """A name of a machine or a service may lead to another machine and port after a reconnect."""
     before, after = Recorder(), Recorder()
     with hub_on_tcp(before) as hub, contextlib.closing(Wire(hub.address)) as wire, worker_link(wire.address) as link:
         first = make_frame([("r1", 4, 0, 4)])
@@ -220,11 +220,11 @@ _READY_BODY = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALE
 _READY = b"\x04" + bytes([len(_READY_BODY)]) + _READY_BODY
 
 
-@pytest.mark.parametrize("said", [b"", _GREETING[:20], _GREETING], ids=["nothing", "half a greeting", "no more"])
-def test_a_hub_closes_a_connection_that_is_never_made(monkeypatch, said):
+@pytest.mark.parametrize("greeting", [b"", _GREETING[:20], _GREETING], ids=["nothing", "half a greeting", "no more"])
+def test_a_hub_closes_a_connection_that_is_never_made(monkeypatch, greeting):
     monkeypatch.setattr(limits, "HANDSHAKE_S_MAX", 0.5)
     with hub_on_tcp(Recorder()) as hub, socket.create_connection(("127.0.0.1", port_of(hub))) as raw:
-        raw.sendall(said)
+        raw.sendall(greeting)
         assert closed_after(raw, 20) < 18
 
 
@@ -235,9 +235,9 @@ def test_a_hub_closes_a_connection_on_which_nobody_answers(monkeypatch):
     with hub_on_tcp(Recorder()) as hub, socket.create_connection(("127.0.0.1", port_of(hub))) as raw:
         raw.sendall(_GREETING + _READY)
         raw.settimeout(20)
-        told = b""
-        while b"READY" not in told:
-            told += raw.recv(4096)
+        received = b""
+        while b"READY" not in received:
+            received += raw.recv(4096)
         hello = message.encode(Hello("client", "", "c"))
         raw.sendall(bytes([0, len(hello)]) + hello)
         eventually(lambda: hub.snapshot().sessions == 1)

@@ -53,11 +53,11 @@ class Spilling:
 
     def send(self, count, first=0):
         """Send frames of four rows each; return why they were not taken."""
-        said = []
+        refusals = []
         for step in range(first, first + count):
             frame = make_frame([("r1", 4, step * 4, 4)], step=step)
-            said.append(self.link.send(frame.header, frame.payload))
-        return said
+            refusals.append(self.link.send(frame.header, frame.payload))
+        return refusals
 
 
 def test_what_is_sent_while_the_hub_is_gone_comes_in_order_when_it_is_back(address, tmp_path):
@@ -111,11 +111,11 @@ def test_a_full_spool_drops_and_says_so(address, tmp_path):
         assert worker.link.wait_welcome(20)
         hub.stop(1)
         eventually(lambda: not worker.link.connected)
-        said = worker.send(200)
-        kept = said.index("spool_full")
+        refusals = worker.send(200)
+        kept = refusals.index("spool_full")
         assert 10 < kept < 60
-        assert set(said) == {None, "spool_full"}
-        assert worker.link.counters["dropped_frames"] == {"spool_full": said.count("spool_full")}
+        assert set(refusals) == {None, "spool_full"}
+        assert worker.link.counters["dropped_frames"] == {"spool_full": refusals.count("spool_full")}
 
 
 def test_a_full_spool_that_blocks_waits_for_a_hub_that_is_gone_once(address, tmp_path):
@@ -198,17 +198,17 @@ def test_a_frame_that_comes_by_memory_before_one_on_disk_is_sent_before_it(addre
     consumer = Recorder()
     with running_hub(address, consumer), Spilling(address, tmp_path, outbound_bytes_max=5000) as worker:
         assert worker.link.wait_welcome(20)
-        take, said = worker.outbox.take, []
+        take, states = worker.outbox.take, []
 
         def late():
-            if not said:
-                said.extend([*worker.send(2), len(worker.link._queue), worker.outbox.waiting])
+            if not states:
+                states.extend([*worker.send(2), len(worker.link._queue), worker.outbox.waiting])
             return take()
 
         worker.outbox.take = late
         worker.link._waker.wake()
         eventually(lambda: consumer.rows["r1"] == 8)
-        assert said == [None, None, 1, 1]
+        assert states == [None, None, 1, 1]
         assert consumer.seqs == [1, 2]
 
 
@@ -216,21 +216,21 @@ def test_what_a_worker_left_is_gone_before_its_hub_forgets_the_worker(address, t
     """Or the next process would send it again, to a hub that takes it for something new."""
     left_by_a_worker(tmp_path, "boot-1")
     (outbox,) = left_behind(tmp_path)
-    known = []
+    engines = []
     with running_hub(address, Recorder()) as hub:
         close = outbox.close
 
         def slow_close():
             # What this outbox is: slow to close.
             time.sleep(0.3)
-            known.extend(hub.roster.engines)
+            engines.extend(hub.roster.engines)
             return close()
 
         outbox.close = slow_close
         link = FormerLink(str(address), outbox)
         link.start()
         eventually(lambda: not link._thread.is_alive())
-        assert known == ["engine-1"]
+        assert engines == ["engine-1"]
         assert list(tmp_path.iterdir()) == []
 
 
@@ -286,8 +286,8 @@ def test_what_dead_workers_left_and_cannot_be_sent_is_said_and_the_rest_is_sent(
         (outbox,) = left_behind(tmp_path)
     assert outbox.directory == good
     outbox.close()
-    said = [(record.event, record.directory) for record in caplog.records if record.levelname == "ERROR"]
-    assert said == [("spool_left", str(gone)), ("spool_left", str(strange))]
+    errors = [(record.event, record.directory) for record in caplog.records if record.levelname == "ERROR"]
+    assert errors == [("spool_left", str(gone)), ("spool_left", str(strange))]
     assert "boot-1 cannot be used: got Not a regular file, expected a directory that can be" in caplog.text
     assert "expected the hello of its worker; inspect it with `capflow spool inspect" in caplog.text
     assert len(list(gone.glob("*.spool"))) == len(list(strange.glob("*.spool"))) == 1
@@ -318,7 +318,7 @@ def test_what_went_by_memory_and_died_there_leaves_a_gap_that_a_living_hub_takes
 
 
 def welcomed(link, last_seq, acked=0):
-    """Have a hub that has frames up to there welcome a link that does not run, and have that give its session what there is."""
+    """Welcome a link that does not run, from a hub that has these frames, and let it fill its session."""
     link._session.connected(0.0)
     link._session.receive([message.encode(Welcome("hub", limits.CREDIT_BYTES_DEFAULT, last_seq=last_seq))], 0.0)
     link._session.receive([message.encode(Ack(acked, 0))], 0.0)

@@ -73,7 +73,7 @@ def former(address, root):
 def killed_together(address, tmp_path, *, stopped, root=None, policy="spill"):
     """Kill a worker and its hub at once; return the rows that the worker promised, by request.
 
-    stopped: whether the hub takes nothing from the fourth request on, so that all of the others are in the worker's memory.
+    stopped: the hub takes nothing from the fourth request on, so that the others stay in the worker's memory.
     """
     promised = Counter()
     with Hub(address, tmp_path) as hub:
@@ -146,10 +146,10 @@ class TestFile:
         for seq, header in enumerate([frame_of("a", 0), frame_of("b", 0), frame_of("a", 4, ends=True)], start=1):
             promises.add(seq, header)
         promises.acknowledge(2)
-        found = read(tmp_path)
-        assert [(seq, [end.id for end in ends]) for seq, ends in found.ends] == [(3, ["a"])]
-        assert [(one.id, one.rows, one.computed_length) for one in found.running] == [("b", 4, 4)]
-        assert found.seq == 3
+        promises = read(tmp_path)
+        assert [(seq, [end.id for end in ends]) for seq, ends in promises.ends] == [(3, ["a"])]
+        assert [(one.id, one.rows, one.computed_length) for one in promises.running] == [("b", 4, 4)]
+        assert promises.seq == 3
         promises.acknowledge(3)
         assert read(tmp_path).ends == []
         assert [one.id for one in read(tmp_path).running] == ["b"]
@@ -164,9 +164,9 @@ class TestFile:
             promises.acknowledge(seq - 10)
             sizes.add(promises.path.stat().st_size)
         assert max(sizes) < 3 * 4096
-        found = read(tmp_path)
-        assert [(one.id, one.rows, one.capture) for one in found.running] == [("long", 4 * 1999, capture)]
-        assert [seq for seq, _ in found.ends] == list(range(1990, 2000))
+        promises = read(tmp_path)
+        assert [(one.id, one.rows, one.capture) for one in promises.running] == [("long", 4 * 1999, capture)]
+        assert [seq for seq, _ in promises.ends] == list(range(1990, 2000))
 
     def test_a_torn_end_is_left_out(self, promises, tmp_path):
         for seq in range(1, 4):
@@ -378,9 +378,9 @@ class TestLeftBehind:
         self.left(tmp_path, "ipc:///run/other")
         assert left_behind(tmp_path, self.HUB) == []
         assert left_behind(tmp_path, self.HUB, only=True) == []
-        (found,) = left_behind(tmp_path, "ipc:///run/other", only=True)
-        assert [one.id for one in found.broken.running] == ["r1"]
-        found.close()
+        (promises,) = left_behind(tmp_path, "ipc:///run/other", only=True)
+        assert [one.id for one in promises.broken.running] == ["r1"]
+        promises.close()
 
     def test_promises_to_a_hub_that_does_not_come_are_forgotten_with_a_word(self, tmp_path, monkeypatch, caplog):
         self.left(tmp_path, "ipc:///run/other")

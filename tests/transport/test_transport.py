@@ -203,11 +203,11 @@ class TestWorkerLink:
             assert send(link, [], finished=[make_finished()]) is None
 
     def test_keeps_the_end_of_a_request_until_consumers_were_told_of_it(self, address):
-        told = threading.Event()
+        called = threading.Event()
 
         class Slow(Recorder):
             def on_request_done(self, done):
-                told.set()
+                called.set()
                 assert self.go.wait(60)
                 return super().on_request_done(done)
 
@@ -217,7 +217,7 @@ class TestWorkerLink:
             eventually(lambda: consumer.rows["r1"] == 4)
             consumer.go.clear()
             send(link, [], finished=[make_finished()])
-            assert told.wait(20)
+            assert called.wait(20)
             eventually(lambda: link.counters["unacked_frames"] == 1)
             consumer.go.set()
             eventually(lambda: link.counters["unacked_frames"] == 0)
@@ -253,16 +253,16 @@ class TestWorkerLink:
                 return link.connected
 
             eventually(welcomed)
-            said = []
-            eventually(lambda: said.extend(send_steps(link, 1000)) or link._session.unacked_bytes_peak > 40_000)
-            assert said.count("queue_full") > 500
+            refusals = []
+            eventually(lambda: refusals.extend(send_steps(link, 1000)) or link._session.unacked_bytes_peak > 40_000)
+            assert refusals.count("queue_full") > 500
             counts = link._counts(link._staged())
             each = cost(make_frame(seq=1000).encode())
             assert 40_000 < counts.unacked_bytes_peak <= 50_000 + 2 * each
             assert counts.queue_bytes_peak <= 20_000
 
     def test_comes_back_after_failures_that_nobody_thought_of(self, address, monkeypatch, caplog):
-        """Without descriptors a socket cannot be made; nor may what a hub says, or a mistake here, be the end of a link."""
+        """A link survives a lack of descriptors, a bad message from a hub, and a mistake of its own."""
         left = {"made": 3, "served": 2}
         made, served = link_module.Dealer.__init__, WorkerLink._fill
 
@@ -351,8 +351,8 @@ class TestWorkerLink:
             with running_hub(address, wants) as hub:
                 assert link.wait_welcome(20) is None
                 assert (
-                    link.refusal
-                    == "consumers.recorder.capture.hooks.post_block: got layer 9, expected 0..3, or -4..-1 from the last"
+                    link.refusal == "consumers.recorder.capture.hooks.post_block: got layer 9, "
+                    "expected 0..3, or -4..-1 from the last"
                 )
                 assert send(link) == "refused"
                 assert hub.status()["refused"] == {link.refusal: 1}
@@ -600,9 +600,9 @@ class TestClient:
             peer.send(message.encode(Status()))
             assert isinstance(message.decode(answer(peer)[0]), Status)  # nothing of r1 yet
             send(link, finished=[make_finished()])
-            said = message.decode(answer(peer)[0])
-            assert isinstance(said, Results)
-            assert said.results["recorder"] == CaptureResult("ok", payload={"rows": 4})
+            results = message.decode(answer(peer)[0])
+            assert isinstance(results, Results)
+            assert results.results["recorder"] == CaptureResult("ok", payload={"rows": 4})
 
 
 def test_an_address_that_cannot_be_listened_at_is_told_with_what_to_do():
@@ -616,14 +616,14 @@ def test_that_a_hub_went_away_is_told_with_what_to_do(address, caplog):
             assert link.wait_welcome(20)
         eventually(lambda: link.reconnects)
     expected = f"the hub at {address} went away: got "  # its goodbye, or the end of the connection
-    (said,) = {record.message for record in caplog.records if record.message.startswith(expected)}
-    assert "expected one that answers; start it again" in said
+    (message,) = {record.message for record in caplog.records if record.message.startswith(expected)}
+    assert "expected one that answers; start it again" in message
 
 
-@pytest.mark.parametrize("what", ["SPANS_PER_FRAME_MAX", "TOKENS_PER_FRAME_MAX"])
-def test_a_worker_counts_a_frame_that_no_hub_would_take_and_goes_on(address, monkeypatch, what):
+@pytest.mark.parametrize("limit", ["SPANS_PER_FRAME_MAX", "TOKENS_PER_FRAME_MAX"])
+def test_a_worker_counts_a_frame_that_no_hub_would_take_and_goes_on(address, monkeypatch, limit):
     with running_hub(address, Recorder()) as hub, worker_link(address) as link:
-        monkeypatch.setattr(limits, what, 3)
+        monkeypatch.setattr(limits, limit, 3)
         frame = make_frame([(f"r{number}", 4, 0, 1) for number in range(4)])
         assert link.send(frame.header, frame.payload) == "too_large"
         frame = make_frame([("r", 4, 0, 1)])

@@ -158,7 +158,7 @@ class Segments:
         return [segment for segment, stop in self.ranges()[:-1] if max(done + 1, segment.first) >= stop]
 
     def free(self, segment: Segment) -> bool:
-        """Remove a segment's file, or rename it if it is damaged and there is room; return whether its bytes are free."""
+        """Remove a segment's file, or rename a damaged one if there is room; return whether its bytes are free."""
         aside = segment.damaged and self.bad < limits.SEGMENTS_BAD_MAX and self.nbytes <= self.bytes_max // 2
         with contextlib.suppress(FileNotFoundError):  # another process removed it
             if aside:
