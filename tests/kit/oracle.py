@@ -221,9 +221,9 @@ class Live:
     def prove_scores(self):
         """Hold every score in the closed database against the row that it must be of."""
         with duckdb.connect(str(self.database), read_only=True) as database:
-            scores = database.execute("SELECT request_id, position, score FROM scores").fetchall()
+            table = database.execute("SELECT request_id, position, score FROM scores").fetchall()
         by_request = {}
-        for name, position, score in scores:
+        for name, position, score in table:
             scores = by_request.setdefault(name, {})
             assert position not in scores, f"{name} was scored twice at {position}"
             scores[position] = score

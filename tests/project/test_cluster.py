@@ -94,10 +94,10 @@ def check(tables, rows, probe, count):
             ),
             reverse=True,
         )
-        rows = [row for row in tables if row[0] == name]
+        lines = [line for line in tables if line[0] == name]
         expected = [(request, position) for _, request, position in scores[:count]]
-        assert [(row[1], int(row[2])) for row in rows] == expected
-        assert [float(row[4]) for row in rows] == pytest.approx([score for score, *_ in scores[:count]], rel=1e-4)
+        assert [(line[1], int(line[2])) for line in lines] == expected
+        assert [float(line[4]) for line in lines] == pytest.approx([score for score, *_ in scores[:count]], rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

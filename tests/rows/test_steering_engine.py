@@ -217,15 +217,15 @@ CAPTURED = {"hooks": {"post_block": "all", "mlp_out": "all"}, "positions": [{"la
 def test_tokens_and_rows_are_those_of_an_engine_without_a_cache(cached, uncached, root, name):
     """The second request captures the end of its prompt and its answer, so that it may read blocks of the first."""
     first, second, tokens = POISONINGS[name]
-    answers = []
+    pairs = []
     cached.reset_prefix_cache()
     for place, llm in (("cached", cached), ("uncached", uncached)):
         ask(llm, first)
         output = ask(llm, {**second, "id": f"{name} {place}", "capture": CAPTURED})
         assert output.capture_results["filesystem"].status == "ok"
         capture = capflow.open(root)[f"{name} {place}"]
-        answers.append((output, {site: np.asarray(capture[site].rows) for site in capture.sites}))
-    (with_cache, rows), (without, expected) = answers
+        pairs.append((output, {site: np.asarray(capture[site].rows) for site in capture.sites}))
+    (with_cache, rows), (without, expected) = pairs
     assert (with_cache.num_cached_tokens, without.num_cached_tokens) == (min(tokens, 64), 0)
     assert answers([with_cache]) == answers([without])
     assert set(rows) == set(expected)

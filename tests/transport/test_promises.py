@@ -146,10 +146,10 @@ class TestFile:
         for seq, header in enumerate([frame_of("a", 0), frame_of("b", 0), frame_of("a", 4, ends=True)], start=1):
             promises.add(seq, header)
         promises.acknowledge(2)
-        promises = read(tmp_path)
-        assert [(seq, [end.id for end in ends]) for seq, ends in promises.ends] == [(3, ["a"])]
-        assert [(one.id, one.rows, one.computed_length) for one in promises.running] == [("b", 4, 4)]
-        assert promises.seq == 3
+        recorded = read(tmp_path)
+        assert [(seq, [end.id for end in ends]) for seq, ends in recorded.ends] == [(3, ["a"])]
+        assert [(one.id, one.rows, one.computed_length) for one in recorded.running] == [("b", 4, 4)]
+        assert recorded.seq == 3
         promises.acknowledge(3)
         assert read(tmp_path).ends == []
         assert [one.id for one in read(tmp_path).running] == ["b"]
@@ -164,9 +164,9 @@ class TestFile:
             promises.acknowledge(seq - 10)
             sizes.add(promises.path.stat().st_size)
         assert max(sizes) < 3 * 4096
-        promises = read(tmp_path)
-        assert [(one.id, one.rows, one.capture) for one in promises.running] == [("long", 4 * 1999, capture)]
-        assert [seq for seq, _ in promises.ends] == list(range(1990, 2000))
+        recorded = read(tmp_path)
+        assert [(one.id, one.rows, one.capture) for one in recorded.running] == [("long", 4 * 1999, capture)]
+        assert [seq for seq, _ in recorded.ends] == list(range(1990, 2000))
 
     def test_a_torn_end_is_left_out(self, promises, tmp_path):
         for seq in range(1, 4):
