@@ -7,6 +7,7 @@ before `ready`, then `model`, `ready`, `done` for each finished request, and `en
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -85,6 +86,8 @@ def run(job: JobRequest, tell: Tell) -> None:
         compat.abort_all(engine)
         raise
     finally:
+        # The engine sends the rows that it has. The parent kills this process when it is in a hurry.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         engine.engine_core.shutdown(timeout=limits.ENGINE_END_S_MAX)
 
 

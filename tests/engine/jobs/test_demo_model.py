@@ -162,3 +162,23 @@ def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "gguf" else object())
     with pytest.raises(UsageError, match=r"missing package gguf; pip install 'capflow\[demo\]'"):
         demo.prepare(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("engine", "emulated", "dtype"),
+    [({}, True, "float32"), ({}, False, None), ({"dtype": "bfloat16"}, True, "bfloat16")],
+)
+def test_a_job_runs_it_in_float32_where_bfloat16_is_emulated(model_dir, monkeypatch, engine, emulated, dtype):
+    from capflow_engine.jobs import batch
+    from capflow_engine.jobs.job import JobRequest
+
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": not emulated, "amx_bf16": False})
+    events = []
+    job = JobRequest("demo", [], "ipc:///tmp/h", [], 1, engine=engine)
+    model, arguments = batch._prepared(job, lambda event, **fields: events.append((event, fields)))
+    assert (model, arguments.get("dtype")) == (str(model_dir), dtype)
+    notices = [fields["message"] for event, fields in events if event == "notice"]
+    expected = (
+        "this processor emulates bfloat16, which is several times slower than float32; the demo model runs in float32"
+    )
+    assert notices == ([expected] if dtype == "float32" else [])
