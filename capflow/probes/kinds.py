@@ -28,6 +28,8 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Literal, cast
 
@@ -35,6 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from capflow import limits
+from capflow.errors import UsageError, explain
 from capflow.probes.file import Float32s, ProbeFile
 from capflow.probes.probe import POOLS, Pool, Probe, Scorer, as_float32
 
@@ -53,6 +56,21 @@ def load_probe(path: str | os.PathLike[str]) -> Scorer:
     if kind == "mlp":
         return MlpProbe.read(file)
     return SaeProbe.read(file) if kind == "sae" else Probe.read(file)
+
+
+def load_probes(paths: Iterable[str], where: str) -> list[Scorer]:
+    """Return the probes of several files.
+
+    where: the option that names the files, for errors.
+
+    Raises UsageError for a file that is no probe file, and for a name that two probes have.
+    """
+    probes = [load_probe(path) for path in paths]
+    counts = Counter(name for probe in probes for name in probe.names)
+    for name, count in counts.items():
+        if count > 1:
+            raise UsageError(explain(where, got=f"{name} twice", expected="different names"))
+    return probes
 
 
 @dataclass(frozen=True, eq=False)

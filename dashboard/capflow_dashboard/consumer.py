@@ -6,6 +6,7 @@ import logging
 import re
 import secrets
 import socket
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,7 +17,7 @@ from capflow.capture.site import hook_named
 from capflow.capture.spec import read_layers
 from capflow.errors import explain
 from capflow.plugins.consumer import Context
-from capflow.probes.kinds import load_probe
+from capflow.probes.kinds import load_probes
 from capflow.probes.probe import Scorer
 from capflow_dashboard import limits
 from capflow_dashboard.board import Board
@@ -68,8 +69,6 @@ class Dashboard(Consumer):
         super().__init__(config)
         self.config: DashboardConfig = config
         self.address: str | None = None
-        # None until they are read.
-        self._probes: list[Scorer] | None = None
         self._board = Board(config.requests_max, config.tokens_max)
         # Set from `open` to `close`.
         self._server: PageServer | None = None
@@ -77,17 +76,20 @@ class Dashboard(Consumer):
         self._url = ""
 
     def spec(self) -> CaptureSpec:
-        """Return a spec of the configured sites and those of the probes, for every request."""
+        """Return a spec of the configured sites and those of the probes, for every request.
+
+        Raises UsageError for invalid sites and for probe files that cannot be used.
+        """
         hook = hook_named(self.config.hook) or self.config.hook
         hooks = {hook: read_layers(self.config.layers, "consumers.dashboard.layers")}
-        for probe in self._read_probes():
+        for probe in self._probes:
             layers = hooks.get(probe.site.hook, [])
             if not isinstance(layers, str):
                 hooks[probe.site.hook] = [*layers, probe.site.layer]
         return CaptureSpec.parse({"hooks": hooks, "positions": self.config.positions}, where="consumers.dashboard")
 
     def check(self) -> None:
-        """Raise UsageError when an option is invalid, a probe cannot be read or the port cannot be used."""
+        """Raise UsageError when an option is invalid or the port cannot be used."""
         from capflow_dashboard.pages import LOOPBACK_NAMES
 
         config = self.config
@@ -130,7 +132,7 @@ class Dashboard(Consumer):
     def on_session(self, engine: str, model: ModelInfo) -> None:
         """Add the engine to the board; log the probes that do not fit its model."""
         sites = list(self.spec().resolve(model.sites, num_layers=model.num_layers))
-        for problem in self._board.greet(engine, model, sites, self._read_probes()):
+        for problem in self._board.greet(engine, model, sites, self._probes):
             logger.error("%s", problem)
 
     def on_engine_gone(self, engine: str) -> None:
@@ -159,14 +161,9 @@ class Dashboard(Consumer):
             self._server.stop()
             self._server = None
 
-    def _read_probes(self) -> list[Scorer]:
-        if self._probes is None:
-            self._probes = [load_probe(path) for path in self.config.probes]
-            names = [name for probe in self._probes for name in probe.names]
-            if twice := sorted({name for name in names if names.count(name) > 1}):
-                expected = "probes with different names"
-                raise UsageError(explain("consumers.dashboard.probes", got=f"{twice[0]} twice", expected=expected))
-        return self._probes
+    @cached_property
+    def _probes(self) -> list[Scorer]:
+        return load_probes(self.config.probes, "consumers.dashboard.probes")
 
     def _try_port(self) -> None:
         """Raise UsageError when the port cannot be used, before an engine is started."""

@@ -105,7 +105,7 @@ def test_sites_of_one_stage_give_their_own_series():
 def test_a_network_is_a_probe_like_any(tmp_path):
     path = tmp_path / "net.safetensors"
     save_file(network((8, 5, 1)), path, {"site": "post_block:2", "kind": "mlp"})
-    (probe,) = Dashboard(DashboardConfig(probes=(str(path),)))._read_probes()
+    (probe,) = Dashboard(DashboardConfig(probes=(str(path),)))._probes
     rows = np.random.default_rng(0).normal(size=(1, 3, 8)).astype(np.float32)
     indices, values = Measures(make_model(), SITES, [probe]).of((Site(2, "post_block"),), rows)
     np.testing.assert_allclose(values[indices.index(4)], probe.scores(rows[0])[:, 0], rtol=1e-6)
@@ -369,7 +369,7 @@ def test_probes_are_read_and_their_sites_asked_for(tmp_path):
         "mlp_in": [2],
     }
     assert Dashboard(DashboardConfig(probes=paths, layers=[0])).spec().hooks == {"post_block": [0, 3], "mlp_in": [2]}
-    with pytest.raises(UsageError, match="probes: got a twice, expected probes with different names"):
+    with pytest.raises(UsageError, match="probes: got a twice, expected different names"):
         checked(Dashboard(DashboardConfig(port=0, probes=[paths[0], paths[0]])))
     with pytest.raises(UsageError, match="no such file"):
         checked(Dashboard(DashboardConfig(port=0, probes=("nowhere.safetensors",))))

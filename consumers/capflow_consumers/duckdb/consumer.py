@@ -37,7 +37,7 @@ from capflow.capture.site import Site, layers_by_hook
 from capflow.capture.spec import CaptureSpec
 from capflow.errors import CapflowError, FatalError, RetryError, UsageError, explain
 from capflow.plugins.consumer import Consumer, Context, hookimpl
-from capflow.probes.kinds import load_probe
+from capflow.probes.kinds import load_probes
 from capflow.probes.probe import Scorer
 from capflow.steering.action import Answered
 from capflow_consumers.duckdb.request import ScoredRequest
@@ -110,7 +110,7 @@ class DuckdbConsumer(Consumer):
 
     @cached_property
     def _probes(self) -> list[Scorer]:
-        return [load_probe(path) for path in self.config.probes]
+        return load_probes(self.config.probes, f"consumers.{self.instance}.probes")
 
     @cached_property
     def _by_site(self) -> dict[Site, list[Scorer]]:
@@ -121,7 +121,10 @@ class DuckdbConsumer(Consumer):
         return {site: stacked(probes) for site, probes in sites.items()}
 
     def spec(self) -> CaptureSpec | None:
-        """Return a spec of the probes' sites and the site of the option; None without either."""
+        """Return a spec of the probes' sites and the site of the option; None without either.
+
+        Raises UsageError for probe files that cannot be used.
+        """
         if not self._by_site:
             return None
         hooks = layers_by_hook(sorted(self._by_site))
@@ -135,13 +138,7 @@ class DuckdbConsumer(Consumer):
         return self.config.path, f"capflow query '{sql}' --path {shlex.quote(self.config.path)}"
 
     def check(self) -> None:
-        """Raise UsageError for options out of range, unreadable probe files, and a path that cannot be a file."""
-        names = [name for probe in self._probes for name in probe.names]
-        if len(set(names)) != len(names):
-            twice = sorted({name for name in names if names.count(name) > 1})
-            raise UsageError(
-                explain(f"consumers.{self.instance}.probes", got=f"{twice[0]} twice", expected="different names")
-            )
+        """Raise UsageError for options out of range and a path that cannot be a file."""
         for field, low in (("batch_rows", 1), ("flush_s", 0), ("memory_bytes_max", 64 * limits.MIB)):
             value = getattr(self.config, field)
             if not value >= low:

@@ -17,7 +17,7 @@ _CONTEXT_SIZE = 128
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path))
 @click.argument("dest", type=click.Path(path_type=Path))
-@click.option("--to", "format", type=click.Choice(["saelens", "safetensors"]), required=True)
+@click.option("--to", "format", type=click.Choice(["saelens", "safetensors"]), required=True, help="The format.")
 @click.option("--site", "names", multiple=True, metavar="HOOK:LAYER", help="Export this site only; repeatable.")
 @click.option(
     "--context-size", type=click.IntRange(1, 1 << 16), help=f"saelens: rows per context.  [default: {_CONTEXT_SIZE}]"

@@ -30,7 +30,7 @@ from capflow.capture.site import Site, layers_by_hook
 from capflow.capture.spec import CaptureSpec
 from capflow.errors import CapflowError, RetryError, UsageError, explain
 from capflow.plugins.consumer import Consumer, Context, hookimpl
-from capflow.probes.kinds import load_probe
+from capflow.probes.kinds import load_probes
 from capflow.probes.probe import Scorer
 from capflow.steering.action import Answered
 from capflow_consumers.nats.login import NatsLogin
@@ -134,16 +134,15 @@ class NatsConsumer(Consumer):
         return NatsLogin(config.creds, config.tls_ca, config.tls_cert, config.tls_key)
 
     @cached_property
-    def _probes(self) -> dict[Site, list[Scorer]]:
-        probes: dict[Site, list[Scorer]] = {}
-        for path in self.config.probes:
-            probe = load_probe(path)
-            probes.setdefault(probe.site, []).append(probe)
-        return probes
+    def _probes(self) -> list[Scorer]:
+        return load_probes(self.config.probes, f"consumers.{self.instance}.probes")
 
     def spec(self) -> CaptureSpec | None:
-        """Return a spec of the probes' sites and those of the option `sites`; None without either."""
-        hooks = layers_by_hook(sorted({*self._probes, *map(Site.parse, self.config.sites)}))
+        """Return a spec of the probes' sites and those of the option `sites`; None without either.
+
+        Raises UsageError for probe files that cannot be used.
+        """
+        hooks = layers_by_hook(sorted({*(probe.site for probe in self._probes), *map(Site.parse, self.config.sites)}))
         if not hooks:
             return None
         return CaptureSpec.parse(
@@ -152,10 +151,6 @@ class NatsConsumer(Consumer):
 
     def check(self) -> None:
         """Raise UsageError for invalid options."""
-        names = [name for probes in self._probes.values() for probe in probes for name in probe.names]
-        for name in names:
-            if names.count(name) > 1:
-                raise self._wrong("probes", f"{name} twice", "different names")
         if not _STREAM.fullmatch(self.config.stream):
             raise self._wrong("stream", self.config.stream or "nothing", "letters, digits, - and _")
         if not _PREFIX.fullmatch(self.config.prefix):
@@ -188,7 +183,7 @@ class NatsConsumer(Consumer):
         link = NatsLink(config.servers, config.stream, self._login, give_up_s=config.give_up_s, where=where)
         link.open(f"{config.prefix}.>", create=config.create)
         self._link = link
-        probes = [name for probes in self._probes.values() for probe in probes for name in probe.names]
+        probes = [name for probe in self._probes for name in probe.names]
         try:
             self._send(opened_message(config.prefix, probes, self._opening, vectors=config.vectors))
         except CapflowError as e:
@@ -201,9 +196,8 @@ class NatsConsumer(Consumer):
         for subject in list(self._last)[:-_SUBJECTS_MAX]:
             del self._last[subject]
         try:
-            for probes in self._probes.values():
-                for probe in probes:
-                    probe.check(model.sites, model.hidden_size)
+            for probe in self._probes:
+                probe.check(model.sites, model.hidden_size)
         except UsageError as e:
             self._unfit[engine] = str(e)
             raise
@@ -334,10 +328,11 @@ class NatsConsumer(Consumer):
 
     def _scores(self, chunk: Chunk) -> dict[str, list[float]]:
         """Return the scores of a chunk's tokens, by probe."""
+        by_site = dict(zip(chunk.sites, chunk.rows, strict=True))
         scores: dict[str, list[float]] = {}
-        for site, rows in zip(chunk.sites, chunk.rows, strict=True):
-            for probe in self._probes.get(site, []):
-                scores |= dict(zip(probe.names, probe.scores(rows).T.tolist(), strict=True))
+        for probe in self._probes:
+            if probe.site in by_site:
+                scores |= dict(zip(probe.names, probe.scores(by_site[probe.site]).T.tolist(), strict=True))
         return scores
 
     def _count(self, name: str, amount: int = 1) -> None:
