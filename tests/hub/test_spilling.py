@@ -633,7 +633,7 @@ def test_a_request_that_is_longer_than_the_inbox_goes_on(address, spills, caplog
         assert recorder.done["r1"].rows == 400 * ROWS
         assert recorder.done["r1"].dropped == ()
         assert hub.status()["consumers"]["recorder"]["spool"]["requests_unkept"] >= 1
-    assert "the spool is too small for the requests that run" in caplog.text
+    assert "the spool is too small for the open requests" in caplog.text
 
 
 def test_what_is_lost_of_a_request_that_is_longer_than_the_inbox_is_counted(address, spills):

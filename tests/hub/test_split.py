@@ -87,10 +87,10 @@ def run(wanted, parts, hubs=1, hub_of=(0,) * 3):
                 at[number] = 0 if fate == 0 else at[number] + length
         plan = planner.plan(batch)
         rows = np.full((plan.rows, 2), np.nan, np.float32)
-        for group in plan.groups:
-            for place, site in enumerate(group.sites):
-                for source, target, length in group.runs:
-                    first = group.base + place * group.rows + target
+        for block in plan.blocks:
+            for place, site in enumerate(block.sites):
+                for source, target, length in block.runs:
+                    first = block.base + place * block.rows + target
                     rows[first : first + length, 0] = ids[source : source + length]
                     rows[first : first + length, 1] = site
         last = step == steps - 1
