@@ -7,8 +7,8 @@ import contextlib
 import duckdb
 import numpy as np
 
-import capflow_consumers.duckdb.consumer
 import capflow_consumers.duckdb.database
+import capflow_consumers.duckdb.port
 from capflow.capture.site import Site
 from capflow.errors import CapflowError
 from capflow_consumers.duckdb.consumer import DuckdbConfig, DuckdbConsumer
@@ -54,16 +54,16 @@ class Base:
 
     @contextlib.contextmanager
     def installed(self):
-        """Have the consumer open this one."""
-        database, consumer = capflow_consumers.duckdb.database, capflow_consumers.duckdb.consumer
-        old = database.duckdb, database._identity, consumer.SqlPort
+        """Make the consumer open this database, without a port."""
+        database, port = capflow_consumers.duckdb.database, capflow_consumers.duckdb.port
+        old = database.duckdb, database._identity, port.SqlPort
         database.duckdb = _Duckdb(self)
         database._identity = lambda _: (0, 0)
-        consumer.SqlPort = _NoPort
+        port.SqlPort = _NoPort
         try:
             yield
         finally:
-            database.duckdb, database._identity, consumer.SqlPort = old
+            database.duckdb, database._identity, port.SqlPort = old
             self.connection.close()
 
 
