@@ -2,8 +2,8 @@
 
 These are the public names for programs, consumers and controllers; `capflow.testing` has those for their tests. Each
 name is imported from its module at its first use, so a program pays only for what it uses. `LLM`, `AsyncLLM` and
-`sampling_params` need vLLM, `TorchRows` needs torch. Without it the import raises `UsageError` or `CapflowError`, in one
-line that names the extra.
+`sampling_params` need vLLM, `TorchRows` needs torch. Without it the import raises `UsageError` or `CapflowError`, in
+one line that names the extra.
 
 Invariant: `import capflow` imports only `capflow.version`, and starts nothing.
 """
