@@ -250,10 +250,10 @@ def test_looking_for_what_expired_costs_nothing_for_what_has_not(address, runnin
 
     with scripted_hub(address) as hub, scheduler_link(address, wait=False, running=running.get) as link:
         peer, _ = hub.recv_multipart()
-        link._known = known = Asked()
+        link._pending = pending = Asked()
         hub.send_multipart([peer, message.encode(Welcome("h", 0, clock_s=0.0))])
         for number in range(100):
             hub.send_multipart([peer, message.encode(Act(f"{number}", Abort("stranger"), until_s=30.0))])
             outcome_from(hub)
-        assert len(known) == 100
-        assert known.items_seen <= 1000
+        assert len(pending) == 100
+        assert pending.items_seen <= 1000
