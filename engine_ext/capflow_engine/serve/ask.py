@@ -1,6 +1,6 @@
 """What one request of the server asks of capflow: its body, parsed once, over HTTP or gRPC.
 
-Invariant: an `ParsedRequest` fits the model, its taps and its steering bank. Its steering is compiled.
+Invariant: a `ParsedRequest` fits the model, its taps and its steering bank. Its steering is compiled.
 """
 
 from __future__ import annotations
