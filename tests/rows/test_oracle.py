@@ -70,8 +70,8 @@ def by_one_row(plan):
 
 def by_one_layer(plan):
     """Put each layer's rows where the next one's belong."""
-    groups = [g._replace(sites=(*g.sites[1:], g.sites[0])) for g in plan.groups]
-    return dataclasses.replace(plan, groups=tuple(groups))
+    blocks = [block._replace(sites=(*block.sites[1:], block.sites[0])) for block in plan.blocks]
+    return dataclasses.replace(plan, blocks=tuple(blocks))
 
 
 def by_one_position(plan):
@@ -85,8 +85,10 @@ def by_one_request(plan):
 
 
 def _regroup(plan, runs=lambda run: run, spans=lambda span: span):
-    groups = [g._replace(runs=tuple(map(runs, g.runs)), spans=tuple(map(spans, g.spans))) for g in plan.groups]
-    return dataclasses.replace(plan, groups=tuple(groups))
+    blocks = [
+        block._replace(runs=tuple(map(runs, block.runs)), spans=tuple(map(spans, block.spans))) for block in plan.blocks
+    ]
+    return dataclasses.replace(plan, blocks=tuple(blocks))
 
 
 @pytest.mark.parametrize(
