@@ -1,8 +1,8 @@
 """The link to NATS: stores messages in one JetStream stream, with an event loop and thread of its own.
 
-Invariant: when `store` returns, the server has acknowledged every message, but those that it refused. The messages of
-one subject are stored in order, each after the one before it is acknowledged; up to `SUBJECTS_MAX` subjects are
-stored at the same time.
+Invariant: when `store` returns, the server has acknowledged every message of each subject that the result does not
+name. The messages of one subject are stored in order, each after the one before it is acknowledged; up to
+`SUBJECTS_MAX` subjects are stored at the same time.
 
 No method waits for a server that is away: it raises RetryError at most `ACK_S` after it asked, or `CONNECT_S` after it
 began to connect. A message that is sent again has the same id, so the server stores it once.
@@ -227,7 +227,7 @@ class NatsLink:
         errors = dict(zip(by_subject, await asyncio.gather(*map(store_all, by_subject)), strict=True))
         away = next((error for error in errors.values() if isinstance(error, _AwayError)), None)
         given_up = None if away is None else self._give_up(away)
-        self._over()
+        self._away_since = None
         return {
             subject: str(given_up if isinstance(error, _AwayError) else error)
             for subject, error in errors.items()
@@ -290,12 +290,8 @@ class NatsLink:
         if self._give_up_s is None or away_s < self._give_up_s:
             raise RetryError(why) from OSError(away.errno, os.strerror(away.errno))
         # The next call has as much time.
-        self._over()
-        return CapflowError(why)
-
-    def _over(self) -> None:
-        """Note that this call will not be repeated."""
         self._away_since = None
+        return CapflowError(why)
 
     def _stream_api(self) -> JetStreamContext:
         assert self._js is not None
