@@ -31,7 +31,6 @@ GENERATED = re.compile(r"_pb2(_grpc)?\.py$")
 SELF = "tests/project/test_style.py"
 
 LATER = {
-    "capflow/hub",
     "tests/engine",
     "tests/hub",
 }

@@ -21,7 +21,8 @@ REQUEST_BYTES = 1024
 """About how many bytes of memory a request takes, besides what each consumer wants of it."""
 
 _ENGINE_BYTES, _SITE_BYTES = 2048, 144  # of memory
-_NOTHING: dict[int, Any] = {}  # of a request that is over and done with; never written to
+# Of a request that is over and done with; never written to.
+_NOTHING: dict[int, Any] = {}
 _NO_LOSSES = Losses()  # of such a request; never written to
 
 
