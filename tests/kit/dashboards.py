@@ -13,6 +13,7 @@ import numpy as np
 from websockets.sync.client import connect
 
 from capflow_dashboard.consumer import Dashboard, DashboardConfig
+from tests.kit.checked import checked
 from tests.kit.frames import row_of
 
 
@@ -35,9 +36,9 @@ def context():
 
 @contextlib.contextmanager
 def dashboard(**options):
-    """Yield a dashboard that is checked and not open; on any free port unless detail otherwise."""
+    """Yield a dashboard that is checked and not open; on any free port unless the options name one."""
     consumer = Dashboard(DashboardConfig(**({"port": 0} | options)))
-    consumer.check()
+    checked(consumer)
     yield consumer
 
 

@@ -12,6 +12,7 @@ from capflow.capture.result import RequestDone
 from capflow.capture.site import Site
 from capflow.probes.probe import Probe
 from capflow_consumers.duckdb.consumer import DuckdbConfig, DuckdbConsumer
+from tests.kit.checked import checked
 from tests.kit.frames import make_model
 
 SITES = (Site(0, "post_block"), Site(1, "post_block"), Site(1, "mlp_in"))
@@ -54,7 +55,7 @@ def opened(tmp_path: Path, *probes: str, clock: Clock | None = None, **options: 
     files = [str(tmp_path / f"{name}.safetensors") for name in probes]
     config = DuckdbConfig(str(tmp_path / "scores.duckdb"), probes=files, **options)
     consumer = DuckdbConsumer(config, clock or Clock())
-    consumer.check()
+    checked(consumer)
     consumer.open(Counts())
     consumer.on_session("engine-1", make_model())
     return consumer

@@ -15,6 +15,7 @@ from capflow.capture.frame import Dropped
 from capflow.capture.result import CaptureResult, RequestDone
 from capflow.capture.site import Site
 from capflow_consumers.filesystem.consumer import FilesystemConfig, FilesystemConsumer
+from tests.kit.checked import checked
 from tests.kit.frames import make_model, row_of, token_of
 
 SITES = (Site(0, "post_block"), Site(1, "post_block"), Site(1, "mlp_in"))
@@ -51,7 +52,7 @@ def opened(root: Path, sites: tuple[Site, ...] = SITES[:1], **options: object) -
     """Return a consumer that has met an engine with taps at these sites, and wants them all."""
     options = {"hooks": sorted({site.hook for site in sites}), **options}
     consumer = Waiting(FilesystemConfig(root=str(root), **{"fsync": False, "layout": "per_file", **options}))
-    consumer.check()
+    checked(consumer)
     consumer.open(Counts())
     consumer.on_session("engine-1", msgspec.structs.replace(make_model(), sites=sites))
     return consumer

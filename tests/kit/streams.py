@@ -14,6 +14,7 @@ from capflow.capture.site import Site
 from capflow.probes.probe import Probe
 from capflow_consumers.nats import messages as natsmessages
 from capflow_consumers.nats.consumer import NatsConfig, NatsConsumer
+from tests.kit.checked import checked
 from tests.kit.natsd import natsd
 
 SITE = Site(0, "post_block")
@@ -49,8 +50,7 @@ def probe_file(directory, hidden=8):
 def opened(server, name, **options):
     """Yield a consumer with its context, whose subjects begin with the stream's name."""
     config = NatsConfig(**({"stream": name, "servers": [server.url], "create": True, "prefix": name} | options))
-    consumer = NatsConsumer(config)
-    consumer.check()
+    consumer = checked(NatsConsumer(config))
     consumer.context = Counts()
     consumer.open(consumer.context)
     try:
