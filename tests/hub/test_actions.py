@@ -171,8 +171,8 @@ def scripted_hub(address):
 def outcome_from(hub):
     while True:
         _, part = hub.recv_multipart()
-        if isinstance(said := message.decode(part), ActionOutcome):
-            return said.outcome
+        if isinstance(text := message.decode(part), ActionOutcome):
+            return text.outcome
 
 
 def test_an_action_that_comes_twice_is_done_once_and_answered_alike(address, running):

@@ -1,4 +1,4 @@
-"""What consumers are told of actions, and what the duckdb consumer writes of them."""
+"""The actions that consumers see, and the rows that the duckdb consumer writes for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEER = Steer("r1", (SteeringVector.make(Site(2, "post_block"), np.ones(8)),))
 
 
 class Told(Recorder):
-    """Keeps what it is told of actions."""
+    """Keeps the actions that it sees."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -37,17 +37,17 @@ class Told(Recorder):
 
 @pytest.mark.parametrize("policy", ["block", "spill"])
 def test_consumers_are_told_of_every_action_and_what_came_of_it(address, policy, tmp_path):
-    told, deaf = Told("told"), Recorder("deaf")
+    status, deaf = Told("told"), Recorder("deaf")
     options = {"spool_dir": tmp_path / "spool"} if policy == "spill" else {}
     with (
-        running_hub(address, configured(told, policy, **options), deaf),
+        running_hub(address, configured(status, policy, **options), deaf),
         worker_link(address) as worker,
         scheduler_link(address) as link,
         Client(address) as client,
     ):
         frame = make_frame()
         assert worker.send(frame.header, frame.payload) is None
-        eventually(lambda: told.rows["r1"])
+        eventually(lambda: status.rows["r1"])
         thread = answering(
             link,
             [
@@ -60,25 +60,25 @@ def test_consumers_are_told_of_every_action_and_what_came_of_it(address, policy,
         assert client.act(Unsteer("unknown"), 20).reason == "no"
         deaf.context.act(Abort("r1"))
         thread.join(20)
-        eventually(lambda: len(told.told) == 3)
-    facts = [(a.engine, a.request, a.kind, a.sites, a.asked_by, a.step, a.reason) for a in told.told]
+        eventually(lambda: len(status.told) == 3)
+    facts = [(a.engine, a.request, a.kind, a.sites, a.asked_by, a.step, a.reason) for a in status.told]
     assert facts == [
         ("engine-1", "r1", "steer", (Site(2, "post_block"),), "client", 7, ""),
         ("", "unknown", "unsteer", (), "client", None, "no"),
         ("engine-1", "r1", "abort", (), "deaf", 9, ""),
     ]
-    assert len({a.id for a in told.told}) == 3
-    assert all(abs(a.time_ns - told.told[0].time_ns) < 60e9 for a in told.told)
+    assert len({a.id for a in status.told}) == 3
+    assert all(abs(a.time_ns - status.told[0].time_ns) < 60e9 for a in status.told)
 
 
 @pytest.mark.parametrize("policy", ["block", "spill"])
 def test_consumers_are_told_what_steered_requests_whose_rows_they_do_not_have(address, policy, tmp_path):
     """One request nobody wants rows of; of another only a consumer that minds no actions does."""
-    told, deaf = Told("told", spec=None), Recorder("deaf")
+    status, deaf = Told("told", spec=None), Recorder("deaf")
     options = {"spool_dir": tmp_path / "spool"} if policy == "spill" else {}
     acted = Acted("controller gate", "steer", (Site(2, "post_block"),), 5, 1_700_000_000_000_000_000)
     with (
-        running_hub(address, configured(told, policy, **options), deaf),
+        running_hub(address, configured(status, policy, **options), deaf),
         worker_link(address) as worker,
         scheduler_link(address) as link,
     ):
@@ -89,11 +89,11 @@ def test_consumers_are_told_what_steered_requests_whose_rows_they_do_not_have(ad
         end = make_frame([], finished=[seen], step=2)
         header = msgspec.structs.replace(end.header, acted=(ActedOn("unseen", "i", (acted, acted)),))
         assert worker.send(header, end.payload) is None
-        eventually(lambda: len(told.told) == 3)
-    facts = {(a.engine, a.request, a.kind, a.sites, a.asked_by, a.step) for a in told.told}
+        eventually(lambda: len(status.told) == 3)
+    facts = {(a.engine, a.request, a.kind, a.sites, a.asked_by, a.step) for a in status.told}
     steer = ("steer", (Site(2, "post_block"),), "controller gate", 5)
     assert facts == {("engine-1", "seen", *steer), ("engine-1", "unseen", *steer)}
-    assert len({a.id for a in told.told}) == 3
+    assert len({a.id for a in status.told}) == 3
     assert set(deaf.done) == {"seen"}
 
 
@@ -138,5 +138,5 @@ def test_a_hub_brings_actions_to_the_store(address, tmp_path):
         assert client.act(STEER, 20).step == 7
         thread.join(20)
     with duckdb.connect(str(path), read_only=True) as connection:
-        found = connection.execute("SELECT request_id, kind, sites, outcome, step FROM actions").fetchall()
-    assert found == [("r1", "steer", ["post_block:2"], "applied", 7)]
+        result = connection.execute("SELECT request_id, kind, sites, outcome, step FROM actions").fetchall()
+    assert result == [("r1", "steer", ["post_block:2"], "applied", 7)]

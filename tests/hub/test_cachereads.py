@@ -30,10 +30,10 @@ def spec_of(positions, max_rows=None):
 @pytest.mark.parametrize("positions", READS_NOTHING)
 @pytest.mark.parametrize("max_rows", [None, 3])
 def test_positions_that_begin_every_prompt_are_named(positions, max_rows):
-    said = notice("recorder", Recorder(), spec_of(positions, max_rows))
-    assert "consumer recorder captures positions " in said
-    assert "read nothing from the prefix cache" in said
-    assert "have its spec() name all_generated or last_prompt" in said
+    message = notice("recorder", Recorder(), spec_of(positions, max_rows))
+    assert "consumer recorder captures positions " in message
+    assert "read nothing from the prefix cache" in message
+    assert "have its spec() name all_generated or last_prompt" in message
 
 
 @pytest.mark.parametrize("positions", READS_ALL)
@@ -43,8 +43,8 @@ def test_positions_near_the_end_of_a_prompt_are_not(positions):
 
 
 def test_a_fixed_position_is_named_with_what_may_be_read():
-    said = notice("recorder", Recorder(), spec_of([40, -1]))
-    assert "positions [-1,40] of every request: prompts read only what lies before position 40" in said
+    message = notice("recorder", Recorder(), spec_of([40, -1]))
+    assert "positions [-1,40] of every request: prompts read only what lies before position 40" in message
     assert Positions.parse([40, -1]).at(100).first() == 40
 
 
@@ -61,11 +61,11 @@ def test_the_remedy_is_made_of_the_consumers_own_options(tmp_path):
 def test_a_hub_says_so_in_its_status_and_top_shows_it(address):
     generated = configured(Recorder("generated", spec_of("all_generated")), "block")
     with running_hub(address, Recorder("whole", spec_of("all")), generated) as hub:
-        (said,) = hub.status()["notices"]
-        assert "consumer whole" in said
+        (message,) = hub.status()["notices"]
+        assert "consumer whole" in message
         console = Console(width=80, file=StringIO(), color_system=None)
         console.print(view(hub.status(), None))
-        assert " ".join(console.file.getvalue().split()).count(said) == 1
+        assert " ".join(console.file.getvalue().split()).count(message) == 1
 
 
 def test_a_run_says_so_when_it_starts(tmp_path):

@@ -29,7 +29,7 @@ def reader(name, policy="block", spec=None):
 
 
 def run(hub, capture, request="r1", sites=None):
-    """Have an engine send what `capture` asks for in all, a prompt in two parts and answers one by one; return the results."""
+    """Send all rows that `capture` asks for, a prompt in two parts and tokens one by one; return the results."""
     engine = hub.engine(f"engine-{request}", boot=f"boot-{request}", capture=capture, sites=sites)
     engine.step([(request, PROMPT, 0, 3)])
     engine.step([(request, PROMPT, 3, PROMPT - 3)])
@@ -188,10 +188,10 @@ class TestTheHub:
             engine.step([(name, PROMPT, 0, PROMPT) for name in captures], captures=captures)
             for name in captures:
                 engine.finish(name)
-            told = {name: hub.results(name) for name in ("r1", "r2", "r3")}
+            status = {name: hub.results(name) for name in ("r1", "r2", "r3")}
         assert sorted(a.consumer.rows) == ["r1", "r3"]
         assert sorted(b.consumer.rows) == ["r2", "r3"]
-        tags = {name: {c: r.tag for c, r in results.items()} for name, results in told.items()}
+        tags = {name: {c: r.tag for c, r in results.items()} for name, results in status.items()}
         assert tags == {
             "r1": {"a": "last", "b": ""},
             "r2": {"a": "", "b": "two"},
@@ -199,7 +199,7 @@ class TestTheHub:
         }
 
     def test_tags_do_not_part_requests_that_want_the_same(self):
-        """A frame goes to a consumer as a whole, uncounted row by row, when all of its requests share what they want."""
+        """A frame goes to a consumer whole, without a count per row, if all of its requests want the same."""
         with MemoryHub(reader("a")) as hub:
             index = hub.hub.index
             engine = hub.engine()
@@ -227,8 +227,8 @@ class TestWhereTheTagLands:
         if layout == "sharded":
             import duckdb
 
-            found = duckdb.sql(f"SELECT DISTINCT request, tag FROM '{tmp_path}/*.parquet' ORDER BY 1").fetchall()
-            assert found == [("r1", "last"), ("untagged", "")]
+            result = duckdb.sql(f"SELECT DISTINCT request, tag FROM '{tmp_path}/*.parquet' ORDER BY 1").fetchall()
+            assert result == [("r1", "last"), ("untagged", "")]
 
     def test_in_duckdb(self, tmp_path):
         import duckdb
@@ -258,8 +258,8 @@ class TestWhereTheTagLands:
             with MemoryHub(*consumers) as hub:
                 run(hub, parse_capture({"duckdb": {**LAST, "tag": name}}), name)
         with duckdb.connect(str(path), read_only=True) as store:
-            found = store.sql("SELECT request_id, rows, tag FROM requests ORDER BY capture").fetchall()
-        assert found == [("old", COMPUTED, None), ("r1", COMPUTED, "r1"), ("r2", COMPUTED, "r2")]
+            result = store.sql("SELECT request_id, rows, tag FROM requests ORDER BY capture").fetchall()
+        assert result == [("old", COMPUTED, None), ("r1", COMPUTED, "r1"), ("r2", COMPUTED, "r2")]
 
     def test_in_what_nats_says_of_the_end(self):
         from capflow.capture.result import RequestDone
@@ -282,7 +282,7 @@ class TestReplay:
         consumers = configure_all([f"filesystem:root={tmp_path},capture=requests"], None, load_plugins())[0]
         with MemoryHub(*consumers) as hub:
             run(hub, parse_capture(LAST))
-        frames = [said for said in entries_of(capflow.open(tmp_path), ask=True) if hasattr(said, "header")]
+        frames = [message for message in entries_of(capflow.open(tmp_path), ask=True) if hasattr(message, "header")]
         assert {part.capture.tag for frame in frames for part in frame.header.requests} == {"last"}
 
     def test_frames_of_a_spool_that_an_earlier_version_wrote_are_read(self):

@@ -44,7 +44,8 @@ def no_space():
 class Store(Consumer):
     """Keeps rows in memory and stores those of a request at its end, all or none, as a database does.
 
-    errors: exceptions to raise, by method and the number of the frame or the id of the request; one is taken at each call.
+    errors: exceptions to raise, by method and the number of the frame or the id of the request; one is taken at each
+    call.
     stored: rows by request, which outlive every opening.
     """
 
@@ -141,21 +142,21 @@ def request(engine, name, frames=3, rows=2):
 def letters(tmp_path):
     """Return the dead letters."""
     return [
-        found
+        result
         for place in (tmp_path / "spool").glob("*.dead")
-        for found in dead_letters.read(place)
-        if not isinstance(found, Lost)
+        for result in dead_letters.read(place)
+        if not isinstance(result, Lost)
     ]
 
 
 def dead_rows(tmp_path):
     """Return how often each row is in the dead letters, each with a reason."""
     rows = Counter()
-    for found in letters(tmp_path):
-        assert found.letter.error
-        if found.frame is not None:
-            found.frame.check()
-            for chunk in found.frame.chunks():
+    for result in letters(tmp_path):
+        assert result.letter.error
+        if result.frame is not None:
+            result.frame.check()
+            for chunk in result.frame.chunks():
                 for site, at in itertools.product(chunk.sites, range(chunk.rows.shape[1])):
                     rows[chunk.request.id, str(site), chunk.start + at] += 1
     return rows
@@ -192,16 +193,16 @@ def test_a_consumer_that_waits_says_so_everywhere(hub_of, caplog):
         engine = hub.engine()
         request(engine, "r1")
         eventually(lambda: problems(hub.hub, time.monotonic()))
-        found = problems(hub.hub, time.monotonic())
-        assert found == ["consumer store: waits and tries on_frame again: No space left on device"]
-        told = hub.hub.status()["consumers"]["store"]["retrying"]
-        assert (told["method"], told["reason"]) == ("on_frame", "No space left on device")
+        result = problems(hub.hub, time.monotonic())
+        assert result == ["consumer store: waits and tries on_frame again: No space left on device"]
+        status = hub.hub.status()["consumers"]["store"]["retrying"]
+        assert (status["method"], status["reason"]) == ("on_frame", "No space left on device")
         eventually(lambda: hub.lanes[0].backoff.retries > 5)
         full.clear()
         assert hub.result("r1").status == "ok"
         assert problems(hub.hub, time.monotonic()) == []
-    said = [record.event for record in caplog.records if getattr(record, "event", "").startswith("consumer_")]
-    assert said == ["consumer_waits", "consumer_goes_on"]
+    message = [record.event for record in caplog.records if getattr(record, "event", "").startswith("consumer_")]
+    assert message == ["consumer_waits", "consumer_goes_on"]
 
 
 @pytest.mark.parametrize("key", [("on_frame", 2), ("on_request_done", "r1"), ("on_idle", None)])
@@ -356,8 +357,8 @@ def test_a_consumer_that_is_opened_again_meets_its_engines_however_often_that_ha
         for name, engine in names.items():
             request(engine, name)
             assert hub.result(name).status == "ok"
-        known = sorted(consumer.engines)
-        assert len(known) == 2
+        entry = sorted(consumer.engines)
+        assert len(entry) == 2
         consumer.errors["on_idle", None] = [FatalError("the connection is gone")]
         consumer.errors["on_session", None] = [error(), error()]
         eventually(lambda: hub.lanes[0].restarts)
@@ -365,7 +366,7 @@ def test_a_consumer_that_is_opened_again_meets_its_engines_however_often_that_ha
             request(engine, name + "-again")
             assert hub.result(name + "-again").status == "ok"
         assert consumer.errors["on_session", None] == []
-        assert sorted(consumer.engines) == known
+        assert sorted(consumer.engines) == entry
         assert hub.lanes[0].errors == 0
 
 

@@ -51,8 +51,8 @@ def dead(tmp_path):
         for name in ("r1", "r2", "other"):
             engine.finish(name)
         assert [hub.result(name).status for name in ("r1", "r2")] == ["partial_error", "error"]
-    (found,) = (tmp_path / "spool").glob("*.dead")
-    return found
+    (result,) = (tmp_path / "spool").glob("*.dead")
+    return result
 
 
 def invoke(*arguments):
@@ -60,16 +60,16 @@ def invoke(*arguments):
 
 
 def test_they_are_listed_and_shown_with_their_reasons(dead):
-    told = json.loads(invoke("list", dead, "--json").stdout)
-    assert [(each["method"], each["requests"]) for each in told] == [
+    status = json.loads(invoke("list", dead, "--json").stdout)
+    assert [(each["method"], each["requests"]) for each in status] == [
         ("on_frame", ["r1", "other"]),
         ("on_frame", ["r1"]),
         *[("on_request_done", ["r2"])] * 4,
         ("on_frame", ["other"]),
     ]
-    assert all("ValueError: no" in each["error"] or "the end of a request" in each["error"] for each in told)
+    assert all("ValueError: no" in each["error"] or "the end of a request" in each["error"] for each in status)
     assert "\x1b[31m" not in invoke("list", dead).stdout
-    shown = invoke("show", dead, told[0]["letter"]).stdout
+    shown = invoke("show", dead, status[0]["letter"]).stdout
     assert "r1: positions 2..3 at post_block" in shown
     assert "\x1b" not in shown
     assert isinstance(invoke("show", dead, 99).exception, UsageError)
@@ -79,14 +79,14 @@ def test_a_replay_gives_a_consumer_every_row_of_them_and_removes_them(dead, tmp_
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     replayed = invoke("replay", dead, "--consumer", f"filesystem:root={tmp_path / 'again'},capture=all")
     assert replayed.exit_code == 0, replayed.output
-    found = capflow.open(tmp_path / "again")
+    result = capflow.open(tmp_path / "again")
     site = capflow.Site.parse("post_block:1")
-    rows = {capture.id: capture["post_block:1"] for capture in found}
-    positions = {name: found.positions.tolist() for name, found in rows.items()}
+    rows = {capture.id: capture["post_block:1"] for capture in result}
+    positions = {name: result.positions.tolist() for name, result in rows.items()}
     assert positions == {"r1": [2, 3], "r2": [0, 1, 2, 3, 4, 5], "other": [2, 3]}
-    for name, found in rows.items():
-        for row, position in zip(found.rows, found.positions, strict=True):
-            assert (row == row_of(name, site, int(position), found.rows.shape[1])).all()
+    for name, result in rows.items():
+        for row, position in zip(result.rows, result.positions, strict=True):
+            assert (row == row_of(name, site, int(position), result.rows.shape[1])).all()
     lost = {capture.id: capture.sidecar.dropped for capture in capflow.open(tmp_path / "again")}
     assert lost == {"r1": [(16, "not_recorded")], "r2": [], "other": [(40, "not_recorded")]}
     assert json.loads(invoke("list", dead, "--json").stdout) == []
@@ -164,7 +164,7 @@ def test_what_is_no_dead_letter_is_refused(dead, tmp_path):
 
 
 def test_a_letter_for_which_the_disk_takes_long_is_there_once(dead, tmp_path, monkeypatch):
-    letter = next(found.letter for found in dead_letters.read(dead) if found.frame is None)
+    letter = next(result.letter for result in dead_letters.read(dead) if result.frame is None)
     monkeypatch.setattr(dead_letters, "_SYNC_S", 0.0)
     letters = dead_letters.DeadLetters(tmp_path / "slow.dead", limits.DEAD_BYTES_DEFAULT)
     tries = 0

@@ -1,4 +1,4 @@
-"""Engines that leave with many open requests, and clients that leave with many questions: nobody else waits for that."""
+"""Engines that leave with many open requests, and clients that leave with many questions: no other peer waits."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def step_of(names, engine="many", boot="one", seq=1):
     return make_frame([(name, 4, 0, 1) for name in names], seq=seq, step=seq, engine=engine, boot=boot)
 
 
-def receive(desk, peer, said):
+def receive(desk, peer, text):
     """Have a message handled, and nothing that was put off."""
-    desk.dispatch.receive(peer, [message.encode(said)])
+    desk.dispatch.receive(peer, [message.encode(text)])
 
 
 def left(desk):
@@ -66,7 +66,7 @@ def test_requests_of_an_engine_that_leaves_end_in_slices_between_what_others_say
     desk.handle_all()
     assert not engine.open
     assert {recorder.done[name].status for name in NAMES} == {"error"}
-    final = [said.request for said in desk.sent[b"c"] if isinstance(said, Results) and said.results]
+    final = [text.request for text in desk.sent[b"c"] if isinstance(text, Results) and text.results]
     assert sorted(final) == sorted(NAMES)
     assert desk.exchange.index.requests_failed == len(NAMES)
 
@@ -82,8 +82,8 @@ def test_an_engine_that_is_back_meanwhile_is_told_of_behind_the_ends(hidden):
     assert not engine.open
     desk.say(b"w2", make_frame([(NAMES[-1], 4, 0, 4)], engine="many", boot="two", hidden=hidden))
     desk.handle_all()
-    told = [event for event in recorder.events if event[0] == "session" or event == ("done", NAMES[0])]
-    assert told == [("session", "many"), ("done", NAMES[0]), ("session", "many")]
+    status = [event for event in recorder.events if event[0] == "session" or event == ("done", NAMES[0])]
+    assert status == [("session", "many"), ("done", NAMES[0]), ("session", "many")]
     assert recorder.events[-1] == ("session", "many")
     assert recorder.rows[NAMES[-1]] == 1 + 4
     assert list(desk.exchange.roster.engines["many"].open) == [NAMES[-1]]
@@ -173,7 +173,7 @@ def test_a_client_that_waits_for_a_request_of_an_engine_that_started_again_is_an
     end = make_frame([], finished=[make_finished(NAMES[-1], rows=1)], engine="many@2", boot="two", seq=2, step=2)
     desk.say(b"w2", end)
     desk.handle_all()
-    (answer,) = [said for said in desk.sent[b"c"] if isinstance(said, Results)]
+    (answer,) = [text for text in desk.sent[b"c"] if isinstance(text, Results)]
     assert answer.results["recorder"].status == ("partial_error" if asked == "many@1" else "ok")
     assert b"c" not in desk.exchange.answers
 
@@ -187,9 +187,9 @@ def test_clients_are_answered_of_more_requests_at_once_than_are_kept(monkeypatch
     desk.say(b"c", Await(tuple(NAMES), wait=True))
     desk.say(b"w", Bye())
     desk.handle_all()
-    answered = [said for said in desk.sent[b"c"] if isinstance(said, Results)]
-    assert sorted(said.request for said in answered) == sorted(NAMES)
-    assert {said.results["recorder"].status for said in answered} == {"partial_error"}
+    answered = [text for text in desk.sent[b"c"] if isinstance(text, Results)]
+    assert sorted(text.request for text in answered) == sorted(NAMES)
+    assert {text.results["recorder"].status for text in answered} == {"partial_error"}
 
 
 def test_an_end_at_which_the_hub_fails_costs_no_other(monkeypatch, caplog):
@@ -254,8 +254,8 @@ def test_each_request_of_an_engine_that_leaves_has_its_result(policy, tmp_path):
         engine.finish(NAMES[0])
         engine.settle()
         engine.lose()
-        found = [hub.result(name, "many").status for name in NAMES]
-        assert found == ["ok"] + ["partial_error"] * (len(NAMES) - 1)
+        result = [hub.result(name, "many").status for name in NAMES]
+        assert result == ["ok"] + ["partial_error"] * (len(NAMES) - 1)
         again = hub.engine("many", boot="two")
         again.step([(NAMES[0], 4, 0, 4)])
         again.finish(NAMES[0])

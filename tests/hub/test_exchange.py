@@ -114,7 +114,7 @@ def test_an_acknowledgement_that_cannot_be_sent_is_sent_at_the_next_turn(monkeyp
     desk.turn()
     for peer in (b"one", b"two"):
         intake = desk.exchange.roster.peers[peer].source.intake
-        acks = [said for said in desk.sent[peer] if isinstance(said, Ack)]
+        acks = [message for message in desk.sent[peer] if isinstance(message, Ack)]
         assert [ack.seq for ack in acks] == [2]
         assert acks[0].credit_bytes > 0
         assert intake.held_bytes == 0
@@ -187,7 +187,7 @@ def test_a_frame_that_no_consumer_took_when_the_hub_stops_is_not_acknowledged(co
     desk.say(b"w", make_frame())
     desk.handle_all()
     assert consumer.lane.dropped["shutdown"] == 4
-    assert not any(isinstance(said, Ack) and said.seq for said in desk.sent[b"w"])
+    assert not any(isinstance(message, Ack) and message.seq for message in desk.sent[b"w"])
     assert desk.exchange.roster.peers[b"w"].source.intake.acked == 0
 
 
@@ -262,9 +262,9 @@ class TestOneWhoTakesAllThereIs:
         desk.say(b"good", make_frame((), (), seq=2, engine="good", finished=ends))
         desk.handle_all()
         assert all(consumer.done[name].rows == 1 and not consumer.done[name].dropped for name in names)
-        (said,) = [record.message for record in caplog.records if getattr(record, "event", "") == "engine_full"]
-        assert said.startswith("engine bad: no room for more of its requests, whose rows are lost: got ")
-        assert said.endswith("start the hub with more --memory-bytes-max")
+        (message,) = [record.message for record in caplog.records if getattr(record, "event", "") == "engine_full"]
+        assert message.startswith("engine bad: no room for more of its requests, whose rows are lost: got ")
+        assert message.endswith("start the hub with more --memory-bytes-max")
         desk.say(b"bad", make_frame((), (), seq=30, engine="bad", finished=[make_finished("29-49", 1, 1)]))
         desk.handle_all()
         assert [(lost.reason, lost.rows) for lost in consumer.done["29-49"].dropped] == [("hub_full", 1)]
@@ -321,19 +321,19 @@ class TestOneWhoTakesAllThereIs:
         desk.say(b"good", Hello("client", "", "good"))
         for number in range(20):
             desk.say(b"bad", Await(tuple(f"{number}-{each}" for each in range(100))))
-        refusal = next(said for said in desk.sent[b"bad"] if isinstance(said, Refused))
+        refusal = next(message for message in desk.sent[b"bad"] if isinstance(message, Refused))
         assert refusal.reason.startswith("requests waited for: got ")
         assert refusal.reason.endswith("--memory-bytes-max")
         assert desk.exchange.counts.protocol_errors == 0
         desk.say(b"good", Await(("r1",)))
-        assert not any(isinstance(said, Refused) for said in desk.sent[b"good"])
+        assert not any(isinstance(message, Refused) for message in desk.sent[b"good"])
         desk.say(b"bad", Hello("client", "", "bad"))
         assert isinstance(desk.sent[b"bad"][-1], Welcome)
 
     def test_of_sessions_leaves_some_for_others(self, monkeypatch):
         desk = Desk(Recorder(), memory_bytes_max=64 * limits.MIB)
         answers = [desk.hello(b"%d" % number, "bad", engine=f"e{number}") for number in range(limits.SESSIONS_MAX)]
-        refused = [said for said in answers if isinstance(said, Refused)]
+        refused = [message for message in answers if isinstance(message, Refused)]
         assert refused
         assert desk.exchange.counts.protocol_errors == 0
         assert isinstance(desk.hello(b"good", "good", engine="good"), Welcome)
@@ -440,7 +440,7 @@ def test_a_large_header_is_read_and_checked_in_two_steps(monkeypatch):
     next(steps)
     desk.say(b"x", make_frame([("r", 4, 0, 4)], seq=1, engine="other"))
     desk.handle_all()
-    assert [type(said) for said in desk.sent[b"x"]] == [Welcome, Ack]  # it did not wait for the check
+    assert [type(message) for message in desk.sent[b"x"]] == [Welcome, Ack]  # it did not wait for the check
     assert list(steps) == []
     desk.handle_all()
     assert desk.sent[b"w"][-1].seq == 1

@@ -1,4 +1,4 @@
-"""What waits for a consumer that does not get on: bounded whatever is told to it, and what had no room is counted and named."""
+"""The queue of a stuck consumer: it is bounded for every kind of item, and rows without room are counted and named."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def answered(number):
 
 def requests_alive():
     gc.collect()
-    return sum(type(found) is Request for found in gc.get_objects())
+    return sum(type(result) is Request for result in gc.get_objects())
 
 
 @pytest.mark.parametrize("policy", ["drop", "skip"])
@@ -141,7 +141,7 @@ def test_a_consumer_is_told_that_an_engine_is_gone_and_of_it_anew_when_it_comes_
         lane.lose(engine)
     lane.greet("e", make_model())
     close(lane)
-    of = {engine: [what for name, what in consumer.told if name == engine] for engine in "ef"}  # engines take turns
+    of = {engine: [item for name, item in consumer.told if name == engine] for engine in "ef"}  # engines take turns
     assert of == {"e": ["test-model", "gone", "test-model", "gone", "test-model"], "f": ["test-model", "gone"]}
     assert list(lane._met) == ["e"]
     assert lane.notes.nbytes == 0
@@ -183,7 +183,7 @@ def test_of_an_engine_that_it_could_not_be_told_of_a_consumer_is_given_nothing(p
     (untold,) = [result for name, result in results if name == names[-1]]
     assert (untold.status, untold.error) == ("error", UNTOLD)
     close(lane)
-    assert Counter(type(told) for told in consumer.told) == {tuple: met, str: 1}
+    assert Counter(type(status) for status in consumer.told) == {tuple: met, str: 1}
     assert names[0] in consumer.told
 
 

@@ -63,10 +63,10 @@ class HubChild:
         self.resident = self.memory("VmRSS")
         self.sent = 0  # frames
 
-    def memory(self, what):
+    def memory(self, item):
         """Return the bytes of memory that the hub has, or had at most (`VmHWM`)."""
-        told = pathlib.Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(next(line for line in told.splitlines() if line.startswith(what)).split()[1]) * limits.KIB
+        report = pathlib.Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(next(line for line in report.splitlines() if line.startswith(item)).split()[1]) * limits.KIB
 
     def send(self, count):
         """Send frames of one request and wait until the hub acknowledged them; return how many seconds it took."""
@@ -100,9 +100,9 @@ class HubChild:
         """Stop the hub; return how long that took, as it says and until its process was gone."""
         begun = time.monotonic()
         self.process.terminate()
-        said = float(self.process.stdout.readline())
+        message = float(self.process.stdout.readline())
         assert self.process.wait(20) == 0
-        return said, time.monotonic() - begun
+        return message, time.monotonic() - begun
 
     def close(self):
         self.client.close()
@@ -128,7 +128,7 @@ def hub_child():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_consumer_that_fails_costs_its_own_rows_and_nobody_elses(hub_child, kind):
-    """More than its queue holds is sent: what it lost is counted, the other has all, and memory and the end are bounded."""
+    """The frames exceed its queue: its losses are counted, the other has all rows, memory and the end are bounded."""
     hub = hub_child(kind)
     for _ in range(4):
         hub.send(QUEUE_BYTES // (HIDDEN * 4 * ROWS) // 2)
@@ -155,8 +155,8 @@ def test_a_consumer_that_fails_costs_its_own_rows_and_nobody_elses(hub_child, ki
     assert lost > 0 or kind in ("raises", "dies")
     assert bad["queue_bytes_peak"] <= QUEUE_BYTES
     assert hub.memory("VmHWM") - hub.resident <= 2 * QUEUE_BYTES + MORE_BYTES_MAX
-    said, took = hub.stop()
-    assert said <= took <= STOP_S_MAX
+    message, took = hub.stop()
+    assert message <= took <= STOP_S_MAX
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -182,7 +182,7 @@ def test_a_consumer_that_fails_and_spills_loses_nothing_that_it_did_not_refuse(h
 
 @pytest.mark.parametrize("kind", ["raises", "dies"])
 def test_a_frame_that_fails_takes_the_lane_little_time(kind, monkeypatch):
-    """Of the processor, whatever else the machine does: a traceback or a line of the log for each frame would take ten times as much."""
+    """It is processor time, so other load does not count. A log line for each frame would take ten times as much."""
     monkeypatch.setattr(limits, "RETRY_S_MIN", 0.001)
     desk = Desk(Bad(kind), policy="drop")
     desk.hello(b"w", model=make_model(1, HIDDEN))
@@ -211,10 +211,12 @@ def bounds_of_median(numbers):
 
 
 def rate_beside(hub_child, kind, policy, seconds):
-    """Return between which bounds the rate of the others beside a consumer of this kind is, over that beside one that does well, and the first hub.
+    """Return between which bounds the rate of the others beside a consumer of this kind is, over that beside one that
+    does well, and the first hub.
 
-    Both as fast as they can, in turns, each first in every other. What else the machine does slows either turn of a pair: so the bounds are
-    those of the median of the ratios, and measuring ends when they are on one side of `RATE_MIN`.
+    Both as fast as they can, in turns, each first in every other. What else the machine does slows either turn of a
+    pair: so the bounds are those of the median of the ratios, and measuring ends when they are on one side of
+    `RATE_MIN`.
     """
     bad, well = hub_child(kind, policy=policy), hub_child("takes", policy=policy)
     frames = [make_frame([("r1", ROWS, step * ROWS, ROWS)], hidden=HIDDEN, step=step) for step in range(100)]
@@ -308,9 +310,9 @@ def send(link, count, first=0):
 
 def test_a_worker_whose_disk_is_full_drops_counts_and_goes_on(address, tmp_path):
     with mounted(tmp_path, "512k"), spilling(address, tmp_path) as link:
-        said = send(link, 3000)
-        taken = said.count(None)
-        assert set(said) == {None, "disk_full"}
+        message = send(link, 3000)
+        taken = message.count(None)
+        assert set(message) == {None, "disk_full"}
         assert 200 < taken < 2500
         assert link.counters["dropped_frames"] == {"disk_full": 3000 - taken}
         consumer = Recorder()
@@ -327,9 +329,9 @@ def test_a_worker_whose_syncs_fail_drops_counts_and_loses_nothing_that_it_took(a
     with spilling(address, tmp_path, files) as link:
         assert send(link, 20) == [None] * 20
         files.fails = True
-        said = send(link, 200, first=20)
-        taken = said.count(None)
-        assert set(said) == {None, "disk_failed"}
+        message = send(link, 200, first=20)
+        taken = message.count(None)
+        assert set(message) == {None, "disk_failed"}
         assert taken < 100
         eventually(lambda: link.counters["spool"]["failures"])
         files.fails = False

@@ -1,6 +1,7 @@
 """Nearly right messages: each is taken or refused as the peer's fault, for no more memory than what came is worth.
 
-What a hub and a peer read is tried alone, and a hub in a process of its own over its socket. `make proof` tries 100,000 of each.
+What a hub and a peer read is tried alone, and a hub in a process of its own over its socket. `make proof` tries 100,000
+of each.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ FEW = pytest.param(SHORT, id="few")
 MANY = pytest.param(LONG, id="many", marks=[pytest.mark.long, pytest.mark.timeout(1800)])
 
 BYTES_PER_BYTE_MAX = {"hub": 32, "peer": 80}
-"""What a message may take of memory while a side reads it, for each of its bytes. A peer takes answers of any shape, in which
-an empty object is one byte long and 64 in Python's memory; a hub does not."""
+"""What a message may take of memory while a side reads it, for each of its bytes. A peer takes answers of any shape, in
+which an empty object is one byte long and 64 in Python's memory; a hub does not."""
 
 BYTES_FIXED_MAX = 96 * 1024
 """And besides: the error, its traceback and its message."""
@@ -73,20 +74,20 @@ def read(side, parts):
     """Return what became of a message: `refused`, or the type that it was taken for; raise for anything else."""
     reading = session(side)
     try:
-        said = reading.receive(parts, 1.0)
+        text = reading.receive(parts, 1.0)
     except RemoteProtocolError as e:
-        said = e
-    if isinstance(said, RemoteProtocolError):
-        assert "\n" not in str(said)
-        assert len(str(said)) < 2000
+        text = e
+    if isinstance(text, RemoteProtocolError):
+        assert "\n" not in str(text)
+        assert len(str(text)) < 2000
         return "refused"
-    if isinstance(said, Frame):
+    if isinstance(text, Frame):
         total = 0
-        for chunk in said.chunks():
+        for chunk in text.chunks():
             assert chunk.rows.shape[1] == len(chunk.token_ids)
             total += chunk.rows.nbytes
-        assert total <= len(said.payload) * 64  # spans may overlap, and lie inside all the same
-    return type(said).__name__
+        assert total <= len(text.payload) * 64  # spans may overlap, and lie inside all the same
+    return type(text).__name__
 
 
 @pytest.mark.parametrize("count", [FEW, MANY])
@@ -164,17 +165,24 @@ CROWDS = {
     "positions": [crowded_frame("requests", capture(b"\x81" + entry("positions", crowd(b"\x80", _SIZE))), 1), b""],
     "deep positions": [crowded_frame("requests", capture(b"\x81" + entry("positions", b"\x91" * _SIZE)), 1), b""],
     "ends": [crowded_frame("finished", b"\x81\xa2id\xa0", _SIZE), b""],
-    "reasons": [crowded_frame("finished", b"\x81" + entry("dropped", crowd(b"\x82\xa4rows\x00\xa6reason\xa0", _SIZE)), 1), b""],
-    "counters of an answer": [b"\x82" + entry("type", b"\xa6status") + entry("counters", b"\x81\xa0" + crowd(b"\x80", _SIZE))],
+    "reasons": [
+        crowded_frame("finished", b"\x81" + entry("dropped", crowd(b"\x82\xa4rows\x00\xa6reason\xa0", _SIZE)), 1),
+        b"",
+    ],
+    "counters of an answer": [
+        b"\x82" + entry("type", b"\xa6status") + entry("counters", b"\x81\xa0" + crowd(b"\x80", _SIZE)),
+    ],
     "a string that says 4 GiB": [b"\x82" + entry("type", b"\xa7refused") + entry("reason", b"\xdb\xff\xff\xff\xffx")],
     "an array that says 4 Gi": [crowded_request("token_ids", b"", 0)[:-5] + b"\xdd\xff\xff\xff\xff\x01", b""],
-    "a map that says 4 Gi": [b"\x82" + entry("type", b"\xa6status") + entry("counters", b"\xdf\xff\xff\xff\xff\xa0\x01")],
+    "a map that says 4 Gi": [
+        b"\x82" + entry("type", b"\xa6status") + entry("counters", b"\xdf\xff\xff\xff\xff\xa0\x01"),
+    ],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", CROWDS)
-def test_a_crowd_of_the_smallest_values_takes_no_more_than_its_bytes_are_worth(what):
-    parts = CROWDS[what]
+def test_a_crowd_of_the_smallest_values_takes_no_more_than_its_bytes_are_worth(item):
+    parts = CROWDS[item]
     size = sum(map(len, parts))
     peaks = dict.fromkeys(BYTES_PER_BYTE_MAX, 0)
     for side in SIDES:
@@ -185,7 +193,7 @@ def test_a_crowd_of_the_smallest_values_takes_no_more_than_its_bytes_are_worth(w
             peaks[reader] = max(peaks[reader], tracemalloc.get_traced_memory()[1])
         finally:
             tracemalloc.stop()
-    print(f"{what}: {size} bytes, peak", {reader: f"{peak}, {peak / size:.1f} each" for reader, peak in peaks.items()})
+    print(f"{item}: {size} bytes, peak", {reader: f"{peak}, {peak / size:.1f} each" for reader, peak in peaks.items()})
     assert all(peak <= worth(reader, size) for reader, peak in peaks.items())
 
 
@@ -248,8 +256,8 @@ class HubChild:
 def attack(address, seeds):
     """Send mutated messages, on a new connection whenever the hub is about to stop listening to the last.
 
-    Before each next connection it waits until the hub has read all of this one: what a hub has not read yet waits in its memory, and
-    how much that is says nothing of what reading leaves behind.
+    Before each next connection it waits until the hub has read all of this one: what a hub has not read yet waits in
+    its memory, and how much that is says nothing of what reading leaves behind.
     """
     seeds = list(seeds)
     per_connection = limits.OFFENCES_MAX - 1
@@ -302,23 +310,23 @@ def test_a_hub_that_is_sent_them_serves_the_others(address, tmp_path, count):
                 eventually(lambda: settled(link))
                 slowest = max(slowest, time.monotonic() - began)
             assert [attacker.wait() for attacker in attacking] == [0] * len(attacking)
-            told = client.status()
-            mine = next(s for s in told["sessions"] if s["role"] == "worker" and s["engine"] == "good")
+            status = client.status()
+            mine = next(s for s in status["sessions"] if s["role"] == "worker" and s["engine"] == "good")
             grown = hub.memory("VmHWM") - before
         code = hub.close()
-    said = (tmp_path / "log").read_text(errors="replace")
+    text = (tmp_path / "log").read_text(errors="replace")
     print(
-        f"{count} messages: {told['protocol_errors']} refused, {grown / limits.MIB:.1f} MiB grown at the most, "
-        f"{step} frames beside them, the slowest acknowledged after {slowest:.3f} s, {len(said.splitlines())} log lines"
+        f"{count} messages: {status['protocol_errors']} refused, {grown / limits.MIB:.1f} MiB grown at the most, "
+        f"{step} frames beside them, the slowest acknowledged after {slowest:.3f} s, {len(text.splitlines())} log lines"
     )
     assert code == 0
     assert mine["frames"] == step
     assert link.reconnects == 0
-    assert told["protocol_errors"] > count / 4
-    assert len(told["refused"]) <= limits.REFUSALS_MAX + 1
+    assert status["protocol_errors"] > count / 4
+    assert len(status["refused"]) <= limits.REFUSALS_MAX + 1
     assert grown <= HUB_GROWTH_BYTES_MAX
-    assert "Traceback" not in said
-    assert "the hub failed" not in said
+    assert "Traceback" not in text
+    assert "the hub failed" not in text
 
 
 class TestAPeerThatGoesOnAndOn:
@@ -402,9 +410,9 @@ def test_a_hub_with_a_key_bears_bytes_that_are_no_handshake(tmp_path, monkeypatc
         keyed = f"tcp://{pair.public}@127.0.0.1:{port}"
         with worker_link(keyed, key="hub") as link:
             for number in range(400):
-                said = (greeting, greeting + hello, os.urandom(500), greeting[:30], greeting + os.urandom(300))
+                text = (greeting, greeting + hello, os.urandom(500), greeting[:30], greeting + os.urandom(300))
                 with socket.create_connection(("127.0.0.1", port)) as raw, contextlib.suppress(OSError):
-                    raw.sendall(said[number % len(said)])
+                    raw.sendall(text[number % len(text)])
             frame = make_frame()
             assert link.send(frame.header, frame.payload) is None
             eventually(lambda: settled(link))

@@ -494,8 +494,8 @@ class TestActions:
                 peer.send(message.encode(Act("mine", Abort("r1"))))
                 eventually(link.actions)
             assert peer.poll(20_000)
-            said = message.decode(peer.recv())
-            assert said == ActionOutcome(Rejected("mine", "action: the engine left before it answered"))
+            text = message.decode(peer.recv())
+            assert text == ActionOutcome(Rejected("mine", "action: the engine left before it answered"))
 
     def test_of_a_consumer_are_sent_and_counted(self, address):
         consumer = Recorder()
@@ -603,17 +603,17 @@ def test_status_counts_what_went_through(address):
     with running_hub(address, consumer) as hub, worker_link(address) as link, Client(address) as client:
         send_request(link, prompt=4, generated=3)
         client.results(["r1"], timeout=20)
-        told = client.status()
-        assert told["requests"] == {"open": 0, "done": 1, "failed": 0, "gapped": 0}
-        assert (told["frames"], told["rows"], told["tokens"]) == (4, 6, 6)
-        worker = next(s for s in told["sessions"] if s["role"] == "worker")
+        status = client.status()
+        assert status["requests"] == {"open": 0, "done": 1, "failed": 0, "gapped": 0}
+        assert (status["frames"], status["rows"], status["tokens"]) == (4, 6, 6)
+        worker = next(s for s in status["sessions"] if s["role"] == "worker")
         assert (worker["engine"], worker["rank"], worker["rows"], worker["step_tokens"]) == (
             "engine-1",
             [0, 0, 0],
             6,
             6,
         )
-        mine = told["consumers"]["recorder"]
+        mine = status["consumers"]["recorder"]
         assert (mine["frames"], mine["rows"], mine["bytes"], mine["policy"]) == (3, 6, 6 * 8 * 4, "block")
         snapshot = hub.snapshot()
         assert (snapshot.requests_done, snapshot.tokens, snapshot.rows, snapshot.engines) == (1, 6, 6, 1)
@@ -625,8 +625,8 @@ def test_results_of_old_requests_are_forgotten(address, monkeypatch):
         for number in range(5):
             send_request(link, f"r{number}")
         client.results(["r4"], timeout=20)
-        known = client.results([f"r{number}" for number in range(5)], wait=False)
-        assert [bool(known[f"r{number}"]) for number in range(5)] == [False, False, True, True, True]
+        entry = client.results([f"r{number}" for number in range(5)], wait=False)
+        assert [bool(entry[f"r{number}"]) for number in range(5)] == [False, False, True, True, True]
 
 
 def test_a_request_that_is_over_and_has_its_results_keeps_nothing_else(address, tmp_path):

@@ -1,4 +1,4 @@
-"""A hub that is killed at each point of its work on a consumer's inbox: what its worker sent is in files, whole, once."""
+"""A hub is killed at each point of its work on a consumer's inbox: all rows are in files, whole and once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tests.kit.waiting import eventually
 __all__ = ["address"]
 
 CHILD = PROCESSES / "hub_crash.py"
-# How often a hub passes a point at most before it is killed: between two passes of these it takes up to hundreds of frames.
+# How often a hub passes a point at most before it is killed: between two passes of these it takes up to hundreds of
+# frames.
 AFTER_MAX = {"before-fsync": 20, "during-rotation": 5, "before-unlink": 4, "before-cursor": 5}
 
 
@@ -55,8 +56,8 @@ def run_and_kill(address, directory, times, point, seed=0, layout="packed"):
             hub.stdin.close()
             assert hub.wait(60) == 0
     data = capflow.open(directory / "rows")
-    found = [capture.id for name in data.requests() for capture in data.captures(name, look=False)]
-    assert sorted(found) == sorted(worker.lengths)  # none twice
+    result = [capture.id for name in data.requests() for capture in data.captures(name, look=False)]
+    assert sorted(result) == sorted(worker.lengths)  # none twice
     for name, length in worker.lengths.items():
         capture = data[name]
         assert capture.status == "ok", (name, capture.error)

@@ -1,4 +1,4 @@
-"""Inboxes: whose they are, what lies beside them, and what becomes of what they hold when the disk under them fails."""
+"""Inboxes: their owners, the files beside them, and their frames when the disk fails."""
 
 from __future__ import annotations
 
@@ -151,9 +151,9 @@ def test_an_inbox_beside_it_that_cannot_be_used_is_said_and_left_alone(address, 
     broken = made.spill.root / f"{made.spill.name}.3"
     (broken / "cursor").mkdir(parents=True)
     with running_hub(address, made):
-        (told,) = said(caplog, "inbox_left")
-        assert told.directory == str(broken)
-        assert "is not given to its consumer: spool" in told.getMessage()
+        (status,) = said(caplog, "inbox_left")
+        assert status.directory == str(broken)
+        assert "is not given to its consumer: spool" in status.getMessage()
     assert (broken / "cursor").is_dir()
 
 
@@ -172,10 +172,10 @@ def test_frames_of_a_consumer_with_other_options_are_told_of(address, spills, tm
     (left,) = root.iterdir()
     assert not said(caplog, "inbox_left")
     with running_hub(address, hub({"depth": 2})):
-        (told,) = said(caplog, "inbox_left")
-        assert (told.levelname, told.consumer, told.directory) == ("ERROR", "recorder", str(left))
-        assert "start a hub once with its old options and directory" in told.getMessage()
-        assert f"`capflow spool inspect {left}`" in told.getMessage()
+        (status,) = said(caplog, "inbox_left")
+        assert (status.levelname, status.consumer, status.directory) == ("ERROR", "recorder", str(left))
+        assert "start a hub once with its old options and directory" in status.getMessage()
+        assert f"`capflow spool inspect {left}`" in status.getMessage()
         caplog.clear()
         with Spool(left), running_hub(f"{address}3", hub({"depth": 3})):  # a hub has it
             assert not said(caplog, "inbox_left")
@@ -405,8 +405,8 @@ def test_a_writer_that_meets_what_it_should_not_waits_says_so_and_goes_on(addres
         worker.rows("r1")
         worker.end("r1")
         eventually(lambda: trouble(hub) == "its inbox failed; see the log")
-        (told,) = said(caplog, "inbox_failed")
-        assert (told.consumer, told.exc_info[0]) == ("recorder", ValueError)
+        (status,) = said(caplog, "inbox_failed")
+        assert (status.consumer, status.exc_info[0]) == ("recorder", ValueError)
         assert not worker.acknowledged
         mended.set()
         eventually(lambda: "r1" in recorder.done)
@@ -555,10 +555,10 @@ def test_what_lies_beside_an_inbox_that_is_full_comes_with_its_engine(tmp_path):
     inbox.join(beside, {})
     writer = InboxWriter("n", inbox, ByteQueue(1), WhenFull.BLOCK, Counter())
     writer.start([beside], {})
-    found = []
-    while "other" not in found:
+    result = []
+    while "other" not in result:
         if (item := inbox.take(5.0)) is not None and isinstance(item.record, Frame):
-            found.append(item.record.header.engine)
+            result.append(item.record.header.engine)
             inbox.forget(item.number - 1, lambda _: [], at_once=True)
     model = inbox.model("other")
     writer._queue.close()
@@ -630,7 +630,7 @@ def done_in(place):
 
 @contextlib.contextmanager
 def hub_on_full_disk(address, made):
-    """Run a hub whose consumer gets the result of `over` while the disk is full and `open` runs; give its lane and its files."""
+    """Run a hub whose consumer gets the result of `over` while the disk is full and `open` runs."""
     files, later = AlmostFull(), made.consumer
     with hub_on(address, made, files) as hub, worker_link(address) as link:
         lane, worker = hub.lanes[0], Sender(link)

@@ -18,8 +18,8 @@ def test_a_worker_whose_mark_has_no_room_is_forgotten_and_the_log_says_so_once(t
     for header in headers:
         inbox.skip(header)
     assert [inbox.has(header) for header in headers] == [False, False, False, True, True]
-    (said,) = [record.message for record in caplog.records]
-    assert said.startswith("inbox keep: more than 2 workers at once")
+    (message,) = [record.message for record in caplog.records]
+    assert message.startswith("inbox keep: more than 2 workers at once")
 
 
 WIDE = 900  # layers, of which each has five sites: 90 KB of a model's record

@@ -155,17 +155,17 @@ class Steady(Controller):
 
 
 def test_a_worker_runs_every_instance_of_a_controller_by_its_name(monkeypatch):
-    known = {"steady": Steady}
-    _, (plain, named) = configure_all(["steady:layer=1", "steady@second:layer=2"], None, known)
+    entry = {"steady": Steady}
+    _, (plain, named) = configure_all(["steady:layer=1", "steady@second:layer=2"], None, entry)
     specs = [msgspec.msgpack.decode(msgspec.msgpack.encode(one.spec()), type=ControllerSpec) for one in (plain, named)]
     assert [(spec.name, spec.label) for spec in specs] == [("steady", "steady"), ("steady", "steady@second")]
-    monkeypatch.setattr(control, "load_plugins", lambda: known)
+    monkeypatch.setattr(control, "load_plugins", lambda: entry)
     model = make_model()
     running = control.Controllers(specs, model, model.sites, 0)
     keys = {"r1": "r1", "r2": "r2"}
     decided = running.run(1, Planner(1).plan([]), np.zeros(0, np.uint8), {}, keys, lambda key: {})
-    found = [(running.owner(each.order).name, each.action.request) for each in decided]
-    assert found == [("steady", "r1"), ("steady@second", "r2")]
+    result = [(running.owner(each.order).name, each.action.request) for each in decided]
+    assert result == [("steady", "r1"), ("steady@second", "r2")]
 
 
 def test_an_option_of_a_controller_is_named_by_its_instance():

@@ -1,4 +1,4 @@
-"""Frames that break the rules cost their worker the session and nobody else anything; engines of different widths share every store."""
+"""Invalid frames cost their worker the session and nothing else; engines of different widths share every store."""
 
 from __future__ import annotations
 
@@ -109,9 +109,9 @@ def test_one_that_an_earlier_version_left_in_an_inbox_costs_its_neighbours_nothi
         assert dropped.reason == "frame_invalid"
         assert hub.hub.lanes[0].dropped["frame_invalid"] == dropped.rows > 0
         letters = hub.hub.lanes[0].dead.directory
-    found = list(dead_letters.read(letters))
-    assert [letter.frame.header.seq for letter in found] == [3, 7]
-    assert all("expected" in letter.letter.error for letter in found)
+    result = list(dead_letters.read(letters))
+    assert [letter.frame.header.seq for letter in result] == [3, 7]
+    assert all("expected" in letter.letter.error for letter in result)
 
 
 @invalid

@@ -1,4 +1,4 @@
-"""What hubs leave behind: nothing of what is done, all of what a consumer has not stored, and what a kill left is removed by the next."""
+"""The files that hubs leave: all frames that are not stored, and nothing else; the next hub removes those of a kill."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def recorder_in(root, depth=1, kind=Recorder):
 
 
 def leave_inbox(address, root, *, over, depth=1, forgotten=False):
-    """Have a hub that is killed leave an inbox with the frames of a request, which is over and stored or runs on; return its directory.
+    """Have a hub that is killed leave an inbox with the frames of a request, which is over and stored or runs on;
+    return its directory.
 
     forgotten: the frames are removed, and only a checkpoint is left.
     """
@@ -406,7 +407,7 @@ def test_hubs_that_start_at_once_share_a_root_that_is_collected(directory, root)
 
 
 def child_with(code, directory):
-    """Run Python that makes something in the runtime directory, says what, and waits; return the process and what it said."""
+    """Run Python that makes a file in the runtime directory, prints it and waits; return the process and the output."""
     process = subprocess.Popen(
         [sys.executable, "-c", f"{code}; print(made, flush=True); input()"],
         stdin=subprocess.PIPE,
@@ -417,7 +418,11 @@ def child_with(code, directory):
     return process, Path(process.stdout.readline().strip())
 
 
-HOLDING = "import capflow.transport.address as a; made = a.private_address('hub')[6:]; held = a.held('ipc://' + made); held.__enter__(); import socket as s; bound = s.socket(s.AF_UNIX); bound.bind(made)"
+HOLDING = (
+    "import capflow.transport.address as a; made = a.private_address('hub')[6:]; "
+    "held = a.held('ipc://' + made); held.__enter__(); "
+    "import socket as s; bound = s.socket(s.AF_UNIX); bound.bind(made)"
+)
 DIRECTORY = "import capflow.system.runtime as r; made = r.private_directory('steering')"
 
 

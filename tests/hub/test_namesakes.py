@@ -295,11 +295,11 @@ def test_a_database_has_the_rows_of_each_engines_request(tmp_path):
             peer.finish("r1")
             peer.settle()
         assert [hub.result("r1", name).status for name in "ab"] == ["ok", "ok"]
-    with duckdb.connect(str(tmp_path / "x.duckdb"), read_only=True) as found:
+    with duckdb.connect(str(tmp_path / "x.duckdb"), read_only=True) as result:
         ask = "SELECT engine, count(*), count(DISTINCT capture) FROM {} GROUP BY engine ORDER BY engine"
-        assert found.sql(ask.format("tokens")).fetchall() == [("a", 3, 1), ("b", 6, 1)]
-        assert found.sql(ask.format("requests")).fetchall() == [("a", 1, 1), ("b", 1, 1)]
-        vectors = {engine: rows for engine, rows, _ in found.sql(ask.format("vectors")).fetchall()}
+        assert result.sql(ask.format("tokens")).fetchall() == [("a", 3, 1), ("b", 6, 1)]
+        assert result.sql(ask.format("requests")).fetchall() == [("a", 1, 1), ("b", 1, 1)]
+        vectors = {engine: rows for engine, rows, _ in result.sql(ask.format("vectors")).fetchall()}
         assert vectors["b"] == 2 * vectors["a"] > 0
 
 
@@ -378,7 +378,7 @@ def test_a_command_says_in_one_line_which_engines_have_an_id(address, command, c
             peer = MemoryPeers(hub).engine(name, boot=f"boot-{name}")
             peer.step([("r1", 4, 0, 1)])
             peer.settle()
-        found = CliRunner().invoke(cli, [*command, "--address", str(address)])
-        assert isinstance(found.exception, UsageError) == (code == 2)
-        assert words in str(found.exception)
-        assert len(str(found.exception).splitlines()) == 1
+        result = CliRunner().invoke(cli, [*command, "--address", str(address)])
+        assert isinstance(result.exception, UsageError) == (code == 2)
+        assert words in str(result.exception)
+        assert len(str(result.exception).splitlines()) == 1

@@ -1,4 +1,4 @@
-"""The log of what peers do: bounded by event and by peer, the rest counted and told of."""
+"""The log of peers' faults: bounded by event and by peer; the lines left out are counted and reported."""
 
 from __future__ import annotations
 

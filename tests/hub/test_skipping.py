@@ -24,7 +24,7 @@ FRAMES = 20
 
 
 def run_held(address, policy):
-    """Run a hub whose consumer takes nothing while frames come that its queue has no room for; return the run and what it printed."""
+    """Run a hub whose consumer is stuck while more frames come than its queue holds; return the run and its output."""
     recorder = Recorder(held=True)
     frame = make_frame([("r1", 400, 0, 400)])
     out = io.StringIO()

@@ -1,4 +1,4 @@
-"""Consumers that spill: what a hub took is on disk, and each next hub gives its consumer what the one before did not get through."""
+"""Consumers that spill: the frames are on disk, and each next hub gives its consumer those that were not handled."""
 
 from __future__ import annotations
 
@@ -139,8 +139,8 @@ def test_what_an_engine_sends_that_was_gone_is_given_also_when_its_going_is_in_t
         with worker_link(address) as link:
             Sender(link).rows("r1")
             eventually(first.waiting.is_set)
-            known = hub.lanes[0].inbox.spool.last
-        eventually(lambda: hub.lanes[0].inbox.spool.last > known)
+            entry = hub.lanes[0].inbox.spool.last
+        eventually(lambda: hub.lanes[0].inbox.spool.last > entry)
         hub.lanes[0]._discarded.set()
         first.go.set()
         hub.stop(5)
@@ -155,7 +155,7 @@ def test_what_an_engine_sends_that_was_gone_is_given_also_when_its_going_is_in_t
 
 
 class Told(Forgetful):
-    """Keeps what actions it is told of, and how many results it had been asked for by then."""
+    """Keeps the actions that it sees, and how many results it had been asked for by then."""
 
     def __init__(self):
         super().__init__()
@@ -181,8 +181,8 @@ def test_what_was_done_inside_a_worker_is_told_before_the_end_and_again_by_the_s
                     worker.end("r1", acted=acted)
                 eventually(lambda consumer=consumer: "r1" in consumer.futures)
                 eventually(lambda: worker.acknowledged)
-        said = [(a.request, a.asked_by, a.kind, a.sites, a.step, a.time_ns, before) for a, before in first.told]
-    assert said == [
+        message = [(a.request, a.asked_by, a.kind, a.sites, a.step, a.time_ns, before) for a, before in first.told]
+    assert message == [
         ("r1", "request", "steer", (Site(1, "post_block"),), 3, 30, 0),
         ("r1", "controller gate", "unsteer", (), 9, 90, 0),
     ]
@@ -237,7 +237,7 @@ def test_what_the_worker_sends_again_is_known(address, spills, tmp_path):
 
 
 def test_a_hub_that_no_engine_reached_leaves_the_next_what_it_knows(address, spills):
-    """The worker never hears that its frames were taken; between two hubs that it reaches there is one that it does not."""
+    """No frame of the worker is acknowledged, and between two hubs that it reaches is one that it does not reach."""
     first, third = Recorder(), Recorder()
     hello = make_hello()
     with running_hub(address, spills(first)) as hub, worker_link(address, hello) as link:
@@ -603,7 +603,8 @@ def test_a_consumer_that_spills_tells_of_what_waits_for_its_inbox(address, spill
             queued = (5 - lane.inbox.frames) * frame.nbytes
             return hub.status()["consumers"]["recorder"]["queued_bytes"] == hub.snapshot().queued_bytes == queued > 0
 
-        # One frame is at the inbox, which has no room for it; the others wait behind it. The three are read one after another.
+        # One frame is at the inbox, which has no room for it; the others wait behind it. The three are read one after
+        # another.
         eventually(lambda: lane.inbox.frames > 0 and agree())
         held.go.set()
 

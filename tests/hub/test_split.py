@@ -1,4 +1,4 @@
-"""Several specs together, from the plan to each consumer: captured once, counted exactly, split into each one's rows."""
+"""Several specs together, from plan to consumer: captured once, counted exactly, split into each spec's rows."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -59,7 +59,8 @@ def resolve(spec):
 
 
 def run(wanted, parts, hubs=1, hub_of=(0,) * 3):
-    """Run the requests' steps through planner and sender, batched together; return each hub's frames, and how far each came.
+    """Run the requests' steps through planner and sender, batched together; return each hub's frames, and how far each
+    came.
 
     hub_of: the hub of request number n.
     """
@@ -102,7 +103,7 @@ def run(wanted, parts, hubs=1, hub_of=(0,) * 3):
 
 
 def deliver(frames, asked):
-    """Give the frames to a hub's index; return each consumer's rows, its counts, the ended requests, and rows in all."""
+    """Give frames to a hub's index; return each consumer's rows and counts, the ended requests and the sum of rows."""
     index = RequestIndex([Wish(f"c{n}", spec, reads) for n, (spec, reads) in enumerate(asked)], Shares("state", 2**30))
     tallies = [Tallies(consumer) for consumer in range(len(asked))]
     engine = KnownEngine("e", INFO)
@@ -200,7 +201,7 @@ def test_each_hub_is_told_of_its_requests_what_one_hub_is_told_of_all(asked, par
     for hub, its in enumerate(by_hub):
         mine = {f"r{number}" for number in range(len(parts)) if hub_of[number] == hub}
         its_rows, its_ends = told(its)
-        assert its_rows == {request: found for request, found in rows.items() if request in mine}
+        assert its_rows == {request: result for request, result in rows.items() if request in mine}
         assert its_ends == {request: end for request, end in ends.items() if request in mine}
         assert all(frame.header.boot == f"{BOOT}-{hub}" for frame in its)
         assert all(frame.header.requests or frame.header.finished for frame in its), "a hub hears nothing of others"

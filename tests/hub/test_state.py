@@ -1,4 +1,5 @@
-"""What a hub remembers of what peers say: at most `limits.STATE_PER_BYTE_MAX` bytes for each byte on the wire, whatever the message.
+"""What a hub remembers of what peers say: at most `limits.STATE_PER_BYTE_MAX` bytes for each byte on the wire, whatever
+the message.
 
 Each kind of message is sent many times, with as much that differs as it can hold.
 """
@@ -193,12 +194,12 @@ def test_is_at_most_so_much_for_each_byte_on_the_wire(kind, caplog, monkeypatch)
     if not kind.startswith("hello"):
         desk.say(b"w", make_hello("e", "b", model=DEEP))
         desk.say(b"c", Hello("client", "", "c"))
-    said = [(peer, parts_of(what)) for peer, what in KINDS[kind]()]
-    wire = sum(len(part) for _, parts in said for part in parts)
+    text = [(peer, parts_of(item)) for peer, item in KINDS[kind]()]
+    wire = sum(len(part) for _, parts in text for part in parts)
     gc.collect()
     tracemalloc.start()
     try:
-        for peer, parts in said:
+        for peer, parts in text:
             desk.dispatch.receive(peer, parts)
             desk.turn()
             desk.handle_all()
@@ -211,10 +212,10 @@ def test_is_at_most_so_much_for_each_byte_on_the_wire(kind, caplog, monkeypatch)
     assert state <= limits.STATE_PER_BYTE_MAX * wire + FIXED_BYTES
 
 
-def parts_of(said):
-    if isinstance(said, list):
-        return said
-    return said.encode() if isinstance(said, Frame) else [message.encode(said)]
+def parts_of(text):
+    if isinstance(text, list):
+        return text
+    return text.encode() if isinstance(text, Frame) else [message.encode(text)]
 
 
 class Quiet(Recorder):
@@ -238,9 +239,9 @@ class Nobody(dict):
     def __missing__(self, peer):
         return self
 
-    def append(self, said):
-        if isinstance(said, Refused):
-            self.refusal = self.refusal or said.reason
+    def append(self, text):
+        if isinstance(text, Refused):
+            self.refusal = self.refusal or text.reason
 
 
 def test_is_flat_while_engines_clients_and_requests_of_ever_new_names_come_and_go(caplog, monkeypatch):

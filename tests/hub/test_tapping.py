@@ -78,7 +78,7 @@ class TestWhatATapSees:
                 whole(link, "late")
                 eventually(lambda: set(watcher.done) == {"early", "late"})
                 with Client(own) as client:
-                    found = client.results(["early", "late"])
+                    result = client.results(["early", "late"])
                 whole(link, "later")
                 eventually(lambda: "later" in watcher.done)
             eventually(lambda: len(durable.done) == 3)
@@ -88,9 +88,9 @@ class TestWhatATapSees:
         assert watcher.rows == {"early": 2, "late": 12, "later": 12}
         assert [p for r, _, p in watcher.positions if r == "late"] == list(range(12))
         assert watcher.done["early"].dropped == (Dropped(4, "not_tapped"),)
-        assert found["early"]["watcher"].status == "partial_error"
-        assert found["early"]["watcher"].error == "4 rows lost: not_tapped"
-        assert found["late"]["watcher"].status == "ok"
+        assert result["early"]["watcher"].status == "partial_error"
+        assert result["early"]["watcher"].error == "4 rows lost: not_tapped"
+        assert result["late"]["watcher"].status == "ok"
         assert durable.rows == {"early": 6, "late": 12, "later": 12}
         assert {done["recorder"].status for done in results.values()} == {"ok"}
 
@@ -107,8 +107,8 @@ class TestWhatATapSees:
             Tapping(address, hub),
         ):
             eventually(lambda: [r for r in caplog.records if getattr(r, "event", "") == "tap_misses"])
-        (said,) = [record for record in caplog.records if getattr(record, "event", "") == "tap_misses"]
-        assert (said.consumer, said.sites) == ("more", ["post_block:1", "post_block:2"])
+        (text,) = [record for record in caplog.records if getattr(record, "event", "") == "tap_misses"]
+        assert (text.consumer, text.sites) == ("more", ["post_block:1", "post_block:2"])
 
     def test_several_workers_of_several_engines(self, address, own):
         watcher = live()
@@ -237,11 +237,11 @@ class TestNothingWaitsForATap:
                 running.send_signal(signal.SIGCONT)
                 eventually(lambda: hub.status()["taps"], 60)
                 whole(link, "last")
-                said = []
+                text = []
                 eventually(
-                    lambda: said.append(json.loads(running.stderr.readline())) or said[-1].get("request") == "last", 60
+                    lambda: text.append(json.loads(running.stderr.readline())) or text[-1].get("request") == "last", 60
                 )
-                assert said[-1]["rows"] == 12
+                assert text[-1]["rows"] == 12
                 running.send_signal(signal.SIGINT)
                 running.communicate(timeout=60)
             finally:

@@ -56,10 +56,10 @@ def ask(endpoint, path, method="GET"):
 def health(endpoint, path):
     status, headers, body = ask(endpoint, path)
     assert headers["Content-Type"] == "application/json"
-    told = json.loads(body)
+    report = json.loads(body)
     word = "ready" if path == "/readyz" else "alive"
-    assert told[word] == (status == 200) == (not told["problems"])
-    return status, told
+    assert report[word] == (status == 200) == (not report["problems"])
+    return status, report
 
 
 def send(link, request="r1", step=0):
@@ -289,8 +289,8 @@ def test_an_inbox_that_is_removed_is_a_problem(address, serve, tmp_path):
         assert health(endpoint, "/readyz")[0] == 200
         directory = hub.lanes[0].inbox.directory
         directory.rename(tmp_path / "elsewhere")
-        status, told = health(endpoint, "/readyz")
-        assert (status, told["problems"]) == (503, ["consumer recorder: the directory of its inbox is gone"])
+        status, report = health(endpoint, "/readyz")
+        assert (status, report["problems"]) == (503, ["consumer recorder: the directory of its inbox is gone"])
         (tmp_path / "elsewhere").rename(directory)
         assert health(endpoint, "/readyz")[0] == 200
 

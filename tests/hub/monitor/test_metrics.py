@@ -1,4 +1,4 @@
-"""What Prometheus is told: a real scrape of a real hub, held against the counters, the table in the docs and the dashboard."""
+"""The metrics: a real scrape of a real hub against the counters, the table in the docs and the dashboard."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def value(samples, name, /, **labels):
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory):
-    """A hub to which everything happened that is counted: its scrape's text, and what came of the two workers."""
+    """The scrape of a hub in which every counted event happened, and the answers of its two workers."""
     path = tmp_path_factory.mktemp("h") / "h"
     good = Recorder("good")
     full, bad = Recorder("full", held=True), Recorder("bad", fails_on=[SECRET, "r1", "r2"])
@@ -97,8 +97,8 @@ def watched(tmp_path_factory):
             eventually(
                 lambda: (
                     sum(
-                        known.source is not None and known.source.reported is not None
-                        for known in list(hub.roster.peers.values())
+                        entry.source is not None and entry.source.reported is not None
+                        for entry in list(hub.roster.peers.values())
                     )
                     == 2
                 )
@@ -142,9 +142,9 @@ def table():
     """Return the table in the docs: by name, its other columns."""
     text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `((?:capflow|process)_\w+)` \| (\w+) \| (.*?) ?\| (.*?) ?\| (.*) \|$", text, re.MULTILINE)
-    found = {name: (kind, set(re.findall(r"`(\w+)`", labels)), unit, said) for name, kind, labels, unit, said in rows}
-    assert len(found) == len(rows), "a metric is there once"
-    return found
+    result = {name: (kind, set(re.findall(r"`(\w+)`", labels)), unit, line) for name, kind, labels, unit, line in rows}
+    assert len(result) == len(rows), "a metric is there once"
+    return result
 
 
 def test_the_table_in_the_docs_is_the_one_of_the_code():
@@ -233,17 +233,17 @@ def test_the_values_of_workers(samples):
 
 
 def test_status_and_metrics_say_the_same(samples, watched):
-    told = watched[1]
-    assert value(samples, "received_rows_total") == told["rows"]
-    (worker,) = [s for s in told["sessions"] if s["role"] == "worker" and s["engine"] == "engine-1"]
+    report = watched[1]
+    assert value(samples, "received_rows_total") == report["rows"]
+    (worker,) = [s for s in report["sessions"] if s["role"] == "worker" and s["engine"] == "engine-1"]
     assert worker["worker"]["dropped_rows"] == {"queue_full": 7, "no_hub": 2}
-    assert {name for name, c in told["consumers"].items() if c["trouble"]} == {"bad"}
+    assert {name for name, c in report["consumers"].items() if c["trouble"]} == {"bad"}
 
 
 def test_openmetrics_for_those_who_ask(watched):
-    said = scrape(watched[2], "application/openmetrics-text; version=1.0.0")
-    assert said.endswith("# EOF\n")
-    assert "capflow_received_rows_total 18.0" in said
+    text = scrape(watched[2], "application/openmetrics-text; version=1.0.0")
+    assert text.endswith("# EOF\n")
+    assert "capflow_received_rows_total 18.0" in text
 
 
 def test_a_hub_has_metrics_before_its_inboxes_are_open(address, tmp_path):
