@@ -180,7 +180,7 @@ CROWDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", CROWDS)
+@pytest.mark.parametrize("item", CROWDS)
 def test_a_crowd_of_the_smallest_values_takes_no_more_than_its_bytes_are_worth(item):
     parts = CROWDS[item]
     size = sum(map(len, parts))

@@ -30,11 +30,6 @@ NAMES = {"found", "known", "said", "told", "what", "whats"}
 GENERATED = re.compile(r"_pb2(_grpc)?\.py$")
 SELF = "tests/project/test_style.py"
 
-LATER = {
-    "tests/engine",
-}
-"""Folders that are not checked yet."""
-
 _PHRASE = re.compile(rf"\b({'|'.join(map(re.escape, PHRASES))})(?!\w)", re.IGNORECASE)
 _TOOL_COMMENT = re.compile(r"# *(noqa|type:|pragma|nosec|fmt:)")
 
@@ -103,7 +98,7 @@ def _files() -> dict[str, list[str]]:
 FILES = _files()
 
 
-@pytest.mark.parametrize("folder", sorted(FILES.keys() - LATER))
+@pytest.mark.parametrize("folder", sorted(FILES))
 def test_a_folder_follows_the_style(folder):
     lines = [line for name in FILES[folder] for line in problems(name, Path(ROOT, name).read_text(encoding="utf-8"))]
     assert not lines, "\n".join(["", *lines])

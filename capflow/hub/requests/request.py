@@ -23,7 +23,8 @@ REQUEST_BYTES = 1024
 _ENGINE_BYTES, _SITE_BYTES = 2048, 144  # of memory
 # Of a request that is over and done with; never written to.
 _NOTHING: dict[int, Any] = {}
-_NO_LOSSES = Losses()  # of such a request; never written to
+# The losses of such a request; never written to.
+_NO_LOSSES = Losses()
 
 
 class RequestName(NamedTuple):

@@ -1,6 +1,7 @@
 """`capflow.AsyncLLM` in a process of its own, as a program uses it: requests at once, captured, steered, aborted."""
 
 import asyncio
+import functools
 import json
 import subprocess
 import sys
@@ -18,7 +19,7 @@ STEERING = {"post_block": {1: vector(1)}}
 
 
 async def drive(model, root):
-    """Run requests at once, and print what came of them."""
+    """Run requests at once, and print their outputs."""
     from vllm import SamplingParams
     from vllm.engine.protocol import StreamingInput
     from vllm.sampling_params import RequestOutputKind
@@ -29,7 +30,7 @@ async def drive(model, root):
         model, consumers=[f"filesystem:root={root},capture=requests"], dtype="float32", enforce_eager=True,
         skip_tokenizer_init=True, max_model_len=128,
     )  # fmt: skip
-    said = {}
+    message = {}
     async with llm:
 
         async def last(prompt, **options):
@@ -46,50 +47,51 @@ async def drive(model, root):
             last(second, id="two", capture=capture, n=2, temperature=1.0, seed=1),
             last(second),
         )
-        said["tokens"] = [[list(sample.token_ids) for sample in output.outputs] for output in outputs]
-        said["results"] = [
+        message["tokens"] = [[list(sample.token_ids) for sample in output.outputs] for output in outputs]
+        message["results"] = [
             {name: result.status for name, result in output.capture_results.items()} for output in outputs
         ]
-        said["each"] = [sample.capture_results["filesystem"].status for sample in outputs[2].outputs]
+        message["each"] = [sample.capture_results["filesystem"].status for sample in outputs[2].outputs]
         llm.steering.set_global(capflow_steering(), replace=True)
-        said["global"] = list((await last(first)).outputs[0].token_ids)
+        message["global"] = list((await last(first)).outputs[0].token_ids)
         collector = await llm.add_request("added", first, capflow.sampling_params(**GREEDY, max_tokens=6))
         added = []
         while not (added and added[-1].finished):
             added.append(await collector.get())
-        said["added"] = list(added[-1].outputs[0].token_ids)
+        message["added"] = list(added[-1].outputs[0].token_ids)
         llm.steering.clear_global()
         ones = await asyncio.gather(*(last(first, decode_steering_vectors=STEERING, max_tokens=n) for n in (1, 2)))
-        said["applied"] = [None if one is None else [one.prefill, one.decode] for one in (
+        message["applied"] = [None if one is None else [one.prefill, one.decode] for one in (
             *(output.steering_applied for output in ones), outputs[0].steering_applied, outputs[1].steering_applied,
         )]  # fmt: skip
         far = {"post_block": {1: {"positions": [14], "vector": vector(1)}}}  # the prompt has 9 tokens
-        said["reach"] = []
+        message["reach"] = []
         for run in (last(first, steering_patches=far), llm.add_request("far", first, capflow.sampling_params(
-            **GREEDY, max_tokens=6, steering_patches=far)), last(first, steering_patches=far, max_tokens=7)):  # fmt: skip
+            **GREEDY, max_tokens=6, steering_patches=far,
+        )), last(first, steering_patches=far, max_tokens=7)):  # fmt: skip
             try:
-                said["reach"].append(len((await run).outputs))
+                message["reach"].append(len((await run).outputs))
             except capflow.UsageError as e:
-                said["reach"].append(str(e))
+                message["reach"].append(str(e))
         own = llm.input_processor.process_inputs("own", first, SamplingParams(**GREEDY), supported_tasks=("generate",))
-        said["own"] = []
+        message["own"] = []
         for run in (last(own), llm.add_request("own", own, SamplingParams(**GREEDY))):
             try:
                 await run
             except capflow.UsageError as e:
-                said["own"].append(str(e))
-        said["shared"] = []
+                message["own"].append(str(e))
+        message["shared"] = []
         for wrong in ({"post_block": {1: [1.0]}}, {"mlp_out": {1: [1.0] * 64}}):
             steering = capflow_steering(wrong)
-            for change in (lambda: llm.steering.register("wrong", steering), lambda: llm.steering.set_global(steering)):  # noqa: B023
+            for change in (functools.partial(llm.steering.register, "wrong"), llm.steering.set_global):
                 try:
-                    change()
+                    change(steering)
                 except capflow.UsageError as e:
-                    said["shared"].append(str(e).partition(":")[0])
+                    message["shared"].append(str(e).partition(":")[0])
         try:
             await last(first, steering_vectors={"post_block": {1: [1.0]}})
         except capflow.UsageError as e:
-            said["refused"] = str(e)
+            message["refused"] = str(e)
 
         async def parts(**options):
             yield StreamingInput({"prompt_token_ids": [*first["prompt_token_ids"]]})  # which vLLM makes longer
@@ -97,19 +99,19 @@ async def drive(model, root):
             if options:
                 yield StreamingInput(second, capflow.sampling_params(**GREEDY, **options))
 
-        said["parts"] = len((await last(parts(), steering_vectors=STEERING)).outputs)
+        message["parts"] = len((await last(parts(), steering_vectors=STEERING)).outputs)
         try:
             await last(parts(steering_vectors=STEERING))
         except capflow.UsageError as e:
-            said["part"] = str(e)
+            message["part"] = str(e)
         twice = await asyncio.gather(last(first, id="x"), last(second, id="x"), return_exceptions=True)
-        said["twice"] = [str(one) for one in twice if isinstance(one, capflow.UsageError)]
+        message["twice"] = [str(one) for one in twice if isinstance(one, capflow.UsageError)]
         task = asyncio.create_task(last(first, id="gone", max_tokens=100))
         await asyncio.to_thread(eventually, lambda: running_requests(llm))
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        said["after"] = [list((await last(first)).outputs[0].token_ids)]
-    print("SAID " + json.dumps(said))
+        message["after"] = [list((await last(first)).outputs[0].token_ids)]
+    print("SAID " + json.dumps(message))
 
 
 def capflow_steering(vectors=STEERING):
@@ -119,7 +121,7 @@ def capflow_steering(vectors=STEERING):
 
 
 @pytest.fixture(scope="module")
-def said(tiny, tmp_path_factory):
+def report(tiny, tmp_path_factory):
     root = tmp_path_factory.mktemp("rows")
     with environment(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1"):
         done = subprocess.run(
@@ -129,16 +131,16 @@ def said(tiny, tmp_path_factory):
     return json.loads(done.stdout.rpartition("SAID ")[2]) | {"stderr": done.stderr}, root
 
 
-def test_the_end_is_silent(said):
-    said, _ = said
+def test_the_end_is_silent(report):
+    output, _ = report
     assert not [
-        words for words in ("Traceback", "Exception ignored", "leaked", "force kill") if words in said["stderr"]
+        words for words in ("Traceback", "Exception ignored", "leaked", "force kill") if words in output["stderr"]
     ]
 
 
-def test_requests_at_once_are_captured_and_steered(said, reference):
-    said, root = said
-    (plain,), (steered,), _, _ = said["tokens"]
+def test_requests_at_once_are_captured_and_steered(report, reference):
+    output, root = report
+    (plain,), (steered,), _, _ = output["tokens"]
     data = capflow.open(root)
     prompt = prompts([9, 30])[0]["prompt_token_ids"]
     for name, tokens, steering in (("plain", plain, None), ("steered", steered, STEERING)):
@@ -147,36 +149,36 @@ def test_requests_at_once_are_captured_and_steered(said, reference):
         for layer, rows in enumerate(expected):
             got = data[name][capflow.Site(layer, "post_block")].rows
             assert relative_error(got, rows) < 1e-5
-    assert said["global"] == said["added"] == steered != plain
+    assert output["global"] == output["added"] == steered != plain
 
 
-def test_each_output_and_each_sample_says_what_became_of_its_rows(said):
-    said, _ = said
-    assert said["results"][:3] == [{"filesystem": "ok"}] * 3
-    assert said["each"] == ["ok", "ok"]
+def test_each_output_and_each_sample_says_what_became_of_its_rows(report):
+    output, _ = report
+    assert output["results"][:3] == [{"filesystem": "ok"}] * 3
+    assert output["each"] == ["ok", "ok"]
 
 
-def test_each_last_output_says_what_steered_it(said):
-    said, _ = said
+def test_each_last_output_says_what_steered_it(report):
+    output, _ = report
     here = {"post_block:1": 1}
-    assert said["applied"] == [[{}, {}], [{}, here], None, [here, here]]
+    assert output["applied"] == [[{}, {}], [{}, here], None, [here, here]]
 
 
-def test_what_does_not_fit_the_prompt_or_the_model_is_refused(said):
-    said, _ = said
+def test_what_does_not_fit_the_prompt_or_the_model_is_refused(report):
+    output, _ = report
     words = "steering_patches.post_block.1.positions: got 14, expected below 14, "
-    assert [one if isinstance(one, int) else one.startswith(words) for one in said["reach"]] == [True, True, 1]
-    assert [one.partition(",")[0] for one in said["own"]] == ["prompt: got an EngineCoreRequest"] * 2
-    assert said["shared"] == ["steering_vectors.post_block.1"] * 2 + ["steering_vectors.mlp_out.1"] * 2
+    assert [one if isinstance(one, int) else one.startswith(words) for one in output["reach"]] == [True, True, 1]
+    assert [one.partition(",")[0] for one in output["own"]] == ["prompt: got an EngineCoreRequest"] * 2
+    assert output["shared"] == ["steering_vectors.post_block.1"] * 2 + ["steering_vectors.mlp_out.1"] * 2
 
 
-def test_what_is_wrong_is_refused_and_what_is_cancelled_leaves_nothing_behind(said):
-    said, _ = said
-    assert said["refused"].startswith("steering_vectors.post_block.1")
-    assert said["parts"] == 1
-    assert said["part"].startswith("sampling_params of a part")
-    assert said["after"] == said["tokens"][0]
-    assert said["twice"] == ["id: got x, expected one that no running request has"]
+def test_what_is_wrong_is_refused_and_what_is_cancelled_leaves_nothing_behind(report):
+    output, _ = report
+    assert output["refused"].startswith("steering_vectors.post_block.1")
+    assert output["parts"] == 1
+    assert output["part"].startswith("sampling_params of a part")
+    assert output["after"] == output["tokens"][0]
+    assert output["twice"] == ["id: got x, expected one that no running request has"]
 
 
 if __name__ == "__main__":

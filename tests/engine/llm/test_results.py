@@ -90,9 +90,9 @@ def test_a_server_answers_at_once_what_asked_for_nothing_while_no_hub_is_there(a
         ended = []
 
         async def one(name, **how):
-            found = await asker.ask([name], **how)
+            result = await asker.ask([name], **how)
             ended.append(name)
-            return found
+            return result
 
         asking = (
             one("waits", captures=False, wait_s=0.5),
@@ -103,9 +103,9 @@ def test_a_server_answers_at_once_what_asked_for_nothing_while_no_hub_is_there(a
 
     answers, ended = asyncio.run(ask())
     assert ended == ["plain", "waits", "rows"]
-    for found, name in zip(answers, ("waits", "plain", "rows"), strict=True):
-        assert set(found[name]) == {HUB}
-        assert found[name][HUB].status == "error"
+    for result, name in zip(answers, ("waits", "plain", "rows"), strict=True):
+        assert set(result[name]) == {HUB}
+        assert result[name][HUB].status == "error"
 
 
 def test_a_response_that_waits_says_soon_that_the_hub_is_away_and_then_at_once(address, monkeypatch):
@@ -118,9 +118,9 @@ def test_a_response_that_waits_says_soon_that_the_hub_is_away_and_then_at_once(a
         took = []
         for wait_s in (300, 300, 1.5):
             begun = time.monotonic()
-            found = await asker.ask(["rows"], captures=True, wait_s=wait_s)
+            result = await asker.ask(["rows"], captures=True, wait_s=wait_s)
             took.append(time.monotonic() - begun)
-            assert found["rows"][HUB].status == "error"
+            assert result["rows"][HUB].status == "error"
             nonlocal listens
             listens = len(took) > 1
         return took
@@ -165,14 +165,14 @@ def test_many_requests_that_do_not_end_are_asked_about_at_a_bounded_rate(address
     async def ask():
         asker = Asker(lambda timeout_s: Counting(address, timeout_s))
         many = asyncio.create_task(asker.ask([f"never-{n}" for n in range(16_384)], captures=True, wait_s=3.0))
-        found = await asyncio.wait_for(asker.ask(["r1"], captures=True, wait_s=20.0), 20)
+        result = await asyncio.wait_for(asker.ask(["r1"], captures=True, wait_s=20.0), 20)
         waited = await asyncio.wait_for(many, 20)
-        return found, waited
+        return result, waited
 
     with running_hub(address, Recorder()), worker_link(address) as link:
         made = make_frame([("r1", 4, 0, 4)], finished=[make_finished("r1")])
         assert link.send(made.header, made.payload) is None
-        found, waited = asyncio.run(ask())
-    assert found["r1"]["recorder"].status == "ok"
+        result, waited = asyncio.run(ask())
+    assert result["r1"]["recorder"].status == "ok"
     assert len(waited) == 16_384
     assert sum(asked) < 8 * 16_384

@@ -1,4 +1,4 @@
-"""What steers a request while it runs: from which position on it holds, and that it holds there again after a preemption."""
+"""Steering of a running request: the position from which it applies, and the same position after a preemption."""
 
 import importlib
 import itertools
@@ -99,7 +99,7 @@ def _tensor(rows):
 
 
 def gate_of(directory, threshold, *, seed=12, name="v", more=""):
-    """Return the gate's option: a vector at layer 1 from the position after the probe at layer 2 scores at least so much."""
+    """Return the gate's option: a vector at layer 1 from the position after the probe at layer 2 reaches a score."""
     Probe.make(Site(PROBED, "post_block"), WEIGHT, names=("p",), threshold=threshold).save(directory / "p.safetensors")
     save_file({"vector": vector(seed)}, directory / f"{name}.safetensors", metadata={"site": f"post_block:{STEERED}"})
     return f"gate:probe={directory}/p.safetensors,vector={directory}/{name}.safetensors{more}"
@@ -154,11 +154,11 @@ def test_what_a_hub_s_actions_add_holds_from_the_same_positions_after_a_preempti
         while llm.llm_engine.has_unfinished_requests():
             for n, waiting in due.items():
                 if waiting and acting.answered(n) >= waiting[0][0]:
-                    _, what = waiting.pop(0)
-                    at = acting.act(n, Unsteer(f"r{n}") if what is None else Steer(f"r{n}", (made(*what),)))
+                    _, item = waiting.pop(0)
+                    at = acting.act(n, Unsteer(f"r{n}") if item is None else Steer(f"r{n}", (made(*item),)))
                     held[n] = [each._replace(stop=min(each.stop, at)) for each in held[n]]
-                    if what is not None:
-                        held[n].append(Held(what[0].layer, what[1], at, 1000))
+                    if item is not None:
+                        held[n].append(Held(item[0].layer, item[1], at, 1000))
             outputs |= {output.request_id: output for output in llm.llm_engine.step()}
         compat.flush(llm.llm_engine)
         acting.close()
@@ -223,15 +223,15 @@ class Acting:
 def preemptions(llm):
     """Return, as it fills, how many positions each request that is preempted had computed, by its number."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    original, found = scheduler._preempt_request, {}
+    original, result = scheduler._preempt_request, {}
 
     def preempt(request, *args, **kwargs):
         number = int(scheduler.capflow._names[request.request_id].removeprefix("r"))
-        found[number] = max(found.get(number, 0), request.num_computed_tokens)
+        result[number] = max(result.get(number, 0), request.num_computed_tokens)
         return original(request, *args, **kwargs)
 
     scheduler._preempt_request = preempt
-    return found
+    return result
 
 
 def test_consumers_hear_of_a_gated_request_that_nobody_captures_and_of_no_other(tiny, reference, tmp_path):
@@ -269,10 +269,10 @@ def test_consumers_hear_of_a_gated_request_that_nobody_captures_and_of_no_other(
     assert reports[0].key.endswith("+dynamic")
     assert reports[0].actions == ()
     fired = "a" if highest[0] > highest[1] else "b"
-    with duckdb.connect(f"{tmp_path}/a.duckdb") as found:
-        told = found.execute("SELECT request_id, kind, asked_by, outcome FROM actions").fetchall()
-    assert {one for one in told if one[2] != "request"} >= {(fired, "steer", "controller gate", "applied")}
-    assert {one[0] for one in told if one[0] in ("a", "b")} == {fired}
+    with duckdb.connect(f"{tmp_path}/a.duckdb") as result:
+        status = result.execute("SELECT request_id, kind, asked_by, outcome FROM actions").fetchall()
+    assert {one for one in status if one[2] != "request"} >= {(fired, "steer", "controller gate", "applied")}
+    assert {one[0] for one in status if one[0] in ("a", "b")} == {fired}
 
 
 # --- what a gate does depends on rows, and on nothing else ---
@@ -424,11 +424,11 @@ def test_a_plugin_s_fault_on_one_rank_is_that_of_all_or_of_none(tiny, reference,
             output = gated(llm, prompts((40,)), "r")
             if rank == 0:
                 eventually(lambda: problems(hub, time.monotonic()))
-                said = problems(hub, time.monotonic())
+                message = problems(hub, time.monotonic())
         tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
         hold_kept(keeper, reference, tokens, [Held(1, vector(12), 46, 1000)] if rank else [])
     if rank == 0:
-        assert "controller faulty: failed in its last" in said[0]
+        assert "controller faulty: failed in its last" in message[0]
 
 
 @pytest.mark.long
@@ -445,13 +445,14 @@ def test_a_controller_runs_on_the_stage_of_what_it_reads_and_is_refused_what_lie
         with engine(tiny, hub=address, pipeline_parallel_size=2, in_process=False, enforce_eager=False) as llm:
             output = gated(llm, prompts((40,)), "r")
             eventually(lambda: problems(hub, time.monotonic()))
-            (said,) = problems(hub, time.monotonic())
+            (message,) = problems(hub, time.monotonic())
         tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
         hold_kept(keeper, reference, tokens, [Held(3, vector(3), 46, 1000)])
         acted = [each.by for finished in keeper.done["r"].finished for each in finished.acted]
-    assert "controller faulty@1: " in said
+    assert "controller faulty@1: " in message
     assert (
-        "it steers at: got post_block:1, expected sites of one pipeline stage, as of this one with layers 2..3" in said
+        "it steers at: got post_block:1, expected sites of one pipeline stage, as of this one with layers 2..3"
+        in message
     )
     assert set(acted) == {"controller faulty@3"}
 

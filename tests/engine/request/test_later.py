@@ -222,8 +222,8 @@ def test_grpc_and_the_command_line_answer_the_same(client, address):
         assert asyncio.run(get(id="one", wait=1e9)) == grpc.StatusCode.INVALID_ARGUMENT
         assert asyncio.run(get()) == grpc.StatusCode.INVALID_ARGUMENT
 
-        told = command("one", "two#1", "--json", "--wait", "20")
-        assert json.loads(told.output)["one"]["recorder"]["status"] == "ok"
+        status = command("one", "two#1", "--json", "--wait", "20")
+        assert json.loads(status.output)["one"]["recorder"]["status"] == "ok"
         assert "recorder" in command("one").output
         unknown = command("one", "nobody")
         assert (unknown.exit_code, "nobody" in str(unknown.exception)) == (1, True)
@@ -236,8 +236,8 @@ def test_the_command_line_says_which_ids_there_are(address):
     with running_hub(address, Recorder()):
         for length, words in ((0, "ID: got "), (1, "ID: got "), (-1, "unknown to the hub")):
             name = "x" * (limits.REQUEST_ID_LENGTH_MAX + length) if length else ""
-            told = CliRunner().invoke(cli, ["result", name, *_at([address])])
-            assert words in str(told.exception)
+            status = CliRunner().invoke(cli, ["result", name, *_at([address])])
+            assert words in str(status.exception)
 
 
 def _at(addresses):

@@ -1,4 +1,4 @@
-"""What the scheduler tells of requests that may be steered while they run: who is told, and that nothing of it is left."""
+"""The scheduler's reports of requests that may be steered: who gets them, and that none is left behind."""
 
 from types import SimpleNamespace
 
@@ -25,9 +25,9 @@ def told(reports, *keys, finish=None, stopped=()):
 
     outputs = [SimpleNamespace(request_id=key, finish_reason=finish, kv_transfer_params=None) for key in keys]
     reports.attach({0: SimpleNamespace(outputs=outputs)}, dict.fromkeys(stopped, 1))
-    found = {output.request_id: taken(output) for output in outputs}
+    result = {output.request_id: taken(output) for output in outputs}
     assert all(output.kv_transfer_params is None for output in outputs)
-    return {key: dynamic for key, dynamic in found.items() if dynamic is not None}
+    return {key: dynamic for key, dynamic in result.items() if dynamic is not None}
 
 
 def steer(name):
@@ -48,9 +48,9 @@ def test_each_output_after_an_action_tells_of_it(reports):
         reports.admit(key, key, f"name-{key}", [])
     assert told(reports, "k") == {}
     reports.act("k", steer("name-k"), ACTION_AT)
-    found = told(reports, "k", "other")
-    assert set(found) == {"k"}
-    (change,) = found["k"].actions
+    result = told(reports, "k", "other")
+    assert set(result) == {"k"}
+    (change,) = result["k"].actions
     assert (change.request, change.kind, change.sites, change.position) == ("name-k", "steer", ("post_block:2",), 7)
 
 
@@ -66,8 +66,8 @@ def test_of_many_actions_the_first_are_told(reports):
 def test_controllers_are_told_with_the_last_output(reports, how):
     reports.admit("k", "k", "r", ["gate@rude"])
     assert told(reports, "k") == {}
-    found = told(reports, "k", finish="stop") if how == "finished" else told(reports, "k", stopped=["k"])
-    assert found["k"].controllers == ("gate@rude",)
+    result = told(reports, "k", finish="stop") if how == "finished" else told(reports, "k", stopped=["k"])
+    assert result["k"].controllers == ("gate@rude",)
 
 
 def test_the_output_that_ends_a_request_still_tells_and_nothing_is_left(reports):

@@ -1,4 +1,4 @@
-"""Bodies that are too large, sent to a real HTTP server by clients that read the answer after they have sent everything."""
+"""Too large bodies, sent to a real HTTP server by clients that read the answer after they have sent all."""
 
 import http.client
 import json
@@ -44,7 +44,8 @@ def test_a_client_that_sends_all_of_its_body_reads_the_refusal(port, path, conne
     piece = b" " * limits.MIB
     client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     body = piece * (LARGE // len(piece)) if announced else iter([piece] * (LARGE // len(piece)))
-    client.request("POST", path, body, {"Content-Type": "application/json", "Connection": connection}, encode_chunked=not announced)  # fmt: skip
+    headers = {"Content-Type": "application/json", "Connection": connection}
+    client.request("POST", path, body, headers, encode_chunked=not announced)
     answer = client.getresponse()
     assert answer.status == 413
     assert "--steering-body-bytes-max" in json.load(answer)["error"]["message"]
@@ -53,7 +54,10 @@ def test_a_client_that_sends_all_of_its_body_reads_the_refusal(port, path, conne
 
 def test_a_client_that_asks_first_is_refused_and_sends_nothing(port):
     with socket.create_connection(("127.0.0.1", port), 30) as client:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {LARGE}\r\nExpect: 100-continue\r\n\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {LARGE}\r\nExpect: 100-continue\r\n\r\n"
+        )
         client.sendall(head.encode())
         begun = time.monotonic()
         answer = b"".join(iter(lambda: client.recv(65536), b""))

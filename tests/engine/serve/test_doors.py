@@ -50,10 +50,10 @@ def test_a_wrong_field_is_refused_by_its_path_before_anything_runs(through, door
     ask, _ = through(door)
     with pytest.raises(RefusedError) as refused:
         ask(wrong.fields)
-    found = refused.value
-    assert (found.field, found.unknown) == (wrong.field, wrong.unknown), found.message
-    assert wrong.words in found.message
-    assert "\n" not in found.message
+    result = refused.value
+    assert (result.field, result.unknown) == (wrong.field, wrong.unknown), result.message
+    assert wrong.words in result.message
+    assert "\n" not in result.message
 
 
 @pytest.mark.parametrize("door", sorted(DOORS))

@@ -51,8 +51,8 @@ def streamed(port, path, body):
 
 def plain(answer):
     """An answer without what differs from one call to the next."""
-    said = json.loads(answer.model_dump_json())
-    return {key: value for key, value in said.items() if key not in ("id", "created", "capture_results")}
+    message = json.loads(answer.model_dump_json())
+    return {key: value for key, value in message.items() if key not in ("id", "created", "capture_results")}
 
 
 def test_fields_change_nothing_of_the_answer_but_what_they_add(served):
@@ -71,8 +71,8 @@ def test_a_stream_says_the_results_on_its_last_chunk(served, usage, chat):
         chunks = list(client.chat.completions.create(messages=[{"role": "user", "content": PROMPT}], **call))
     else:
         chunks = list(client.completions.create(prompt=PROMPT, **call))
-    said = ["capture_results" in chunk.model_extra for chunk in chunks]
-    assert said == [False] * (len(chunks) - 1) + [True]
+    message = ["capture_results" in chunk.model_extra for chunk in chunks]
+    assert message == [False] * (len(chunks) - 1) + [True]
     assert chunks[-1].model_extra["capture_results"]["filesystem"]["status"] == "ok"
     finishes = [choice.finish_reason for chunk in chunks for choice in chunk.choices]
     assert [reason for reason in finishes if reason] == ["length"]
@@ -128,10 +128,10 @@ def test_an_answer_that_was_steered_while_it_ran_does_not_say_that_nothing_did(s
     last = list(raw.parse())[-1] if stream else raw.parse()
     thread.join(60)
     assert outcomes
-    said = last.model_extra["steering_applied"]
-    assert said["key"] == "dynamic"
-    assert said["controllers"] == []
-    (action,) = said["actions"]
+    message = last.model_extra["steering_applied"]
+    assert message["key"] == "dynamic"
+    assert message["controllers"] == []
+    (action,) = message["actions"]
     assert 5 <= action.pop("position") < 5 + STEERED
     assert action == {"request": name, "kind": "steer", "sites": ["post_block:1"]}
     # The header of a stream goes out before it is known, and claims nothing.
@@ -183,7 +183,8 @@ def test_a_message_has_the_results_too(served):
     assert answer.pop("capture_results")["filesystem"]["status"] == "ok"
     capture = capflow.open(root)[answer["id"]]
     assert capture.prompt_length == answer["usage"]["input_tokens"]
-    assert capture[Site(1, "post_block")].rows.shape[0] == sum(answer["usage"][f"{way}_tokens"] for way in ("input", "output")) - 1  # fmt: skip
+    usage = answer["usage"]
+    assert capture[Site(1, "post_block")].rows.shape[0] == usage["input_tokens"] + usage["output_tokens"] - 1
     assert answer | {"id": ""} == plain | {"id": ""}
 
     events = streamed(port, "/v1/messages", body | asks | {"stream": True, "capture_id": "told"})

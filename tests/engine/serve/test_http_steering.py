@@ -1,4 +1,4 @@
-"""Two live API servers of one engine, the OpenAI client, and steering through them: fields, modules, the global state."""
+"""Two live API servers of one engine, steered by the OpenAI client: fields, modules, the global state."""
 
 import base64
 import http.client
@@ -39,9 +39,11 @@ def port(tiny_with_words, tmp_path_factory):
     np.savez(home / "other.npz", layer_1=OTHER)
     port = free_port()
     command = [
-        "serve", tiny_with_words, "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "128",
+        "serve", tiny_with_words, "--port", str(port), "--dtype", "float32", "--enforce-eager",
+        "--max-model-len", "128",
         "--served-model-name", "tiny", "--api-key", KEY, "--chat-template", str(home / "chat.jinja"),
-        "--api-server-count", "2", "--enable-scale-out", "--steering-modules", f"one={home}/one.json", f"late={home}/late.safetensors",
+        "--api-server-count", "2", "--enable-scale-out",
+        "--steering-modules", f"one={home}/one.json", f"late={home}/late.safetensors",
         f"fitted={home}/fitted.safetensors", f"other={home}/other.npz",
         "--steering-api-key", OLD, "--steering-body-bytes-max", str(BODY_BYTES_MAX),
     ]  # fmt: skip
@@ -127,14 +129,14 @@ def test_a_report_says_that_an_answer_of_one_token_has_no_steered_token(port, ro
     prompt = says.get(route, {"messages": [{"role": "user", "content": PROMPT}]})
     body = {"model": "tiny", "steering_report": True, "decode_steering_vectors": ONE, **prompt}
     limit = "max_output_tokens" if route == "responses" else "max_tokens"
-    found = []
+    result = []
     for tokens in (1, 2):
         status, answer = call(port, "POST", route, body | {limit: tokens})
         assert status == 200, answer
-        found.append(answer["steering_applied"])
-    assert [one["decode"] for one in found] == [{}, {"post_block:1": 1}]
-    assert found[0]["prefill"] == found[1]["prefill"] == {}
-    assert found[0]["key"] == found[1]["key"]
+        result.append(answer["steering_applied"])
+    assert [one["decode"] for one in result] == [{}, {"post_block:1": 1}]
+    assert result[0]["prefill"] == result[1]["prefill"] == {}
+    assert result[0]["key"] == result[1]["key"]
 
 
 def test_the_global_state_steers_whoever_comes_after_it_at_either_server(client, port):
@@ -162,8 +164,8 @@ def test_the_global_state_is_added_to_what_a_request_asks_for_and_steers_other_r
     assert status == 200, answer
     assert one.strip().startswith(answer["content"][0]["text"].strip())
     assert answer["content"][0]["text"].strip()
-    for said, got in (({"steering_vectors": ONE}, 200), ({"program": {}}, 400), ({"steering_name": "none"}, 404)):
-        xargs = {"vllm_xargs": {"capflow": json.dumps(said)}}
+    for message, got in (({"steering_vectors": ONE}, 200), ({"program": {}}, 400), ({"steering_name": "none"}, 404)):
+        xargs = {"vllm_xargs": {"capflow": json.dumps(message)}}
         status, answer = call(port, "POST", "messages", body | xargs)
         assert status == got, answer
         if status == 200:

@@ -1,5 +1,6 @@
-"""One live server over gRPC, and the same over HTTP: prompts, streams, steering, captures, refusals, and calls that end early."""
+"""One live server over gRPC and HTTP: prompts, streams, steering, captures, refusals, and calls that end early."""
 
+import functools
 import re
 import subprocess
 import sys
@@ -82,13 +83,13 @@ def test_it_says_that_it_serves_and_what(served):
     }  # fmt: skip
     service = descriptor_pool.DescriptorPool(reflected).FindServiceByName("capflow.v1.Generate")
     method = service.FindMethodByName("Generate")
-    said = message_factory.GetMessageClass(method.input_type)(prompt=PROMPT, max_tokens=2)
+    message = message_factory.GetMessageClass(method.input_type)(prompt=PROMPT, max_tokens=2)
     call = channel.unary_unary(
         f"/{service.full_name}/{method.name}",
-        type(said).SerializeToString,
+        type(message).SerializeToString,
         message_factory.GetMessageClass(method.output_type).FromString,
     )
-    assert len(call(said, metadata=AUTHORIZED).outputs[0].token_ids) == 2
+    assert len(call(message, metadata=AUTHORIZED).outputs[0].token_ids) == 2
 
 
 @pytest.mark.parametrize(
@@ -173,15 +174,16 @@ def test_a_wrong_parameter_is_refused_by_its_field(generate, method, changes, co
         answer = getattr(generate, method)(asked(**changes), metadata=AUTHORIZED)
         return answer if method == "Generate" else list(answer)
 
-    found = refusal(call)
-    assert (found[0], found[2] if field else None) == (code, field), found
-    assert "\n" not in found[1]
+    result = refusal(call)
+    assert (result[0], result[2] if field else None) == (code, field), result
+    assert "\n" not in result[1]
 
 
 def test_the_keys_guard_calls(served, generate):
     steering = SteeringStub(served.channel)
     for metadata in ((), (("authorization", "Bearer wrong"),), (("x-api-key", STEERING_KEY),)):
-        assert refusal(lambda: generate.Generate(asked(), metadata=metadata))[0] == grpc.StatusCode.UNAUTHENTICATED  # noqa: B023
+        call = functools.partial(generate.Generate, asked(), metadata=metadata)
+        assert refusal(call)[0] == grpc.StatusCode.UNAUTHENTICATED
     assert refusal(lambda: steering.Clear(pb.ClearRequest(), metadata=AUTHORIZED))[0] == grpc.StatusCode.UNAUTHENTICATED
     assert list(steering.ListModules(pb.ListModulesRequest(), metadata=AUTHORIZED).modules) == ["one"]
 
@@ -195,9 +197,9 @@ def test_an_id_that_runs_is_refused_to_another_call(generate):
     long = asked(max_tokens=400, capture=CAPTURE, capture_id="one")
     stream = generate.GenerateStream(long, metadata=AUTHORIZED)
     next(stream)
-    found = refusal(lambda: generate.Generate(asked(capture=CAPTURE, capture_id="one"), metadata=AUTHORIZED))
+    result = refusal(lambda: generate.Generate(asked(capture=CAPTURE, capture_id="one"), metadata=AUTHORIZED))
     stream.cancel()
-    assert (found[0], found[2]) == (INVALID, "capture_id")
+    assert (result[0], result[2]) == (INVALID, "capture_id")
 
 
 @pytest.mark.parametrize("end", ["stream", "call", "deadline"])

@@ -86,15 +86,17 @@ LISTS = ROWS.astype(float).tolist()
          {"decode_steering_vectors": {"post_block": {"1": {"vector": LISTS[0], "scale": 0.0}}}}),
         ({"prefill_steering_vectors": {"post_block": {**PACKED, "scales": [1.0, 0.5]}}},
          {"prefill_steering_vectors": {"post_block": {**PACKED, "scales": [1.0, 0.5]}}}),
-        ({"steering_clamps": {"mlp_in": {"layers": {2: {"clamps": [{"vector": LISTS[1], "min": 0.0},
-                                                                 {"vector": LISTS[0], "value": 0, "strength": 0.5}]}}}}},
+        ({"steering_clamps": {"mlp_in": {"layers": {2: {"clamps": [
+            {"vector": LISTS[1], "min": 0.0}, {"vector": LISTS[0], "value": 0, "strength": 0.5},
+        ]}}}}},
          {"steering_clamps": {"mlp_in": {"2": [{"vector": LISTS[1], "min": 0.0},
                                                {"vector": LISTS[0], "value": 0, "strength": 0.5}]}}}),
         ({"decode_steering_clamps": {"post_block": {**PACKED, "max": [1.0, 2.0]}}},
          {"decode_steering_clamps": {"post_block": {**PACKED, "max": [1.0, 2.0]}}}),
         ({"steering_patches": {"post_block": {"layers": {0: {"patches": [
             {"positions": [0, -1], "vector": {"dtype": "float16", "shape": [2, WIDTH], "data": ROWS.tobytes()}},
-            {"positions": [3], "amount": 0.5, "vector": {"dtype": "float16", "shape": [WIDTH], "data": ROWS[0].tobytes()}},
+            {"positions": [3], "amount": 0.5,
+             "vector": {"dtype": "float16", "shape": [WIDTH], "data": ROWS[0].tobytes()}},
         ]}}}}},
          {"steering_patches": {"post_block": {"0": [{"positions": [0, -1], "vector": LISTS},
                                                     {"positions": [3], "amount": 0.5, "vector": LISTS[0]}]}}}),
@@ -104,8 +106,8 @@ LISTS = ROWS.astype(float).tolist()
 )  # fmt: skip
 def test_a_message_steers_as_the_same_in_json(message, plain):
     body = body_of(pb.GenerateRequest(prompt="x", **message), stream=False)
-    said = {name: value for name in STEERING_FIELDS if (value := getattr(body, name)) is not None}
-    assert Steering.parse(said) == Steering.parse(plain)
+    text = {name: value for name in STEERING_FIELDS if (value := getattr(body, name)) is not None}
+    assert Steering.parse(text) == Steering.parse(plain)
 
 
 def test_a_capture_has_whole_numbers_where_json_has():
@@ -115,9 +117,9 @@ def test_a_capture_has_whole_numbers_where_json_has():
         "max_rows": 4,
         "dtype": "float16",
     }
-    said = fields_of(pb.GenerateRequest(capture=spec))["capture"]
-    assert said == spec
-    assert CaptureSpec.parse(said) == CaptureSpec.parse(spec)
+    message = fields_of(pb.GenerateRequest(capture=spec))["capture"]
+    assert message == spec
+    assert CaptureSpec.parse(message) == CaptureSpec.parse(spec)
     odd = {"a": 1.5, "b": float("inf"), "c": None, "d": [True, {}, "x"]}
     assert fields_of(pb.GenerateRequest(capture=odd))["capture"] == odd
 
@@ -137,14 +139,14 @@ def test_a_result_says_over_grpc_what_it_says_over_http():
     result = CaptureResult("partial_error", "9 rows lost", {"path": "/rows", "files": [1, {"a": None}]}, True, lost)
     over_http = msgspec.to_builtins(result)
     message = parsed({"capture_results": {"filesystem": over_http}}, pb.GenerateResponse())
-    said = message.capture_results["filesystem"]
-    assert names(said) == set(CaptureResult.__struct_fields__)
+    text = message.capture_results["filesystem"]
+    assert names(text) == set(CaptureResult.__struct_fields__)
     assert names(pb.Dropped()) == set(Dropped.__struct_fields__)
     assert names(pb.Gap()) == set(Gap.__struct_fields__)
-    assert (said.status, said.error, said.budget_reached) == ("partial_error", "9 rows lost", True)
-    assert said.payload == {"path": "/rows", "files": [1, {"a": None}]}
-    assert [(d.rows, d.reason) for d in said.dropped] == [(9, "queue_full"), (1 << 40, "engine_lost")]
-    assert [(tuple(g.sites), g.start, g.stop) for g in said.dropped[0].gaps] == [
+    assert (text.status, text.error, text.budget_reached) == ("partial_error", "9 rows lost", True)
+    assert text.payload == {"path": "/rows", "files": [1, {"a": None}]}
+    assert [(d.rows, d.reason) for d in text.dropped] == [(9, "queue_full"), (1 << 40, "engine_lost")]
+    assert [(tuple(g.sites), g.start, g.stop) for g in text.dropped[0].gaps] == [
         msgspec.structs.astuple(g) for g in gaps
     ]
 
@@ -205,10 +207,10 @@ def test_a_relative_vector_is_that_of_a_body_plain_or_packed():
         "scales": [0.5],
         "relative": True,
     }
-    found = []
+    result = []
     for vectors in (plain, packed):
         message = pb.GenerateRequest(steering_vectors={"post_block": vectors})
         sent = pb.GenerateRequest.FromString(message.SerializeToString())
-        found.append(Steering.parse({"steering_vectors": fields_of(sent)["steering_vectors"]}).base.vectors)
-    assert found[0] == found[1]
-    assert found[0][0].relative
+        result.append(Steering.parse({"steering_vectors": fields_of(sent)["steering_vectors"]}).base.vectors)
+    assert result[0] == result[1]
+    assert result[0][0].relative

@@ -1,4 +1,4 @@
-"""The gRPC server of an API server, without an engine behind it: who may call what, how much, and the service that steers."""
+"""The gRPC server of an API server without an engine: rights, limits, and the steering service."""
 
 import asyncio
 import datetime as dt
@@ -110,9 +110,10 @@ SHORT = {"post_block": {"layers": {1: {"vector": [1.0]}}}}
     [
         ("Set", pb.SetRequest(vectors=SHORT), INVALID, "vectors.post_block.1"),
         ("Set", pb.SetRequest(vectors={"nowhere": ONE["post_block"]}), INVALID, "vectors"),
-        ("Set", pb.SetRequest(vectors={"post_block": {"layers": {3: {"vector": VECTOR}}}}), INVALID, "vectors.post_block.3"),
-        ("Set", pb.SetRequest(decode_vectors={"post_block": {"layers": {1: {"vector": [float("nan")] * WIDTH}}}}), INVALID,
-         "decode_vectors.post_block.1"),
+        ("Set", pb.SetRequest(vectors={"post_block": {"layers": {3: {"vector": VECTOR}}}}), INVALID,
+         "vectors.post_block.3"),
+        ("Set", pb.SetRequest(decode_vectors={"post_block": {"layers": {1: {"vector": [float("nan")] * WIDTH}}}}),
+         INVALID, "decode_vectors.post_block.1"),
         ("Set", pb.SetRequest(vectors={"post_block": {"dtype": "float16", "data": b"12"}}), INVALID,
          "vectors.post_block.shape"),
         ("Set", pb.SetRequest(clamps={"post_block": {"layers": {1: {"clamps": [{"vector": VECTOR}]}}}}), INVALID,
@@ -126,8 +127,8 @@ SHORT = {"post_block": {"layers": {1: {"vector": [1.0]}}}}
 )  # fmt: skip
 def test_what_is_wrong_is_refused_by_its_field_and_changes_nothing(tmp_path, method, request_, code, field):
     client = server(tmp_path)
-    found = calls(client, lambda channel: code_of(getattr(SteeringStub(channel), method)(request_)))
-    assert (found[0], found[2]) == (code, field), found
+    result = calls(client, lambda channel: code_of(getattr(SteeringStub(channel), method)(request_)))
+    assert (result[0], result[2]) == (code, field), result
     assert client.get("/v1/steering").json()["generation"] == 0
 
 
@@ -143,9 +144,9 @@ def test_a_steering_key_opens_what_changes_and_nothing_is_needed_to_read(tmp_pat
                 )
         for metadata in ((), (("x-api-key", "ol"),), (("authorization", "old"),), (("x-api-key-bin", b"old"),)):
             for method, request in CHANGES:
-                code, said, _ = await code_of(getattr(steering, method)(request, metadata=metadata))
+                code, message, _ = await code_of(getattr(steering, method)(request, metadata=metadata))
                 assert code == grpc.StatusCode.UNAUTHENTICATED
-                assert "steering key" in said
+                assert "steering key" in message
         for method, request in READS:
             await getattr(steering, method)(request)
 
@@ -155,9 +156,9 @@ def test_a_steering_key_opens_what_changes_and_nothing_is_needed_to_read(tmp_pat
 def test_without_a_key_a_server_that_others_reach_is_changed_by_nobody(tmp_path):
     async def ask(channel):
         for method, request in CHANGES:
-            code, said, _ = await code_of(getattr(SteeringStub(channel), method)(request))
+            code, message, _ = await code_of(getattr(SteeringStub(channel), method)(request))
             assert code == grpc.StatusCode.PERMISSION_DENIED
-            assert "--steering-api-key" in said
+            assert "--steering-api-key" in message
 
     calls(server(tmp_path, Keys(open=False)), ask)
 
@@ -275,8 +276,8 @@ def test_a_flood_of_calls_with_one_key_leaves_room_for_another(tmp_path, monkeyp
         kept = [half(metadata=first) for _ in range(limits.RPC_CALLS_MAX // 2)]
 
         async def refused():
-            code, said, _ = await code_of(SteeringStub(channel).Get(pb.GetRequest(), metadata=first))
-            return code == grpc.StatusCode.RESOURCE_EXHAUSTED and "calls: got 1 more calls" in said
+            code, message, _ = await code_of(SteeringStub(channel).Get(pb.GetRequest(), metadata=first))
+            return code == grpc.StatusCode.RESOURCE_EXHAUSTED and "calls: got 1 more calls" in message
 
         await until(refused)
         assert (await SteeringStub(channel).Get(pb.GetRequest(), metadata=second)).key == "none"
@@ -307,8 +308,8 @@ def test_a_flood_of_connections_is_bounded_and_an_honest_client_gets_through(tmp
         try:
             opened = [await asyncio.to_thread(is_open, each) for each in idle]
             assert sum(opened) <= 8
-            found = await SteeringStub(channel).Get(pb.GetRequest(), wait_for_ready=True, timeout=20)
-            assert found.key == "none"
+            result = await SteeringStub(channel).Get(pb.GetRequest(), wait_for_ready=True, timeout=20)
+            assert result.key == "none"
         finally:
             for each in idle:
                 each.close()

@@ -231,14 +231,14 @@ def test_a_route_that_takes_no_fields_is_never_reached_with_them(servers):
         seen.append(await request.json())
 
     xargs = {"vllm_xargs": {"capflow": "{}"}}
-    for said in (*({field: 1} for field in FIELDS), {"steering": 1}, xargs):
-        answer = servers[0].post("/v1/other", json={"prompt": "one", **said})
+    for message in (*({field: 1} for field in FIELDS), {"steering": 1}, xargs):
+        answer = servers[0].post("/v1/other", json={"prompt": "one", **message})
         assert answer.status_code == 400
-        assert answer.json()["error"]["param"].startswith(next(iter(said)))
+        assert answer.json()["error"]["param"].startswith(next(iter(message)))
     assert not seen
     others = [{"prompt": "steering_vectors " * 5_000, "vllm_xargs": {"theirs": 1}, "capture": None}, ["capture"]]
-    for said in others:
-        assert servers[0].post("/v1/other", json=said).status_code == 200
+    for message in others:
+        assert servers[0].post("/v1/other", json=message).status_code == 200
     assert seen == others
 
 
@@ -284,7 +284,7 @@ def test_a_patch_out_of_a_request_s_reach_is_refused_before_there_is_an_answer(s
 
 def test_the_schema_describes_every_route_and_field(servers):
     schema = servers[0].get("/openapi.json").json()
-    said = json.dumps(schema)
+    message = json.dumps(schema)
     for path, methods in (
         ("/v1/steering", {"get"}), ("/v1/steering/set", {"post"}), ("/v1/steering/clear", {"post"}),
         ("/v1/steering/layers", {"get"}), ("/v1/steering/modules", {"get", "post", "delete"}),
@@ -302,7 +302,7 @@ def test_the_schema_describes_every_route_and_field(servers):
     for model in ("CapflowCompletionRequest", "CapflowChatCompletionRequest", "CapflowResponsesRequest"):
         properties = schema["components"]["schemas"][model]["properties"]
         assert all(properties[field]["description"] for field in FIELDS)
-    assert '"global"' in said
+    assert '"global"' in message
 
 
 def test_a_form_is_refused_with_a_field_that_its_route_would_take_no_notice_of(servers):
@@ -326,8 +326,16 @@ def test_a_form_is_refused_with_a_field_that_its_route_would_take_no_notice_of(s
 @pytest.mark.parametrize(
     ("path", "body", "twice"),
     [
-        ("/v1/completions", '{"model": "tiny", "prompt": "a", "capture": {}, "capture": null, "capture_id": "x"}', "capture"),
-        ("/v1/completions", '{"model": "tiny", "prompt": "a", "capture": {"hooks": {"mlp_in": [0], "mlp_in": [1]}}}', "mlp_in"),
+        (
+            "/v1/completions",
+            '{"model": "tiny", "prompt": "a", "capture": {}, "capture": null, "capture_id": "x"}',
+            "capture",
+        ),
+        (
+            "/v1/completions",
+            '{"model": "tiny", "prompt": "a", "capture": {"hooks": {"mlp_in": [0], "mlp_in": [1]}}}',
+            "mlp_in",
+        ),
         ("/v1/steering/set", '{"vectors": {"post_block": {"1": [1.0], "1": [2.0]}}}', "1"),
         ("/v1/steering/modules", '{"name": "a", "name": "b", "vectors": {}}', "name"),
     ],
