@@ -67,7 +67,7 @@ def check_cases() -> int:
 
 
 class Stack:
-    """A stack of layers over a split stream, with a tap behind each, as one graph; its tensors never move.
+    """A stack of layers over a split stream, with a tap after each, as one graph; its tensors never move.
 
     A layer is elementwise, so its result does not depend on the batch, and a reference without taps is exact.
     """

@@ -34,7 +34,7 @@ MODES = ("plain", "steered")
 
 
 def save_model(directory: Path) -> None:
-    """Save a random Llama with few weights behind its wide stream."""
+    """Save a random Llama with a wide stream and few weights."""
     import torch
     import transformers
 

@@ -63,7 +63,7 @@ class Dispatch:
     post: has a function called soon, on the hub's thread.
     status: returns the hub's counters.
     on_refused: takes the engine that was refused and the reason; each pair once.
-    memory_bytes_max: the memory for what peers send, as of `capflow.hub.peers.budget`.
+    memory_bytes_max: the memory for what peers send, as in `capflow.hub.peers.budget`.
     """
 
     def __init__(
@@ -238,9 +238,9 @@ class Dispatch:
             case Greet(engine, model, worker):
                 for lane in self.lanes:
                     lane.greet(engine, model, worker=worker)
-            case Lose(engine, replica, stage, anew, index):
+            case Lose(engine, replica, stage, restarted, index):
                 for lane in self._lanes(index):
-                    lane.lose(engine, replica, stage, anew=anew)
+                    lane.lose(engine, replica, stage, restarted=restarted)
             case NoteFull(engine):
                 for lane in self.lanes:
                     lane.note_full(engine)

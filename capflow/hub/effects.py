@@ -122,7 +122,7 @@ class Lose(NamedTuple):
     engine: str
     replica: int | None = None
     stage: int | None = None
-    anew: bool = False
+    restarted: bool = False
     lane: int | None = None
 
 
@@ -226,7 +226,7 @@ class Effects:
         self._effects: list[Effect] = []
 
     def add(self, effect: Effect) -> None:
-        """Add an effect behind the others."""
+        """Add an effect after the others."""
         self._effects.append(effect)
 
     def say(self, peer: bytes, message: Message) -> None:

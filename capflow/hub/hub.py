@@ -52,7 +52,7 @@ class Hub:
         encrypted.
     insecure: allow TCP off loopback without a key.
     on_refused: called on the hub's thread with an engine that was refused and the reason, once for each reason.
-    memory_bytes_max: the memory for what peers send, as of `capflow.hub.peers.budget`; None for a part of the
+    memory_bytes_max: the memory for what peers send, as in `capflow.hub.peers.budget`; None for a part of the
         machine's.
     log_lines_dropped: returns the number of log lines that nobody read.
     """

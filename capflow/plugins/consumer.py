@@ -111,7 +111,7 @@ class Consumer(Named, ABC):
     def open(self, context: Context) -> None:
         """Open what the consumer needs. An exception stops the hub's start.
 
-        It may be called again after `close`, and then begins anew.
+        It may be called again after `close`, and then starts from an empty state.
         """
 
     def on_session(self, engine: str, model: ModelInfo) -> None:

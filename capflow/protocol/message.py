@@ -44,7 +44,7 @@ class ControllerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     name: the name of its plugin.
     state: its encoded state.
     instance: its instance name, `NAME@…`; empty if that is the plugin's name.
-    capture: the rows that it reads, of every request; they are computed anew where they are cached.
+    capture: the rows that it reads, of every request; rows in the prefix cache are computed again.
     """
 
     name: str

@@ -2,12 +2,12 @@
 
     {"dtype": "float16", "shape": [2, 4096], "layer_indices": [3, 12], "data": "<base64>"}
 
-`data` holds the array's elements in row-major order, little-endian: as base64 text (RFC 4648, padded, without line
-breaks), or as raw bytes where the carrier has them. `dtype` is float16, bfloat16, float32 or float64. Row `i` belongs
-to layer `layer_indices[i]`. Numbers that go with the rows, such as `scales`, are one number for all rows, or a list
-with one for each.
+`data` holds the elements of the array in row-major order, little-endian: as base64 text (RFC 4648, padded, without line
+breaks), or as raw bytes in formats that can carry bytes, such as msgpack. `dtype` is float16, bfloat16, float32 or
+float64. Row `i` belongs to layer `layer_indices[i]`. A field that belongs to the rows, such as `scales`, is one number
+for all rows, or a list with a number for each row.
 
-The bytes are never converted here. Their count is checked, and that they hold no NaN and no infinity.
+The bytes are never converted here. Their number is checked. NaN and infinity are refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BLOCK_FIELDS = ("dtype", "shape", "layer_indices", "data")
 
 
 class Packed(NamedTuple):
-    """An array in the form in which it arrived.
+    """An array, in the form in which it arrived.
 
     dtype: a key of `VECTOR_DTYPES`.
     shape: `[n, hidden_size]` or `[hidden_size]`.
@@ -52,7 +52,7 @@ class Packed(NamedTuple):
 
         dimensions: the allowed numbers of dimensions; the last one is `hidden_size`.
 
-        Raises UsageError with the wrong field first.
+        Raises UsageError that begins with the name of the wrong field.
         """
         dtype, shape = value["dtype"], _items(value["shape"])
         if not isinstance(dtype, str) or dtype not in VECTOR_DTYPES:
@@ -84,7 +84,7 @@ class Packed(NamedTuple):
 
 
 class PackedBlock(NamedTuple):
-    """Rows of one hook, `[n, hidden_size]`, and the layer of each."""
+    """Rows of one hook, `[n, hidden_size]`, and the layer of each row."""
 
     layers: tuple[int, ...]
     packed: Packed
@@ -98,7 +98,7 @@ class PackedBlock(NamedTuple):
 
         more: further allowed keys.
 
-        Raises UsageError with the wrong field first.
+        Raises UsageError that begins with the name of the wrong field.
         """
         check_keys(value, where, (*BLOCK_FIELDS, *more), BLOCK_FIELDS)
         packed = Packed.read(value, where)
@@ -124,7 +124,7 @@ class PackedBlock(NamedTuple):
 
 
 def is_packed(value: Any) -> bool:
-    """Return whether a value is meant as packed: a mapping with any key of the packed form."""
+    """Return whether a value is meant to be packed: it is a mapping with any key of the packed form."""
     return isinstance(value, Mapping) and any(field in value for field in BLOCK_FIELDS)
 
 

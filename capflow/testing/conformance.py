@@ -148,7 +148,7 @@ class Conformance(RowRules):
         if is_whole:
             self._kept_same(tmp_path, "short")
 
-    def test_an_opening_after_a_fatal_error_begins_anew(self, tmp_path: Path) -> None:
+    def test_a_consumer_opens_again_after_a_fatal_error(self, tmp_path: Path) -> None:
         """After `FatalError` the consumer is opened again. Repeated frames are stored once, later requests whole."""
         alone = self._alone(tmp_path)
         with trial(self.subject, tmp_path / "fatal") as run:

@@ -68,13 +68,13 @@ class Client:
 
     @property
     def captures(self) -> tuple[CaptureSpec, ...]:
-        """The specs that the hub captures of every request, as of the last connection."""
+        """The specs that the hub captures of every request, at the last connection."""
         welcome = self._session.welcome
         return welcome.captures if welcome is not None else ()
 
     @property
     def readers(self) -> tuple[str, ...] | None:
-        """The consumers that requests may name, as of the last connection; None if the hub did not send them."""
+        """The consumers that requests may name, at the last connection; None if the hub did not send them."""
         welcome = self._session.welcome
         return None if welcome is None or welcome.readers is UNSET else welcome.readers
 

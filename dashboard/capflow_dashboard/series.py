@@ -1,8 +1,8 @@
-"""Series: the numbers that are computed from rows. A series has one value for each token of a request.
+"""Series: the numbers that the dashboard computes from rows. A series has one value for each token of a request.
 
-Each site has a series of its rows' norms, and each probe a series of its scores. They are computed in float32 for every
-row, also while no page is open, so that a page that is opened later shows earlier requests too. This costs about
-0.2 ms for each MiB of bfloat16 rows, and 45 µs for each request in a frame.
+Each site has a series with the norms of its rows, and each probe a series with its scores. They are computed in float32
+for every row, even while no page is open, so that a page that is opened later also shows earlier requests. This costs
+about 0.2 ms for each MiB of bfloat16 rows, and 45 µs for each request in a frame.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from capflow.errors import UsageError
 from capflow.probes.probe import Scorer
 
 Values = npt.NDArray[np.float32]
-"""`[series, tokens]` float32; NaN or infinity where the row has such numbers, `MISSING` where there is no row."""
+"""`[series, tokens]` float32: NaN or infinity if the row has such numbers, `MISSING` if there is no row."""
 
 MISSING = np.float32(-np.inf)
-"""The value of a token without a row. No norm is negative; a score of this value becomes NaN."""
+"""The value of a token without a row. No norm is negative, and a score that has this value is stored as NaN."""
 
-# Numbers that are converted at a time: 1 MiB of float32, which stays in the cache.
+# How many numbers are converted at a time: 1 MiB of float32, which stays in the processor's cache.
 _TILE_NUMBERS = 256 * 1024
 
 
 class Series(NamedTuple):
-    """One number for each token.
+    """What one series shows.
 
     probe: the probe's name; empty for a norm.
     threshold: the score from which the probe fires.
@@ -52,7 +52,7 @@ class Series(NamedTuple):
 
 
 class Measures:
-    """The series of one engine: the norms of its sites by hook and layer, then the probes that fit its model.
+    """The series of one engine: the norms of its sites, ordered by hook and layer, then the probes that fit its model.
 
     problems: an error for each probe that does not fit.
     """
@@ -104,7 +104,7 @@ def norms(rows: Rows) -> Values:
     sites, tokens, hidden_size = rows.shape
     result = np.empty((sites, tokens), np.float32)
     step = max(1, _TILE_NUMBERS // max(1, sites * hidden_size))
-    # NaN and infinity are shown as they are.
+    # NaN and infinity stay as they are.
     with np.errstate(all="ignore"):
         for start in range(0, tokens, step):
             tile = rows[:, start : start + step].astype(np.float32)

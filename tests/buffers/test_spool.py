@@ -289,7 +289,7 @@ def test_a_record_that_holds_a_spool_is_not_read_as_one():
 # Disks that fail.
 
 
-def test_after_a_failed_sync_nothing_is_durable_until_it_was_written_anew():
+def test_after_a_failed_sync_nothing_is_durable_until_it_was_written_again():
     disk = Disk()
     spool = reopened(disk)
     spool.append(b"1", body_of(1))
@@ -366,7 +366,7 @@ def test_what_was_read_and_removed_is_not_kept_open(tmp_path):
         fill(spool, 3)
         assert numbers(drain(spool)) == [1, 2, 3]
         with spool._changed:
-            spool._begin_anew()
+            spool._begin_segment()
         spool.acknowledge(3)
         eventually(lambda: len(list(tmp_path.glob("*.spool"))) == 1)
         assert spool.read() is None

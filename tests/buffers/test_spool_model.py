@@ -163,7 +163,7 @@ class SpoolMachine(RuleBasedStateMachine):
     def stays_in_its_bounds(self):
         assert (
             self.spool.nbytes <= BYTES_MAX + UNSYNCED_BYTES_MAX + 20 * items.HEADER_BYTES
-        )  # marks, and what is written anew, come on top
+        )  # marks, and records that are written again, come on top
         assert self.spool.unsynced_bytes <= UNSYNCED_BYTES_MAX or len(self.spool._unsynced) == 1
 
 

@@ -143,7 +143,7 @@ class TestRates:
         assert rates.consumer("full").rows == 0
         assert json.loads(json.dumps(rates.as_json()))["hub"]["rows"] == rates.hub.rows
 
-    def test_begin_anew_with_another_hub(self, statuses):
+    def test_begin_again_with_another_hub(self, statuses):
         history = History(5)
         history.add(statuses[0])
         history.add(statuses[1])

@@ -35,7 +35,7 @@ TOKEN = Site(-1, "token")
 
 @contextlib.contextmanager
 def files_that_do_not_grow():
-    """Have every write behind the first 100 bytes of a file fail, in this process."""
+    """Have every write after the first 100 bytes of a file fail, in this process."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     try:

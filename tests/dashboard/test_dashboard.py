@@ -212,7 +212,7 @@ def test_an_id_that_comes_again_is_another_request():
     assert head["counts"]["dropped"] == {"consumer_queue_full": 3}
 
 
-def test_a_step_of_several_stages_counts_once_and_a_new_boot_anew():
+def test_a_step_of_several_stages_counts_once_and_a_new_boot_again():
     made = board()
     for _ in range(2):
         made.count(make_frame([("a", 2, 0, 2)], SITES, step=5, step_tokens=7).header)

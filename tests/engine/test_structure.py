@@ -283,7 +283,7 @@ def test_finds_every_hook_where_its_value_is(kind):
 
 
 WRONG = {
-    "mlp_in": HookPlace("b", (Slot(0, "x"),)),  # before the norm, not behind it
+    "mlp_in": HookPlace("b", (Slot(0, "x"),)),  # before the norm, not after it
     "mlp_out": HookPlace("mixer"),
     "post_attn": HookPlace("b"),
     "pre_attn": HookPlace("a"),

@@ -135,7 +135,7 @@ def test_a_large_frame_that_is_read_while_its_engine_departs_waits(monkeypatch, 
     receive(desk, b"second", Bye())
     assert len(engine.open) == len(NAMES) - limits.SLICE_REQUESTS
     assert sum(1 for _ in handling) > 1
-    assert sorted(engine.open) == sorted(NAMES[:100])  # anew, and nothing of what was before
+    assert sorted(engine.open) == sorted(NAMES[:100])  # opened again, without state of their first run
     desk.handle_all()
     assert set(recorder.done) == set(NAMES)
 

@@ -134,7 +134,7 @@ def test_an_engine_that_comes_and_goes_is_told_once_to_a_consumer_that_hangs(pol
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_consumer_is_told_that_an_engine_is_gone_and_of_it_anew_when_it_comes_back(policy):
+def test_a_consumer_is_told_that_an_engine_is_gone_and_of_it_again_when_it_comes_back(policy):
     lane, consumer = lane_of(policy)
     for engine in ("e", "f", "e"):
         lane.greet(engine, make_model())

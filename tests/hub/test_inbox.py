@@ -326,7 +326,7 @@ def test_a_hub_stops_in_time_while_the_disk_fails_and_loses_nothing_that_it_ackn
             lost_of_it = sum(told(second.done["r1"]).values())
             assert (
                 lost_of_it <= lost
-            )  # what was dropped behind a frame that is not durable is not acknowledged, and comes again
+            )  # a frame that was dropped after one that is not durable is not acknowledged, and comes again
             assert second.done["r1"].rows == second.rows["r1"] == (5 + FRAMES) * ROWS - lost_of_it
 
 

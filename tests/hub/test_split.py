@@ -179,7 +179,7 @@ def told(frames):
     rows, ends = {}, {}
     for frame in frames:
         for chunk in frame.chunks():
-            assert chunk.request.id not in ends, "nothing comes behind the end"
+            assert chunk.request.id not in ends, "nothing comes after the end"
             for _, site, position in check_rows(chunk):
                 mine = rows.setdefault(chunk.request.id, {})
                 assert (site, position) not in mine

@@ -52,7 +52,7 @@ def tapped(address):
 
 
 def heard(peer):
-    """Wait until the hub has read what a raw peer said: it answers a question behind it."""
+    """Wait until the hub has read what a raw peer said: it answers a later question."""
     peer.send(message.encode(Status()))
     while not isinstance(message.decode(answer(peer)[0]), Status):
         pass

@@ -281,7 +281,7 @@ class OpensNoMore(Counting):
 
 BROKEN = {
     TakesAsItReads: ("test_a_retry_takes_nothing_of_its_frame", "each frame was retried"),
-    OpensNoMore: ("test_an_opening_after_a_fatal_error_begins_anew", "closed file"),
+    OpensNoMore: ("test_a_consumer_opens_again_after_a_fatal_error", "closed file"),
     LaxOptions: ("test_unknown_options_are_refused", "forbid_unknown_fields"),
     EagerOpener: ("test_nothing_happens_before_open", "made eager"),
     FickleSpec: ("test_spec_is_the_same_whenever_it_is_asked_for", "and then"),

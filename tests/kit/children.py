@@ -88,7 +88,7 @@ def check_answers(answers, root, reference, steering):
 
 
 def _keep_async_scheduling():
-    """Have vLLM's CPU platform leave async scheduling on, which it turns off as of no use there."""
+    """Have vLLM's CPU platform leave async scheduling on, which it turns off because it brings nothing there."""
     from vllm.platforms import current_platform
 
     platform = type(current_platform)

@@ -75,7 +75,7 @@ class Pageless:
         self.rates = []  # tokens in each second
         self.received_bytes = 0
         self.merged = 0  # messages with tokens
-        self.fresh = 0  # of these, how many brought them all anew
+        self.fresh = 0  # how many of these sent them all again
         self.base, self.series, self.ids, self.texts = 0, [], [], []
         self.values = np.empty((0, 0), np.float32)
 

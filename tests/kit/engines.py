@@ -161,7 +161,7 @@ class Reference:
         self.layers = self.model.model.layers
 
     def post_block(self, token_ids, steering: Mapping | None = None):
-        """Return `[layers, tokens, hidden]` float32: the stream behind each layer, before what steers it there.
+        """Return `[layers, tokens, hidden]` float32: the stream after each layer, before it is steered there.
 
         steering: `{layer: (vector, first position)}`, added from that position on.
         """

@@ -47,7 +47,7 @@ _HEADS = bytes([*_LENGTHS, 0xCB, 0xCF, 0xD3, 0xC0, 0xC1, 0x80, 0x8F, 0x90, 0x9F,
 def mutated(seed: int, corpus: list[list[bytes]] = CORPUS) -> list[bytes]:
     """Return the parts of a message that is one of the corpus after one mutation or a few.
 
-    Half of the frames have their length and checksum made right again, so that what is behind these is reached.
+    Half of the frames have their length and checksum made right again, so that the checks after these are reached.
     """
     rng = random.Random(seed)
     parts = list(rng.choice(corpus))

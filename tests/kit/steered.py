@@ -28,7 +28,7 @@ def vector(seed, norm=3.0):
 def cases():
     """Return what the requests of the batch ask for, by name: each hook, each tier, each operation, and some of all.
 
-    Patches lie in the prompt and behind it; an amount below 1 shows that one comes before what its phase adds there.
+    Patches are in the prompt and after it; an amount below 1 shows that one comes before what its phase adds there.
     """
     asked = {"plain": {}}
     for hook in HOOKS:
@@ -122,7 +122,7 @@ class SteeredReference(Reference):
     """
 
     def logits(self, tokens, prompt_length, fields, **more):
-        """Return the logits behind each token, `[tokens, vocabulary]`; arguments as of `run`."""
+        """Return the logits after each token, `[tokens, vocabulary]`; the arguments are those of `run`."""
         return self.run(tokens, prompt_length, fields, **more)[0]
 
     def run(self, tokens, prompt_length, fields, *, modules=None, everywhere=None, generated=None):
@@ -233,7 +233,7 @@ def prove(llm, reference, max_tokens=5):
         assert error < LOGITS_MAX, f"{name}: logits are off by {error:.1e}"
         unsteered = reference.logits(prompt, len(prompt), {})[-1]
         plain[name] = np.abs(expected[0] - unsteered).max()
-    # What steers the prompt changes the first token's logits, and what steers only behind it does not.
+    # What steers the prompt changes the first token's logits, and what steers only positions after it does not.
     silent = {"plain", "scale 0", *(name for name in plain if "decode" in name or "half" in name)}
     assert {name for name, change in plain.items() if change < LOGITS_MAX} == silent
     return outputs

@@ -73,7 +73,7 @@ def make(case, seed, device=CPU, kinds=3):
                 steering[row + position - start] = (program, operations(program, position, request.prompt_length))
         batch.append(Scheduled(request, row, start, length))
         row += length
-    tokens = row + 3  # padding behind the batch
+    tokens = row + 3  # padding after the batch
     hidden = exact(rng, (tokens, width), 4, dtype).to(device)
     residual = exact(rng, (tokens, width), 30, dtype).to(device) if split else None
     return Made(planner.plan(batch), hidden, residual, bank, steering, SCALES[seed % len(SCALES)])

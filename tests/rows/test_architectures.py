@@ -17,10 +17,10 @@ pytestmark = pytest.mark.engine
 EVERY = set(checks.HOOKS)
 PATTERNS = {
     "llama": EVERY,  # a split stream, added up in the norms
-    "gemma3_text": EVERY,  # norms before and behind each block
+    "gemma3_text": EVERY,  # norms before and after each block
     "gpt2": EVERY,  # a whole stream
     "gpt_neox": EVERY - {"post_attn"},  # attention beside the MLP, by vLLM's Transformers backend
-    "exaone4": EVERY,  # norms behind each block alone
+    "exaone4": EVERY,  # norms only after each block
     "granite": EVERY,  # what is added is scaled
     "olmoe": EVERY,  # experts
     "falcon_h1": EVERY,  # attention beside a state space

@@ -75,12 +75,12 @@ def by_one_layer(plan):
 
 
 def by_one_position(plan):
-    """Say of each row that it is of the position behind."""
+    """Give each row the position after its own."""
     return _regroup(plan, spans=lambda span: span._replace(start=span.start + 1))
 
 
 def by_one_request(plan):
-    """Say of each row that it is of the next request in the batch."""
+    """Give each row the next request of the batch."""
     return _regroup(plan, spans=lambda span: span._replace(request=(span.request + 1) % len(plan.batch)))
 
 

@@ -35,7 +35,7 @@ def test_two_pipeline_stages_each_tell_of_their_layers(tiny_with_words, referenc
         ]
         began = time.monotonic()
         outputs = llm.generate(prompts((5, 40, 3, 70)), params, use_tqdm=False)
-        assert time.monotonic() - began < 60  # no result was waited for in vain
+        assert time.monotonic() - began < 60  # no wait for a result timed out
         assert [o.capture_results["keeper"].status for o in outputs] == ["ok"] * 4
         for n, (output, tokens) in enumerate(zip(outputs, answers(outputs), strict=True)):
             steered = {1: 3, 3: 4} if n == 1 else None

@@ -447,7 +447,7 @@ class TestOffences:
         assert offences.ignored("a", limits.IGNORED_S - 0.1)
         assert not offences.ignored("a", limits.IGNORED_S)
         assert not offences.ignored("b", 0.0)
-        assert offences.note("a", limits.IGNORED_S) == 1  # it begins anew
+        assert offences.note("a", limits.IGNORED_S) == 1  # counting starts from zero
 
     def test_are_forgotten_with_time(self):
         offences = Offences()

@@ -154,7 +154,7 @@ class TestFile:
         assert read(tmp_path).ends == []
         assert [one.id for one in read(tmp_path).running] == ["b"]
 
-    def test_what_a_request_asked_for_stays_known_when_the_file_is_written_anew(self, promises, tmp_path, monkeypatch):
+    def test_what_a_request_asked_for_stays_known_when_the_file_is_written_again(self, promises, tmp_path, monkeypatch):
         monkeypatch.setattr(limits, "PROMISES_BYTES_MIN", 4096)
         capture = capflow.CaptureSpec({"post_block": "all"})
         sizes = set()

@@ -159,7 +159,7 @@ class TestWorkerLink:
                     eventually(lambda path=written: path.exists() and len(path.read_text().split()) > 3)
                 eventually(lambda: not link.connected)
                 handled = [int(line) for line in written.read_text().split()]
-                # Each hub starts behind what is acknowledged: a frame comes again only if it never was.
+                # Each hub starts after the acknowledged frames: a frame comes again only if it never was.
                 assert handled == list(range(acked + 1, acked + len(handled) + 1))
                 counters = link.counters
                 last, acked = acked, 40 * (run + 1) - counters["unacked_frames"] - counters["queued_frames"]

@@ -216,7 +216,7 @@ class Spool:
                 except OSError as e:
                     self._refused = e, time.monotonic()
                     if e.errno in _NO_ROOM:
-                        self._begin_anew()
+                        self._begin_segment()
                     raise self._full(e) from e
                 self._refused = None
             self._unsynced[self._next_append] = _Entry(head, body, nbytes)
@@ -440,12 +440,12 @@ class Spool:
         if taken + nbytes <= segments.bytes_max:
             return
         if self._failure is None and self._next_append - 1 == self._acked:
-            self._begin_anew()
+            self._begin_segment()
         where, expected = f"spool {self.directory} is full", f"at most {segments.bytes_max}"
         got, do = f"{taken} and {nbytes} bytes", "allow it more, or read it faster"
         raise FullError("spool_full", explain(where, got=got, expected=expected, do=do))
 
-    def _begin_anew(self) -> None:
+    def _begin_segment(self) -> None:
         """Begin a new segment: an acknowledged segment is removed only if there is a newer one."""
         if self._segments.active_bytes:
             with contextlib.suppress(OSError):

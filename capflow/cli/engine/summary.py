@@ -1,4 +1,4 @@
-"""The summary of a model job: its counts, where each consumer stored them, and the commands that show the result."""
+"""The summary of a model job: its counts, where each consumer stored its data, and the commands that show the data."""
 
 from __future__ import annotations
 
@@ -20,19 +20,25 @@ Done = Mapping[str, Any]
 def print_summary(
     running: HubRun, done: Sequence[Done], seconds: float, results: Mapping[str, Mapping[str, CaptureResult]]
 ) -> None:
-    """Print a table of the consumers, and below it each command on a line of its own, which no width breaks.
+    """Print a table of the consumers, and below it each command on a line of its own.
 
-    done: the requests.
+    A command is never wrapped, however narrow the terminal is, so that it can be copied whole.
+
+    done: the finished requests.
     seconds: how long they took.
-    results: of each request, by consumer.
+    results: the result of each consumer by its name, for each request.
     """
     looks = [consumer.consumer.look() or ("", "") for consumer in running.hub.consumers]
     table = Table(title=_title(running, done, seconds), title_justify="left")
-    for column in ("consumer", "requests ok", "where it lies"):
+    for column in ("consumer", "requests ok", "stored in"):
         table.add_column(column, overflow="fold")
     for consumer, (where, _) in zip(running.hub.consumers, looks, strict=True):
-        fine = sum(one[consumer.name].status == "ok" for one in results.values() if consumer.name in one)
-        table.add_row(consumer.name, str(fine), Text(printable(where)))
+        ok = sum(
+            by_consumer[consumer.name].status == "ok"
+            for by_consumer in results.values()
+            if consumer.name in by_consumer
+        )
+        table.add_row(consumer.name, str(ok), Text(printable(where)))
     running.console.print(table)
     commands = [command for _, command in looks if command]
     if commands:
@@ -53,6 +59,6 @@ def _title(running: HubRun, done: Sequence[Done], seconds: float) -> str:
 
 
 def _steered(request: Done) -> bool:
-    """Return whether a request came with steering. Steering by controllers is not counted."""
+    """Return whether a request came with steering. Steering by actions and controllers does not count."""
     applied = request["steering_applied"]
     return applied is not None and applied["key"].partition("+")[0] not in ("none", "dynamic")

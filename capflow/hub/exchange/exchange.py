@@ -111,9 +111,9 @@ class Exchange:
         self.frames.greet(engine)
 
     def _lose(
-        self, engine: KnownEngine, replica: int | None = None, stage: int | None = None, *, anew: bool = False
+        self, engine: KnownEngine, replica: int | None = None, stage: int | None = None, *, restarted: bool = False
     ) -> None:
-        self.frames.lose(engine, replica, stage, anew=anew)
+        self.frames.lose(engine, replica, stage, restarted=restarted)
 
     # Messages of peers.
 

@@ -218,18 +218,18 @@ class Frames:
         self._departures.call(engine, functools.partial(self._effects.add, greet))
 
     def lose(
-        self, engine: KnownEngine, replica: int | None = None, stage: int | None = None, *, anew: bool = False
+        self, engine: KnownEngine, replica: int | None = None, stage: int | None = None, *, restarted: bool = False
     ) -> None:
         """Note that a part of an engine is gone; the arguments are those of `RequestIndex.lose`."""
         self._watchers.lose(engine, replica, stage)
-        self._departures.add(engine.name, self._losing(engine, replica, stage, anew))
+        self._departures.add(engine.name, self._losing(engine, replica, stage, restarted))
 
-    def _losing(self, engine: KnownEngine, replica: int | None, stage: int | None, anew: bool) -> Iterator[None]:
+    def _losing(self, engine: KnownEngine, replica: int | None, stage: int | None, restarted: bool) -> Iterator[None]:
         """End the requests that a part of an engine has not ended, in slices, and then tell the lanes."""
         left = len(engine.open)
-        for lost in self._index.losing(engine, replica, stage, anew=anew):
+        for lost in self._index.losing(engine, replica, stage, restarted=restarted):
             self._end_all(lost)
             left -= limits.SLICE_REQUESTS
             if left > 0:
                 yield
-        self._effects.add(Lose(engine.name, replica, stage, anew))
+        self._effects.add(Lose(engine.name, replica, stage, restarted))

@@ -37,7 +37,7 @@ class Ask(NamedTuple):
 
     own_id: the id that the asker gave the action.
     asked_by: the asker's name for consumers.
-    owner: the owner of the memory that the action takes, as of `capflow.buffers.shares`.
+    owner: the owner of the memory that the action takes, as in `capflow.buffers.shares`.
     nbytes: the size of the action on the wire.
     lane: the number of the lane that asked; None for a client.
     peer: the client's connection.

@@ -1,8 +1,8 @@
 """Dead letters: what one consumer could not handle, on disk, with the reason, until somebody replays or drops it.
 
-They lie in a spool (`capflow.buffers.spool`) beside the consumer's inbox, in the directory of the same name with
-`.dead` behind it. A record's head is the byte `P` and a `Letter` in msgpack; its body is the payload of the letter's
-frame. A hub opens the spool when it has a letter to put, and gives it back when nothing has come for a moment, so that
+They are in a spool (`capflow.buffers.spool`) beside the consumer's inbox. The name of its directory is that of the
+inbox and `.dead`. A record's head is the byte `P` and a `Letter` in msgpack; its body is the payload of the letter's
+frame. A hub opens the spool when it has a letter to put, and closes it when no letter has come for a moment, so that
 `capflow spool dead` can use it while the hub runs.
 
 Invariants: a letter is durable before the frame or request that it holds counts as handled; a frame or an end of a

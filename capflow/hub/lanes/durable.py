@@ -85,7 +85,7 @@ class _Open:
         return Unkept(self.request.engine, self.rank, self.part, dict(self.forgotten))
 
 
-class AnewError(Exception):
+class ReopenError(Exception):
     """The lane is to close the consumer, open it again, and read the inbox again; the cause is the consumer's error."""
 
     def __init__(self, method: str) -> None:
@@ -222,9 +222,11 @@ class DurableLane(Lane):
         """Do nothing: the frames in the inbox tell of the end."""
         return False
 
-    def lose(self, engine: str, replica: int | None = None, stage: int | None = None, *, anew: bool = False) -> None:
+    def lose(
+        self, engine: str, replica: int | None = None, stage: int | None = None, *, restarted: bool = False
+    ) -> None:
         """Note that a part of an engine is gone; the arguments are those of `RequestIndex.lose`."""
-        gone = Gone(engine, replica, stage, anew)
+        gone = Gone(engine, replica, stage, restarted)
         if gone not in self._gone:
             self._gone.add(gone)
             self.queue.force(gone)
@@ -322,7 +324,7 @@ class DurableLane(Lane):
                 through = self._take_all()
             except LeftError:
                 break
-            except AnewError as e:
+            except ReopenError as e:
                 failed = e.method, e.__cause__ or e
             except Exception as e:  # noqa: BLE001  without this thread nothing more would be handled
                 failed = "lane", e
@@ -396,7 +398,7 @@ class DurableLane(Lane):
         return method if method == "on_idle" else self._at
 
     def _restart(self, method: str, error: BaseException) -> None:
-        raise AnewError(method) from error
+        raise ReopenError(method) from error
 
     def _wait(self, method: str, error: BaseException) -> None:
         super()._wait(method, error)
@@ -408,7 +410,7 @@ class DurableLane(Lane):
         return True
 
     def _see_to_failures(self) -> None:
-        """Have requests whose Futures failed given again, or set aside. Raises AnewError and LeftError."""
+        """Have requests whose Futures failed given again, or set aside. Raises ReopenError and LeftError."""
         while not self._failures.empty():
             tally, settled, error = self._failures.get()
             request = tally.request
@@ -417,7 +419,7 @@ class DurableLane(Lane):
                 self.gave_up = True  # the inbox keeps it
             elif kind_of(error) != "poison" and self._fatal[key] < limits.RESTARTS_MAX:
                 self._fatal[key] += 1
-                raise AnewError("on_request_done") from error
+                raise ReopenError("on_request_done") from error
             else:
                 del self._fatal[key]
                 text = self._give_up(request, tally.done(), self._failed("on_request_done", error))
@@ -496,16 +498,16 @@ class DurableLane(Lane):
     def _safely(self, item: InboxItem) -> None:
         """Handle an item; one that the lane itself fails at again and again is set aside.
 
-        Raises AnewError and LeftError.
+        Raises ReopenError and LeftError.
         """
         try:
             self._handle_item(item)
-        except (AnewError, LeftError):
+        except (ReopenError, LeftError):
             raise
         except Exception as e:
             if not isinstance(e, RemoteProtocolError) and self._fatal[item.number] < limits.RESTARTS_MAX:
                 self._fatal[item.number] += 1
-                raise AnewError("lane") from e
+                raise ReopenError("lane") from e
             self._failed("lane", e)
             if isinstance(item.record, Frame):
                 requests = [part.id for part in item.record.header.requests]
@@ -546,7 +548,7 @@ class DurableLane(Lane):
             return
         boot = self._boots.get((engine.name, header.rank), header.boot)
         if boot != header.boot:  # started again, while no hub was there to tell
-            self._end_all(self.requests.lose(engine, header.rank.dp, header.rank.pp, anew=True), item.number - 1)
+            self._end_all(self.requests.lose(engine, header.rank.dp, header.rank.pp, restarted=True), item.number - 1)
         self._boots[engine.name, header.rank] = header.boot
         if self.inbox.has_done:
             for name in {*(part.id for part in header.requests), *(finished.id for finished in header.finished)}:
@@ -589,7 +591,7 @@ class DurableLane(Lane):
     def _hand_over(self, delivery: Delivery) -> str | None:
         """Have the consumer take a frame, or set it aside; return what is wrong with it.
 
-        Raises AnewError and LeftError.
+        Raises ReopenError and LeftError.
         """
         header = delivery.frame.header
         requests = [tally.request.id for tally, _ in delivery.parts]
@@ -740,7 +742,7 @@ class DurableLane(Lane):
         engine = self._engine(gone.engine)
         if engine is None:
             return
-        self._end_all(self.requests.lose(engine, gone.replica, gone.stage, anew=gone.anew), number)
+        self._end_all(self.requests.lose(engine, gone.replica, gone.stage, restarted=gone.restarted), number)
         if gone.replica is None:
             del self._engines[engine.name]
             self._boots = {worker: boot for worker, boot in self._boots.items() if worker[0] != engine.name}
@@ -806,7 +808,7 @@ class DurableLane(Lane):
     def _let_go(self, until: Request | None = None) -> None:
         """Forget the requests of which there are results; wait for that of `until`.
 
-        Raises AnewError and LeftError when it has none.
+        Raises ReopenError and LeftError when it has none.
         """
         while until is not None or not self._settled.empty():
             try:

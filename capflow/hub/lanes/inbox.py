@@ -1,26 +1,32 @@
-"""The inbox: frames on disk that a consumer was given and has not finished, for this hub or the next.
+"""The inbox: frames on disk that the hub took for a consumer and that the consumer has not finished.
 
-It is a directory below the given one, named after the consumer and a hash of its configuration, and holds a spool
-(`capflow.buffers.spool`). A record's head begins with a byte for its kind; msgpack follows:
+An inbox is a directory below the spool directory, named after the consumer and a hash of its configuration. It holds a
+spool (`capflow.buffers.spool`), which this hub or the next one reads. The head of a record begins with a byte for its
+kind; msgpack follows:
 
 | byte | record | rest of the head | body |
 |---|---|---|---|
 | `F` | frame | its header | its payload |
-| `E` | engine connected | `[engine, model]` | |
-| `L` | engine, replica or stage gone or new: its open requests are over | `[engine, replica, stage, anew]`, or nil | |
-| `D` | consumer is done with a request: its records before this one are not given again | `[engine, request]` | |
-| `M` | for how long hubs ran without an engine that the inbox has frames of | `[engine, seconds]` | |
-| `A` | action that was answered | `Answered` of `capflow.steering.action` | |
+| `E` | an engine connected | `[engine, model]` | |
+| `L` | an engine, replica or stage is gone, with its requests | `[engine, replica, stage, restarted]`, as `Gone` | |
+| `D` | a request is done and is not given again | `[engine, request, through]`, as `RequestDoneMark` | |
+| `M` | how long hubs ran without an engine of which the inbox has frames | `[engine, seconds]` | |
+| `A` | an action was answered | `Answered` of `capflow.steering.action` | |
 | `C` | checkpoint | `{engines, marks, unkept, models, of, done}` | |
 
-A checkpoint repeats what records before it said and what still holds: the engines with their models; `marks`, the
-number of the last frame of each boot of each worker; `unkept`, the open requests of which frames were forgotten, with
-the number of rows; and `done`, the requests of which only some frames are forgotten and whose own `D` record had no
-room. A checkpoint takes at most one of `CHECKPOINT_PARTS` parts of the inbox, and only it may lie beyond `bytes_max`,
-so that one always fits. If it would be larger, engines without unread frames and without open requests are left out;
-they are stored again before their next frame. Invariant: records are forgotten only when a checkpoint after them is
-durable, and the latest checkpoint is never forgotten. So whoever opens the inbox knows every engine, and which frames
-were here, also forgotten ones.
+A checkpoint repeats what the records before it said, as far as it still holds:
+
+* `models` and `of`: the engines, each with the index of its model. `engines` is how earlier versions stored them.
+* `marks`: the number of the last frame of each boot of each worker.
+* `unkept`: the open requests of which frames were forgotten, with the number of rows in these frames.
+* `done`: the requests of which only some frames are forgotten, if their own `D` record had no room.
+
+A checkpoint takes at most 1/`CHECKPOINT_PARTS` of the inbox. Only checkpoints may exceed `bytes_max`, so one always
+fits. If a checkpoint would be larger, engines without unread frames and without open requests are left out; they are
+stored again before their next frame.
+
+Invariant: records are forgotten only after a later checkpoint is durable, and the latest checkpoint is never forgotten.
+So a hub that opens the inbox knows every engine, and every frame that was ever here, also a forgotten one.
 """
 
 from __future__ import annotations
@@ -47,22 +53,27 @@ from capflow.steering.action import Answered
 
 logger = logging.getLogger("capflow.hub")
 
-_MARKS_MAX = 1024  # of workers, those of which something came last
-_CHECKPOINT_S = 0.5  # between two checkpoints, unless much can be forgotten
-_WAIT_S = 5.0  # for an inbox of a hub that may be ending
+# The number of workers whose marks are kept; the workers that sent nothing for longest are forgotten first.
+_MARKS_MAX = 1024
+# The time between two checkpoints, unless many bytes can be forgotten.
+_CHECKPOINT_S = 0.5
+# How long to wait for an inbox whose hub may be ending.
+_WAIT_S = 5.0
 _WAIT_PAUSE_S = 0.05
-_SPARE_BYTES = 128 * limits.KIB  # of the disk, for a checkpoint when it is full
-_CLOSE_S = 10.0  # for a disk that works
-_CLOSE_PAUSE_S = 0.25  # for one that does not
+# Space on the disk that is reserved for a checkpoint when the disk is full.
+_SPARE_BYTES = 128 * limits.KIB
+# How long `close` waits for a disk that works, and for one that does not.
+_CLOSE_S = 10.0
+_CLOSE_PAUSE_S = 0.25
 
 CHECKPOINT_PARTS = 16
-"""A checkpoint is at most one of so many parts of an inbox."""
+"""A checkpoint takes at most the size of the inbox divided by this number."""
 
 TOO_LARGE = "too_large"
-"""Why a record is refused that takes more than half of an inbox, however much room there is."""
+"""The reason why a record is refused that takes more than half of an inbox, even an empty one."""
 
 INBOXES_MAX = 64
-"""Of hubs that run at once with the same consumer."""
+"""The number of hubs that may run at once with the same consumer."""
 
 
 class Known(msgspec.Struct, frozen=True, array_like=True):
@@ -73,21 +84,24 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Gone(msgspec.Struct, frozen=True, array_like=True):
-    """An engine that is gone, or one replica of it, or one pipeline stage of that.
+    """An engine is gone, or one replica of it, or one pipeline stage of a replica.
 
-    anew: the stage started again.
+    replica: None for the whole engine.
+    stage: None for the whole replica.
+    restarted: whether the stage started again.
     """
 
     engine: str
     replica: int | None
     stage: int | None = None
-    anew: bool = False
+    restarted: bool = False
 
 
 class RequestDoneMark(msgspec.Struct, frozen=True, array_like=True):
     """A request that the consumer is done with.
 
-    through: the last record that is of it, and not of another with its id; 0 in old records, which is this one.
+    through: the last record that belongs to this request; later records with the same id belong to another request. 0
+        in records of earlier versions, which means this record.
     """
 
     engine: str
@@ -96,7 +110,7 @@ class RequestDoneMark(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Missed(msgspec.Struct, frozen=True, array_like=True):
-    """For how many seconds, over all hubs, an engine was not connected while one ran."""
+    """For how many seconds, summed over all hubs, a hub ran while an engine was not connected."""
 
     engine: str
     seconds: float
@@ -105,7 +119,7 @@ class Missed(msgspec.Struct, frozen=True, array_like=True):
 class Unkept(msgspec.Struct, frozen=True, array_like=True):
     """An open request of which frames were forgotten.
 
-    rows: in these, by pipeline stage.
+    rows: the number of rows in the forgotten frames, by pipeline stage.
     """
 
     engine: str
@@ -115,7 +129,7 @@ class Unkept(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):
-    """The last frame of one boot of one worker that is here, or was."""
+    """The last frame of one boot of one worker that the inbox stored; it may be forgotten."""
 
     engine: str
     boot: str
@@ -124,7 +138,7 @@ class Mark(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """What stays known when the records before it are forgotten."""
+    """What later hubs need of the records before it, which may be forgotten."""
 
     engines: list[Known]
     marks: list[Mark]
@@ -135,15 +149,15 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
     @property
     def known(self) -> list[Known]:
-        """The engines.
+        """The engines, in the form of this version and of earlier ones.
 
-        `engines` has those of an earlier version; else each of `of` has its model's place in `models`.
+        `of` pairs each engine with the index of its model in `models`. Earlier versions wrote `engines` instead.
         """
         return [*self.engines, *(Known(engine, self.models[place]) for engine, place in self.of)]
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """Whose frame it is, of a frame's header."""
+    """The fields of a frame's header that tell which worker sent it, and its number."""
 
     engine: str
     boot: str
@@ -152,7 +166,7 @@ class _Place(msgspec.Struct, frozen=True):
 
 
 class InboxItem(NamedTuple):
-    """A record that was taken out, and its number."""
+    """A record that was read, and its number."""
 
     number: int
     record: Frame | Known | Gone | RequestDoneMark | Missed | Answered | Checkpoint | Lost
@@ -184,7 +198,9 @@ def read_head(head: bytes) -> FrameHeader | Known | Gone | RequestDoneMark | Mis
 class Inbox:
     """One consumer's spool, from `open` to `close`. One thread stores records, another reads and releases them.
 
-    on_synced(number) is called, on the spool's thread, when every record up to that number is durable.
+    root: the directory below which the inboxes of all consumers are.
+    name: the name of the consumer, and the hash of its configuration.
+    on_synced: called with a record's number, on the spool's thread, when every record up to it is durable.
     """
 
     def __init__(
@@ -199,73 +215,72 @@ class Inbox:
         self.root = root
         self.name = name
         self.bytes_max = bytes_max
-        # Put in by this process.
+        # The number of frames that this process stored.
         self.frames = 0
-        # By an earlier process.
+        # The number of frames that earlier processes left, in this inbox and in those that it joined.
         self.frames_left = 0
-        # That could not be read again.
+        # The number of frames that could not be read again.
         self.frames_lost = 0
-        # By an earlier process, here.
+        # The number of frames that earlier processes left in this inbox.
         self._frames_found = 0
-        # Taken out by this process.
+        # The number of frames that this process read.
         self._frames_taken = 0
-        # The highest number that was taken out; after `again` lower ones come once more.
+        # The highest record number that was read; after `again` lower ones are read once more.
         self._taken_through = 0
-        # Of records, taken out.
+        # The length of the records that were read.
         self.taken_bytes = 0
-        # By an earlier process.
+        # The open requests of which an earlier process forgot frames.
         self.unkept: list[Unkept] = []
-        # Engines and replicas it left frames of, and for how long they were missed.
+        # The engines and replicas of which an earlier process left frames, and how many seconds each was missed.
         self.left: dict[tuple[str, int], float] = {}
-        # Requests of which records are here that are not given again, and up to which.
+        # The requests that are done and have records here, each with the last record that is not given again.
         self.done: dict[tuple[str, str], int] = {}
-        # Such requests of which frames are to come from another inbox.
+        # The requests that were done in an inbox that was joined, while their frames there are not moved here yet.
         self._joining: set[tuple[str, str]] = set()
-        # Behind this record.
+        # Frames of `_joining` have numbers above this one.
         self._joined_from = 0
-        # Kept free of frames, for what makes room.
+        # Space that frames may not use; it is for the records that let other records be forgotten.
         self._spare_bytes = min(limits.MIB, bytes_max // 8)
         self._segment_bytes = min(limits.SEGMENT_BYTES_MAX, bytes_max // 8)
-        # That checkpoints may take beside, where an earlier process was allowed more.
+        # Further space for checkpoints, if an earlier process had a larger `bytes_max` and used it.
         self._over_bytes = 0
-        # Of the record that waits for room, 0 while none does.
+        # The length of the record that waits for room; 0 while none waits.
         self._wanted_bytes = 0
         self._on_synced = on_synced
         self._files = files
-        # From `open`.
+        # Set by `open`.
         self._spool: Spool | None = None
-        # By name, as of what was taken out.
+        # The connected engines by name, at the last record that was read.
         self._engines: dict[str, Known] = {}
-        # As of what was put in; the latest last.
+        # The last frame of each worker, at the last record that was stored; the latest worker comes last.
         self._marks: dict[WorkerBoot, int] = {}
-        # That had no room.
+        # The number of marks that were forgotten because there were more than `_MARKS_MAX`.
         self._marks_lost = 0
-        # Guards the next.
+        # Guards `_checkpoints`.
         self._lock = threading.Lock()
-        # Not durable: its number, and up to which is forgotten then.
+        # Checkpoints that are not durable yet: the number of each, and of the last record that it lets be forgotten.
         self._checkpoints: deque[tuple[int, int]] = deque()
-        # The numbers of checkpoints that are not forgotten.
+        # The numbers of the checkpoints that are not forgotten.
         self._own: deque[int] = deque()
-        # Up to which a checkpoint was made.
+        # The last record that a checkpoint lets be forgotten.
         self._forgotten = 0
-        # Whether the last one had no room, which is said once.
+        # Whether the last checkpoint found no room. It is logged once.
         self._stuck = False
-        # Whether the last one had no room for what runs, which is said once.
+        # Whether the last checkpoint left out something that a next hub needs. It is logged once.
         self._cut = False
-        # When the latest was.
+        # The time of the last checkpoint, and `_put_bytes` at that time.
         self._checkpoint_at = 0.0
-        # That were put in by then.
         self._checkpoint_bytes = 0
-        # By this process.
+        # The length of the records that this process stored.
         self._put_bytes = 0
-        # That records here tell of, as of what was put in.
+        # The model of each engine that a record here names, at the last record that was stored.
         self._put_engines: dict[str, ModelInfo] = {}
-        # The last frame of each engine, as of what was put in.
+        # The number of the last stored frame of each engine.
         self._frame_last: dict[str, int] = {}
 
     @property
     def is_open(self) -> bool:
-        """Whether it was opened."""
+        """Whether the inbox was opened."""
         return self._spool is not None
 
     @property
@@ -275,10 +290,10 @@ class Inbox:
         return self._spool
 
     def open(self) -> None:
-        """Take the directory and find what is in it; raises CapflowError.
+        """Open the first free directory and read its state; raises CapflowError.
 
-        While another hub has it, there is another one beside it, for this one. A hub that is ending gives its own back:
-        it is waited for.
+        A hub that is ending releases the first directory, so it is waited for. While another hub keeps it, this hub
+        uses the next directory beside it.
         """
         give_up_at = time.monotonic() + _WAIT_S
         number = 1
@@ -296,9 +311,9 @@ class Inbox:
                 return
 
     def open_at(self, place: Path) -> None:
-        """Take this directory and no other.
+        """Open the inbox in this directory.
 
-        Raises InUseError while another hub has it, CapflowError when it cannot be used.
+        Raises InUseError while another hub has the directory, CapflowError when it cannot be used.
         """
         spare_bytes = min(_SPARE_BYTES, self._spare_bytes)
         spool = Spool(
@@ -316,17 +331,19 @@ class Inbox:
             raise
 
     def place(self, number: int) -> Path:
-        """Return the directory of the hub that runs as this one of several with the same consumer, counted from 1."""
+        """Return the directory of one of the hubs that run at once with the same consumer; they count from 1."""
         return self.root / (self.name if number == 1 else f"{self.name}.{number}")
 
     def another(self) -> Inbox:
-        """Return one of the same consumer, to be opened at another place, for what is left there."""
+        """Return another inbox of the same consumer, to be opened in a directory that an earlier hub left."""
         return Inbox(self.root, self.name, self.bytes_max, on_synced=lambda _: None, files=self._files)
 
     def join(self, other: Inbox, here: Mapping[tuple[WorkerBoot, int], int]) -> None:
-        """Take over the state of another inbox, whose frames come after those here. Call it before any put or take.
+        """Take over the state of another inbox, whose frames are stored here later. Call it before any put or take.
 
-        here: as of `frames_here`. Raises CapflowError.
+        Raises CapflowError.
+
+        here: what `frames_here` returned for this inbox.
         """
         for source, seq in other._marks.items():
             self._mark(source, seq)
@@ -334,7 +351,8 @@ class Inbox:
         self.left = other.left | self.left
         self.frames_left += other.frames_left
         self._joining |= other.done.keys()
-        for frame, number in other.frames_here().items():  # that came before a kill
+        # A hub that was killed may have moved some of the frames already.
+        for frame, number in other.frames_here().items():
             for key, through in other.done.items():
                 if frame in here and number <= through:
                     self.done[key] = max(self.done.get(key, 0), here[frame])
@@ -344,9 +362,9 @@ class Inbox:
         self._joined_from = self.spool.last
 
     def joined(self, key: tuple[str, str], last: int) -> RequestDoneMark:
-        """Return the done mark of a request that the consumer was done with in another inbox.
+        """Return the mark of a request that was done in another inbox.
 
-        Its last frame is this record here.
+        last: the record of its last frame in this inbox.
         """
         self.done[key] = max(self.done.get(key, 0), last)
         self._joining.discard(key)
@@ -365,7 +383,8 @@ class Inbox:
     def _recover(self) -> None:
         spool = self.spool
         self._forgotten = spool.last - len(spool)
-        gone = set()  # engines whose going is here, to be taken out
+        # Engines that are gone by the last record, while `_engines` still needs them for the records before it.
+        gone = set()
         for number, head in spool.heads():
             kind = head[:1]
             with contextlib.suppress(msgspec.MsgspecError, KeyError):
@@ -407,31 +426,31 @@ class Inbox:
 
     @property
     def directory(self) -> Path:
-        """Where it lies."""
+        """The directory of the open inbox."""
         return self.spool.directory
 
     @property
     def unread(self) -> int:
-        """How many records were not taken out."""
+        """The number of records that were not read."""
         return self.spool.unread
 
     @property
     def frames_waiting(self) -> int:
-        """How many frames were not taken out."""
+        """The number of frames that were not read."""
         return max(0, self._frames_found + self.frames - self._frames_taken)
 
     @property
     def forgotten(self) -> int:
-        """The last record that a checkpoint has made needless."""
+        """The last record that a checkpoint lets be forgotten."""
         return self._forgotten
 
     @property
     def engines(self) -> list[str]:
-        """The engines that connected and are not gone, as of what was taken out."""
+        """The engines that connected and are not gone, at the last record that was read."""
         return list(self._engines)
 
     def model(self, engine: str) -> ModelInfo | None:
-        """Return the model of an engine; None when it is gone."""
+        """Return the model of an engine; None when the engine is gone."""
         entry = self._engines.get(engine)
         return entry.model if entry is not None else None
 
@@ -444,14 +463,14 @@ class Inbox:
         return {((place.engine, place.boot, place.rank), place.seq): number for place, number in places}
 
     def status(self) -> dict[str, Any]:
-        """Return the spool's counters, and the inbox's own."""
+        """Return the counters of the spool and of the inbox."""
         own = {"unread": self.unread, "frames_spilled": self.frames, "frames_lost": self.frames_lost}
         return self.spool.status() | own
 
-    # For the thread that puts in.
+    # For the thread that stores records.
 
     def has(self, header: FrameHeader) -> bool:
-        """Return whether the frame is here, or was."""
+        """Return whether the inbox stored the frame, also if it is forgotten."""
         return header.seq <= self._marks.get(header.source, 0)
 
     def put_frame(self, frame: Frame, timeout_s: float, *, spared: bool = False) -> int:
@@ -459,11 +478,12 @@ class Inbox:
 
         Raises FullError, with `TOO_LARGE` if the frame never fits.
 
-        spared: also where only room is left that is kept free of rows.
+        spared: the frame may use the space that is reserved for records that let others be forgotten.
         """
         header, payload = frame.encode()
         spare_bytes = 0 if spared else self._spare_bytes
-        ends = bool(frame.header.finished)  # of requests, without which their frames could not go
+        # Frames of a request can be forgotten only when the end of the request is stored.
+        ends = bool(frame.header.finished)
         number = self._append(b"F" + header, payload, timeout_s, spare_bytes=spare_bytes, needed=ends)
         self.skip(frame.header)
         self._frame_last[frame.header.engine] = number
@@ -488,15 +508,15 @@ class Inbox:
 
     @property
     def held_bytes_max(self) -> int:
-        """How much open requests may hold of the inbox, beside a record that waits for room; for any thread."""
+        """How many bytes the open requests may use while a record waits for room; any thread may ask."""
         return self.bytes_max - self._spare_bytes - 2 * self._segment_bytes - self._wanted_bytes
 
     def skip(self, header: FrameHeader) -> None:
-        """Note that a frame is not needed here if it comes again."""
+        """Note that a frame need not be stored if it comes again."""
         self._mark(header.source, header.seq)
 
     def put(self, record: Known | Gone | RequestDoneMark | Missed | Answered, timeout_s: float = 0.0) -> int:
-        """Take anything else; return its record's number. Raises FullError as `put_frame` does."""
+        """Store a record that is not a frame; return its number. Raises FullError as `put_frame` does."""
         head = _bytes[type(record)] + _encoder.encode(record)
         number = self._append(head, b"", timeout_s)
         if isinstance(record, Known):
@@ -506,7 +526,7 @@ class Inbox:
         return number
 
     def tells_of(self, engine: str, model: ModelInfo) -> bool:
-        """Return whether a record here says that an engine has a model."""
+        """Return whether a record here says that the engine has this model."""
         entry = self._put_engines.get(engine)
         return entry is model or entry == model
 
@@ -519,10 +539,10 @@ class Inbox:
                 logger.warning(text, self.name, _MARKS_MAX)
             self._marks_lost += removed
 
-    # For the thread that takes out.
+    # For the thread that reads records.
 
     def take(self, timeout_s: float) -> InboxItem | None:
-        """Return what comes next, waiting for it for at most so long; None when nothing came."""
+        """Return the next record, waiting for at most `timeout_s`; None if none came."""
         record = self.spool.read(timeout_s)
         if record is None:
             return None
@@ -538,7 +558,7 @@ class Inbox:
             self._frames_taken += record.head[:1] == b"F"
         try:
             mark = read_head(record.head)
-        except (msgspec.MsgspecError, KeyError):  # of another version
+        except (msgspec.MsgspecError, KeyError):  # a record of another version
             return InboxItem(record.id, Lost(record.id, record.id, "unreadable", None))
         if isinstance(mark, Known):
             self._engines[mark.engine] = mark
@@ -547,7 +567,7 @@ class Inbox:
         return InboxItem(record.id, Frame(mark, record.body) if isinstance(mark, FrameHeader) else mark)
 
     def look(self, numbers: Sequence[int]) -> Iterator[tuple[int, Frame | None]]:
-        """Read frames again by rising numbers; None for an unreadable frame. Raises OSError."""
+        """Yield frames that were read before, by rising number; None for an unreadable frame. Raises OSError."""
         for number, record in zip(numbers, self.spool.look(numbers), strict=True):
             frame = None
             if not isinstance(record, Lost) and isinstance(header := read_head(record.head), FrameHeader):
@@ -557,11 +577,11 @@ class Inbox:
     def again(
         self, number: int, unkept: list[Unkept], models: Mapping[str, ModelInfo], done: Mapping[tuple[str, str], int]
     ) -> None:
-        """Give every record behind a number again, as a next hub would get it.
+        """Let `take` return every record after a number again, as a next hub would get it.
 
-        unkept: the open requests of which records up to there were forgotten.
-        models: of the engines that the frames are of.
-        done: the requests that the consumer is done with since this process began, and the last record of each.
+        unkept: the open requests of which records up to the number were forgotten.
+        models: the models of the engines that sent the frames.
+        done: the requests with which the consumer became done in this process, and the last record of each.
         """
         self.unkept = unkept
         for engine, model in models.items():
@@ -571,10 +591,10 @@ class Inbox:
         self.spool.rewind(number)
 
     def header_of(self, lost: Lost) -> FrameHeader | None:
-        """Return the header of a frame of which only the rows are lost."""
+        """Return the header of a frame of which only the rows are lost; None if the header is lost too."""
         if lost.head is None or lost.head[:1] != b"F":
             return None
-        with contextlib.suppress(msgspec.MsgspecError):  # of another version
+        with contextlib.suppress(msgspec.MsgspecError):  # a record of another version
             header: FrameHeader = _decoders[b"F"].decode(lost.head[1:])
             return header
         return None
@@ -588,17 +608,17 @@ class Inbox:
         done: Callable[[int], list[RequestDoneMark]] = lambda _: [],
         at_once: bool = False,
     ) -> None:
-        """Note that nothing up to a record is needed; write it to disk at once or when a checkpoint is worth it.
+        """Note that no record up to `number` is needed; write a checkpoint that says so if that is due.
 
-        unkept: gives the open requests of which frames up to a record are forgotten.
-        needed: gives the engines of open requests, with the model that the next hub is to begin with.
-        done: gives the requests that the consumer is done with, have frames on both sides of a record, and no record
-            that says so.
+        unkept: returns the open requests of which frames up to a record are forgotten.
+        needed: returns the engines of open requests, each with the model with which the next hub begins.
+        done: returns the requests that are done, have frames before and after a record, and have no mark of their own.
+        at_once: write the checkpoint now.
         """
         while self._own and self._own[0] <= self._forgotten:
             self._own.popleft()
         if number - self._forgotten <= sum(1 for made in self._own if made <= number):
-            return  # nothing but checkpoints
+            return  # only checkpoints could be forgotten
         now = time.monotonic()
         much = self._put_bytes - self._checkpoint_bytes > self.bytes_max // 16
         if not (at_once or much or now >= self._checkpoint_at + _CHECKPOINT_S):
@@ -611,7 +631,8 @@ class Inbox:
         except FullError as e:
             if not self._stuck:
                 event = {"event": "inbox_full", "directory": str(self.directory), "reason": e.reason}
-                logger.warning("spool %s: nothing is forgotten: %s", self.directory, e, extra=event)
+                text = "spool %s: no room for a checkpoint, so no record is forgotten: %s"
+                logger.warning(text, self.directory, e, extra=event)
             self._stuck = True
             return
         self._stuck = False
@@ -633,20 +654,22 @@ class Inbox:
         done: list[RequestDoneMark],
         bytes_max: int,
     ) -> bytes:
-        """Return the head of a checkpoint of at most so many bytes.
+        """Return the head of a checkpoint of at most `bytes_max` bytes.
 
-        What goes when it would be larger: engines that nothing needs, then the oldest marks, then the oldest requests
-        that are done, then the oldest open requests, then engines.
+        If it would be larger, it leaves out, in this order: engines that nothing needs, the oldest marks, the oldest
+        requests that are done, the oldest open requests, and other engines.
         """
         marks = [Mark(*source, seq) for source, seq in list(self._marks.items())]
         runs = needed()
-        open_engines = {name: Known(name, model) for name, model in runs.items()}  # also those that are gone
+        # Some of these engines may be gone.
+        open_engines = {name: Known(name, model) for name, model in runs.items()}
         head = _checkpoint_head(self._engines | open_engines, marks, unkept, done)
         if len(head) <= bytes_max:
             return head
         frames = dict(self._frame_last)
         for name in [name for name in self._engines if name not in runs and frames.get(name, 0) <= number]:
-            self._put_engines.pop(name, None)  # before the checkpoint: it is put in again before a frame that comes now
+            # First of all, so that the other thread stores the engine again before its next frame.
+            self._put_engines.pop(name, None)
             self._frame_last.pop(name, None)
             del self._engines[name]
         engines = self._engines | open_engines
@@ -666,15 +689,15 @@ class Inbox:
             head = _checkpoint_head(engines, marks, unkept, done)
         if lost and not self._cut:
             event = {"event": "inbox_small", "directory": str(self.directory)}
-            text = "spool %s: it is too small for what runs: a hub that ends now loses rows; give it more spool_bytes"
+            text = "spool %s: too small for the open requests: a hub that ends now loses rows; give it more spool_bytes"
             logger.warning(text, self.directory, extra=event)
         self._cut = lost
         return head
 
     def _acknowledge(self, synced: int) -> None:
-        """Forget what checkpoints allow that are durable.
+        """Forget the records that durable checkpoints let be forgotten.
 
-        Called by the thread that made one, which may be late, and by the spool's.
+        Called by the thread that made a checkpoint and by the thread of the spool, in any order.
         """
         with self._lock:
             while self._checkpoints and self._checkpoints[0][0] <= synced:
@@ -693,10 +716,10 @@ class Inbox:
         needed: Callable[[], Mapping[str, ModelInfo]] = dict,
         done: Callable[[int], list[RequestDoneMark]] = lambda _: [],
     ) -> bool:
-        """Give the directory back; return whether every record is durable.
+        """Unlock the directory; return whether every record is durable.
 
-        needless: nothing up to this record is needed any more. When that is everything, and `keep` does not hold, the
-            directory goes too.
+        needless: no record up to this one is needed any more. If none is needed at all, the directory is removed.
+        keep: do not remove the directory.
         """
         empty = needless >= self.spool.last and not keep
         if not empty:
@@ -707,11 +730,11 @@ class Inbox:
         clean = self.spool.remove() if empty else self.spool.close()
         if not (clean or empty):
             event = {"event": "spool_failed", "directory": str(self.directory)}
-            logger.error("spool %s: not everything is on the disk", self.directory, extra=event)
+            logger.error("spool %s: some records are not on the disk", self.directory, extra=event)
         return clean
 
     def _wait(self, reached: Callable[[int, float], bool], number: int) -> bool:
-        """Wait for the disk, a while if it works and hardly if it does not; return whether it got there."""
+        """Wait for the disk, longer if it works than if it fails; return whether it reached the record."""
         deadline = time.monotonic() + _CLOSE_S
         while not reached(number, _CLOSE_PAUSE_S):
             if self.spool.trouble is not None or time.monotonic() > deadline:

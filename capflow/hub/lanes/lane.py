@@ -172,7 +172,9 @@ class Lane(abc.ABC):
         """Take that an engine connected, or one more worker of it, after everything before."""
 
     @abc.abstractmethod
-    def lose(self, engine: str, replica: int | None = None, stage: int | None = None, *, anew: bool = False) -> None:
+    def lose(
+        self, engine: str, replica: int | None = None, stage: int | None = None, *, restarted: bool = False
+    ) -> None:
         """Note that a part of an engine is gone; the arguments are those of `RequestIndex.lose`."""
 
     @abc.abstractmethod

@@ -1,12 +1,11 @@
-"""The inboxes beside this hub's own: of hubs that ran at the same time, were killed, or had other options.
+"""The inboxes beside this hub's own. They belong to hubs that ran at the same time, were killed, or had other options.
 
 Inboxes of the same consumer are opened and emptied into its own. Inboxes of other configurations are logged and left
 untouched if they hold frames, and removed if they hold none.
 
 A hub could refuse to start while another one has its inbox; then there would be nothing to adopt. But hubs that share
-the load of an engine have the same consumers, and so have scripts that are started twice from one directory. Tried with
-three
-such hubs on one machine: all start and store into one data set. With the refusal the second and the third do not start,
+the load of an engine have the same consumers, and so have scripts that are started twice from one directory. With three
+such hubs on one machine, all start and store into one data set. With the refusal the second and the third do not start,
 and each needs a `spool_dir` of its own. The refusal would save about 125 lines, here and in `inbox` and `writer`.
 """
 
@@ -31,14 +30,15 @@ from capflow.hub.lanes.inbox import INBOXES_MAX, Checkpoint, Inbox, RequestDoneM
 
 logger = logging.getLogger("capflow.consumer")
 
-_HASH = r"-[0-9a-f]{16}(\.\d+)?"  # behind the name of the consumer, in that of a directory
+# What follows the name of the consumer in the name of a directory.
+_HASH = r"-[0-9a-f]{16}(\.\d+)?"
 _INBOX = re.compile(r".+" + _HASH)
 
 
 def take_beside(inbox: Inbox) -> list[Inbox]:
-    """Return, opened, the other inboxes of the same consumer that no hub has.
+    """Open and return the other inboxes of the same consumer that no hub has open.
 
-    What cannot be opened is left alone, and said.
+    An inbox that cannot be opened is logged and left untouched.
     """
     inboxes = []
     for number in range(1, INBOXES_MAX + 1):
@@ -52,7 +52,9 @@ def take_beside(inbox: Inbox) -> list[Inbox]:
             continue
         except CapflowError as e:
             event = {"event": "inbox_left", "directory": str(place)}
-            logger.error("what a hub left is not given to its consumer: %s", e, extra=event)
+            logger.error(
+                "an inbox of an earlier hub cannot be opened; its frames do not reach the consumer: %s", e, extra=event
+            )
             continue
         inboxes.append(other)
     return inboxes

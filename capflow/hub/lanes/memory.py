@@ -161,7 +161,7 @@ class MemoryLane(Lane):
         replica: int | None = None,
         stage: int | None = None,  # noqa: ARG002
         *,
-        anew: bool = False,  # noqa: ARG002
+        restarted: bool = False,  # noqa: ARG002
     ) -> None:
         """Note that an engine is gone, if the consumer gets a note of it. The loss of a part is not noted.
 
@@ -215,7 +215,7 @@ class MemoryLane(Lane):
         try:
             self._handle(item)
         except LeftError:
-            if isinstance(item, _Rows):  # not taken, as those behind it
+            if isinstance(item, _Rows):  # lost, as the frames after it are
                 self._lose(item.delivery, "shutdown")
             else:
                 self._leave(item, _STOPPED)

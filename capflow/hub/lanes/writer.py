@@ -149,7 +149,7 @@ class InboxWriter:
                 self._put_safely(item)
                 del item
             self._put_owed()
-        except FullError:  # the hub stops: what was not taken, this and all behind it, is its worker's for the next one
+        except FullError:  # the hub stops: the workers keep this frame and all later ones for the next hub
             pass
         finally:
             for other in self._beside:
@@ -157,7 +157,7 @@ class InboxWriter:
             self.ended.set()
 
     def _safely(self, do: Callable[[Any], None], item: Any) -> None:
-        """Do something. Raises FullError, and nothing else: a frame that is left over then is its worker's."""
+        """Call `do` with an item. Raises nothing but FullError: then the worker keeps the frame."""
         try:
             do(item)
         except FullError:
@@ -168,8 +168,8 @@ class InboxWriter:
     def _put_safely(self, item: Any) -> None:
         """Put an item in.
 
-        A frame at which this fails is tried again before those behind it, whose marks would vouch for it. Raises
-        FullError.
+        A frame that cannot be stored is tried again before later ones: the mark of a later frame would say that the
+        inbox has it. Raises FullError.
         """
         while True:
             failed = self.failures
@@ -205,9 +205,9 @@ class InboxWriter:
                         del self._lost[stage]
 
     def _put_frame(self, frame: Frame, taken: Taken, fallback: WhenFull, model: ModelInfo | None = None) -> int:
-        """Put a frame in; return the number of its record, 0 of one that has no room and is not to wait for it.
+        """Store a frame; return the number of its record, or 0 if it has no room and `fallback` does not wait.
 
-        model: its engine's, which is put in too where the inbox does not tell of it.
+        model: the model of the frame's engine, which is stored first if the inbox does not have it.
         """
         if frame.header.finished:
             frame = Frame(self._lessened(frame.header), frame.payload)
@@ -215,14 +215,15 @@ class InboxWriter:
         try:
             self._put_engine(frame, fallback, model)
             number = self._insist(put) if fallback is WhenFull.BLOCK else self._try(put, 0.0)
-            behind = self._put_engine(frame, fallback, model) or number  # when it was forgotten meanwhile
+            # The engine may have been forgotten meanwhile.
+            last = self._put_engine(frame, fallback, model) or number
         except FullError as e:
             if fallback is WhenFull.BLOCK and e.reason != TOO_LARGE:
                 raise
             self._refuse(frame.header, e.reason)
             taken()
             return 0
-        self._take_when_durable(behind, taken)
+        self._take_when_durable(last, taken)
         return number
 
     def _take_when_durable(self, number: int, taken: Taken) -> None:
@@ -243,7 +244,7 @@ class InboxWriter:
         return self._insist(put) if fallback is WhenFull.BLOCK else self._try(put, 0.0)
 
     def _note(self, record: Known | Gone | Missed | Answered) -> None:
-        """Put in what is no frame, however long it takes; what never fits is left out, and logged.
+        """Store a record that is not a frame, however long it takes; one that never fits is logged and left out.
 
         Raises FullError when the hub stops before there is room.
         """
@@ -255,9 +256,11 @@ class InboxWriter:
             self._note_failure(e)
 
     def _insist(self, put: Callable[[float], int]) -> int:
-        """Put something in, however long it takes; put is given how long to wait.
+        """Store a record, however long it takes; return its number.
 
-        Raises FullError when the hub stops before there is room, and when there never will be.
+        Raises FullError when the hub stops before there is room, and when the record never fits.
+
+        put: stores the record, and waits for room for so many seconds.
         """
         while True:
             stopping = self._queue.closed
@@ -268,9 +271,9 @@ class InboxWriter:
                     raise
 
     def _try(self, put: Callable[[float], int], timeout_s: float) -> int:
-        """Put something in, waiting for room for at most so long.
+        """Store a record, waiting for room for at most `timeout_s`; return its number.
 
-        Raises FullError, and nothing else, whatever went wrong.
+        Raises nothing but FullError, also for a disk that fails.
         """
         self._writing_since = time.monotonic()
         try:
@@ -288,7 +291,7 @@ class InboxWriter:
         return number
 
     def _refuse(self, header: FrameHeader, reason: str) -> None:
-        """Count the rows of a frame that does not get in as lost, and owe the consumer the ends of requests in it."""
+        """Count the rows of a frame that is not stored as lost, and store the ends of requests in it later."""
         lost = self._lost[_stage_of(header)]
         note_frame(lost, header, reason)
         keep_newest(lost, limits.RESULTS_KEPT_MAX)
@@ -299,7 +302,7 @@ class InboxWriter:
             self._owed.append(Frame.seal(bare, b"").header)
 
     def _lessened(self, header: FrameHeader) -> FrameHeader:
-        """Return a header whose ends of requests say which of their rows did not get in."""
+        """Return the header, in which the ends of requests name the rows that were not stored."""
         lost = self._lost.get(_stage_of(header))
         if lost is None:
             return header
@@ -323,17 +326,18 @@ class InboxWriter:
                 self._owed.popleft()
 
     def _empty(self, other: Inbox) -> None:
-        """Have in the inbox what another one holds, each thing that one's until it is durable here; then that one goes.
+        """Move the records of another inbox into this one, and remove the other one.
 
-        Raises FullError when the hub stops before.
+        A record stays in the other inbox until it is durable here. Raises FullError when the hub stops before the end.
         """
         event = {"event": "inbox_joined", "consumer": self.name, "directory": str(other.directory)}
-        logger.info("consumer %s: what is in %s is given to it", self.name, other.directory, extra=event)
+        logger.info("consumer %s: the frames in %s are given to it", self.name, other.directory, extra=event)
         done = deque(sorted(other.done.items(), key=lambda end: end[1]))
-        last = 0  # of its frames, the number here
+        # The number here of the last frame that was moved.
+        last = 0
         while other.unread:
             item = other.take(_RETRY_S)
-            if item is None:  # its disk does not give it, yet
+            if item is None:  # its disk does not return it yet
                 if self._queue.closed:
                     raise FullError("disk_failed", "the hub stops")
                 continue

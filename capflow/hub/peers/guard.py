@@ -55,7 +55,7 @@ class Guard:
         return self.allows(public)
 
     def allows(self, public: str) -> bool:
-        """Return whether a key may stay connected, by the list as of the last `refresh`."""
+        """Return whether a key may stay connected, by the list at the last `refresh`."""
         return public == self.own or (self._allowed is not None and self._allowed.find(public) is not None)
 
     def refusal(self, user: str, *rights: str) -> str | None:
@@ -116,7 +116,7 @@ class Offences:
         offender.count += 1
         if offender.count >= limits.OFFENCES_MAX:
             offender.ignored_until = now + limits.IGNORED_S
-            offender.since = -limits.OFFENCE_WINDOW_S  # afterwards it begins anew
+            offender.since = -limits.OFFENCE_WINDOW_S  # after that, counting starts from zero
         self._offenders[who] = offender
         keep_newest(self._offenders, limits.SESSIONS_MAX)
         return offender.count

@@ -63,7 +63,7 @@ class WorkerState:
 class Peer(NamedTuple):
     """One connection that said Hello and was let in.
 
-    owner: who has what it takes of the hub, as of `capflow.buffers.shares`.
+    owner: the owner of the memory that the peer takes, as in `capflow.buffers.shares`.
     """
 
     session: HubSession
@@ -96,7 +96,7 @@ class OnLost(Protocol):
     """Called with the part of an engine that is gone, as `RequestIndex.lose` takes it."""
 
     def __call__(
-        self, engine: KnownEngine, replica: int | None = None, stage: int | None = None, *, anew: bool = False
+        self, engine: KnownEngine, replica: int | None = None, stage: int | None = None, *, restarted: bool = False
     ) -> None:
         """Take note of it."""
 
@@ -301,7 +301,7 @@ class Roster:
             if source is not None:
                 source.intake.revoke()
                 self._drop(source)
-                self._on_lost(source.engine, hello.rank.dp, hello.rank.pp, anew=True)
+                self._on_lost(source.engine, hello.rank.dp, hello.rank.pp, restarted=True)
             self._take(engine, SOURCE_BYTES)
             source = self._sources[key] = WorkerState(hello.boot, hello.rank, engine, Intake(self.pool, engine.owner))
         else:

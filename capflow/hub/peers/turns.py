@@ -66,10 +66,10 @@ class Turns:
         return bool(self._lines)
 
     def put(self, peer: bytes, parts: Parts, user: str, share_bytes: int, paid_bytes: int) -> bool:
-        """Take a message, behind those that its peer sent before; return False when the peer has sent too much at once.
+        """Queue a message after the earlier ones of its peer; return False when the peer has sent too much at once.
 
-        share_bytes: how much may wait of any peer of its kind, in a crowd less.
-        paid_bytes: how much more, by a worker's credit.
+        share_bytes: how many bytes of each peer may wait; fewer when many peers have messages.
+        paid_bytes: how many more bytes may wait, by a worker's credit.
         """
         weight = cost(parts) + _MESSAGE_BYTES
         line = self._lines.get(peer)

@@ -271,21 +271,21 @@ class RequestIndex:
         return request
 
     def lose(
-        self, engine: KnownEngine, replica: int | None = None, stage: int | None = None, *, anew: bool = False
+        self, engine: KnownEngine, replica: int | None = None, stage: int | None = None, *, restarted: bool = False
     ) -> list[Request]:
-        """As `losing`, all at once; return the requests."""
-        return list(itertools.chain.from_iterable(self.losing(engine, replica, stage, anew=anew)))
+        """End the same requests as `losing`, all at once; return them."""
+        return list(itertools.chain.from_iterable(self.losing(engine, replica, stage, restarted=restarted)))
 
     def losing(
-        self, engine: KnownEngine, replica: int | None = None, stage: int | None = None, *, anew: bool = False
+        self, engine: KnownEngine, replica: int | None = None, stage: int | None = None, *, restarted: bool = False
     ) -> Iterator[list[Request]]:
         """End open requests of an engine with status `error`; yield them in slices. Meanwhile it is to open none.
 
         replica: only those of one replica.
-        stage: only those that this pipeline stage has not ended. The other stages may still send what they have of the
-            others.
-        anew: the stage started again. Requests that another stage named first are of the new start, until this stage
-            has sent rows of them.
+        stage: only those that this pipeline stage has not ended. For all other requests, the other stages may still
+            send rows.
+        restarted: the stage started again. A request that another stage named first belongs to the new start, until
+            this stage has sent rows of it.
         """
         if self._unopened:
             self._unopened = {key: ends for key, ends in self._unopened.items() if key[0] != engine.name}
@@ -296,7 +296,7 @@ class RequestIndex:
                 for request in before[first : first + limits.SLICE_REQUESTS]
                 if request.status is None
                 and replica in (None, request.replica)
-                and (stage is None or request.ends_with(stage, anew=anew))
+                and (stage is None or request.ends_with(stage, restarted=restarted))
             ]
             for request in lost:
                 self._end(engine, request, "error")

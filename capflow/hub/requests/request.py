@@ -63,7 +63,7 @@ class KnownEngine:
 
     @property
     def owner(self) -> str:
-        """Who has what it takes, as of `capflow.buffers.shares`."""
+        """The owner of the memory that the engine takes, as in `capflow.buffers.shares`."""
         return self.user or f"engine {self.name}"
 
     @property
@@ -157,9 +157,9 @@ class Request:
         ]
         return sorted(answered_all, key=lambda answered: answered.time_ns)
 
-    def ends_with(self, stage: int, *, anew: bool) -> bool:
-        """Return whether the request cannot end any more, because a pipeline stage is gone, or is here anew."""
-        if anew:
+    def ends_with(self, stage: int, *, restarted: bool) -> bool:
+        """Return whether the request cannot end any more, because a pipeline stage is gone or restarted."""
+        if restarted:
             return stage == self.first_stage or (stage in self.received and stage not in self.finished)
         return stage not in self.finished
 

@@ -22,17 +22,20 @@ from capflow.transport.sockets import Dealer
 
 logger = logging.getLogger("capflow.link")
 
-_SPILL_AT = 4  # with an outbox the queue holds a quarter of its bound: the rest is for running steps and syncs
-_FRAME_OVERHEAD_BYTES = 512  # the weight of a queued frame besides its payload
+# With policy `spill` the queue and the unacknowledged frames use only one part in this many of the bound. The rest is
+# for the steps that run and for frames that wait for a sync.
+_SPILL_AT = 4
+# The weight of a queued frame besides its payload.
+_FRAME_OVERHEAD_BYTES = 512
 
 
 class Staged(NamedTuple):
-    """The rows that a worker holds before its link.
+    """The rows that a worker holds before it gives them to its link.
 
-    nbytes: their size.
-    bytes_max: the bound of the size.
+    nbytes: the size of the rows.
+    bytes_max: the bound of that size.
     dropped_rows: the rows that the worker dropped, by reason.
-    troubles: reasons why the worker does not capture as asked.
+    troubles: the reasons why the worker does not capture everything that was asked for.
     """
 
     nbytes: int = 0
@@ -42,7 +45,7 @@ class Staged(NamedTuple):
 
 
 class WorkerLink(Link):
-    """A worker's link: takes frames from one thread and delivers each to the hub once.
+    """A worker's link, from `start` to `close`. One thread calls `send`.
 
     `send` returns None, or the reason why it dropped the frame:
 
@@ -54,15 +57,15 @@ class WorkerLink(Link):
     * `closed`: the link is closed.
     * `spool_full`, `disk_full`, `disk_failed`: the outbox refused the frame.
 
-    With policy `spill` frames without room go to the outbox, and all frames while the hub is gone. If the outbox is
-    full, `fallback` applies. The link opens and closes the outbox.
+    With policy `spill` a frame goes to the outbox if it has no room in the queue, and every frame does while the hub is
+    gone. If the outbox is full, `fallback` applies. The link opens and closes the outbox.
 
-    outbound_bytes_max: the bound of the frames that wait here. Frames that are sent and not acknowledged are bounded by
+    outbound_bytes_max: the bound of the frames in the queue. Frames that are sent and not acknowledged are bounded by
         the hub's credit and by `limits.UNACKED_BYTES_MAX`.
-    policy: what `send` does without room.
-    block_s_max: how many seconds `send` waits for room at most.
+    policy: what `send` does when the queue has no room.
+    block_s_max: the longest time for which `send` waits for room, in seconds.
     on_welcome: called on the link's thread with each Welcome.
-    staged: returns the rows before this link, for the hub's status; called on the link's thread.
+    staged: returns the rows that are not given to this link yet, for the hub's status; called on the link's thread.
     outbox: needed for policy `spill`.
     fallback: the policy if the outbox is full.
     """
@@ -90,7 +93,7 @@ class WorkerLink(Link):
         self.block_s_max = block_s_max
         self.on_welcome = on_welcome
         self._staged = staged
-        # When the hub last got the counts. Used by the thread alone.
+        # When the hub last got the counts. Only the link's thread uses it.
         self._counted_at = 0.0
         self._queue: ByteQueue[tuple[int, FrameHeader, memoryview]] = ByteQueue(outbound_bytes_max)
         # Guards the next two fields: two threads may close the link.
@@ -98,9 +101,9 @@ class WorkerLink(Link):
         self._outbox_closed = False
         # Whether frames were left in the outbox when it was closed.
         self._frames_left = False
-        # Whether `send` waited `block_s_max` in vain for a hub that is gone; cleared by its return.
+        # Whether `send` waited `block_s_max` without getting room while the hub was gone; cleared by the next Welcome.
         self._gave_up = False
-        # What `send` accepted.
+        # The frames and bytes that `send` accepted.
         self._frames = 0
         self._bytes = 0
         # Dropped frames by reason; written by the thread that calls `send`.
@@ -108,11 +111,11 @@ class WorkerLink(Link):
 
     @property
     def patient(self) -> bool:
-        """Whether `send` waits for a full queue. After a wait in vain it does not, until the hub is back."""
+        """Whether `send` waits while the queue is full. After a wait that failed it does not, until the hub is back."""
         return not self._gave_up
 
     def give_up(self) -> None:
-        """Stop waiting for room until the hub is back, after a wait in vain."""
+        """After a wait that failed: if the hub is gone, do not wait for room until it is back."""
         self._gave_up = not self.connected
 
     @property
@@ -184,7 +187,8 @@ class WorkerLink(Link):
             return self._offer_or_spill(self.outbox, header, view)
         item, nbytes = (self._frames + 1, header, view), len(view) + _FRAME_OVERHEAD_BYTES
         if len(view) == 0 and self._queue.nbytes <= self._queue.bytes_max + limits.HEADER_BYTES_MAX:
-            self._queue.force(item, nbytes)  # ends of requests have a little room of their own
+            # A frame without rows carries ends of requests. It may exceed the bound by a little.
+            self._queue.force(item, nbytes)
             return None
         if self.policy is WhenFull.DROP or self._gave_up:
             accepted = self._queue.offer(item, nbytes)
@@ -197,9 +201,9 @@ class WorkerLink(Link):
         return "queue_full" if self.connected else "hub_gone"
 
     def _offer_or_spill(self, outbox: Outbox, header: FrameHeader, view: memoryview) -> str | None:
-        """Queue a frame in memory if no earlier frame is on disk and there is room, else spill it.
+        """Queue a frame in memory if there is room and no earlier frame is on disk; else spill it.
 
-        This keeps the order.
+        This keeps the order. Returns the reason if the outbox refuses the frame, else None.
         """
         seq = self._frames + 1
         item, nbytes = (seq, header, view), len(view) + _FRAME_OVERHEAD_BYTES
@@ -216,8 +220,8 @@ class WorkerLink(Link):
     def close(self, drain_s: float = limits.LINGER_S) -> None:
         """Send the waiting frames until the hub has acknowledged them or `drain_s` is over, and stop.
 
-        Frames in the outbox stay there for a later process. Then no Bye is sent, so the hub keeps the state of this
-        worker.
+        Frames in the outbox stay there for a later process. If there are any, no Bye is sent, so the hub keeps the
+        state of this worker.
         """
         super().close(drain_s)
         self._queue.close()
@@ -244,7 +248,7 @@ class WorkerLink(Link):
         if (item := self._queue.get(timeout_s=0)) is not None:  # older than the spilled frames
             self._push_queued(*item)
         elif self.outbox is not None and (spilled := self.outbox.take()) is not None:
-            # Frames that were queued since may be older than this one.
+            # Frames that were queued after the first look at the queue may be older than this one.
             while (item := self._queue.get(timeout_s=0)) is not None and item[0] < spilled.seq:
                 self._push_queued(*item)
             self._skip(spilled.seq - 1)

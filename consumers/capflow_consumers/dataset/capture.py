@@ -1,4 +1,4 @@
-"""A captured request as it is read: its sidecar, and its rows by site, in any layout."""
+"""A captured request, as readers of a data set get it: its sidecar, and its rows by site, in any layout."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Rows(NamedTuple):
 
 
 class Damage(NamedTuple):
-    """A capture, a shard or a part of one that cannot be read, and that readers leave out.
+    """A capture, a shard, or a part of a shard that cannot be read. Readers leave it out.
 
     path: the file or directory.
     of_capture: whether exactly one capture is damaged.
@@ -70,7 +70,7 @@ class RequestCapture(ABC):
 
     @property
     def id(self) -> str:
-        """The request's id, exactly."""
+        """The request's id, as it was given."""
         return self.sidecar.request
 
     @property
@@ -95,27 +95,27 @@ class RequestCapture(ABC):
 
     @property
     def status(self) -> str:
-        """`ok` when every promised row is here, else `partial_error` or `error`; `error` says what is missing."""
+        """`ok` if every promised row is here, else `partial_error` or `error`; the error says what is missing."""
         return self.sidecar.capture_status
 
     @property
     def error(self) -> str | None:
-        """Which rows are missing and why; None when none is."""
+        """Which rows are missing and why; None if no row is missing."""
         return self.sidecar.error
 
     @property
     def budget_reached(self) -> bool:
-        """Whether `max_rows` left out positions of the request that were asked for."""
+        """Whether the limit `max_rows` left out positions that the request asked for."""
         return self.sidecar.budget_reached
 
     @property
     def tag(self) -> str:
-        """The tag of the request's spec, empty when it had none."""
+        """The tag of the request's spec; empty if it had none."""
         return self.sidecar.tag
 
     @property
     def texts(self) -> dict[int, str]:
-        """The text of the token at each position where it is known."""
+        """The text of each token whose text is known, by position."""
         return {run.start + i: text for run in self.sidecar.texts for i, text in enumerate(run.texts)}
 
     def rows_at(self, site: Site) -> int:
@@ -129,7 +129,7 @@ class RequestCapture(ABC):
     def __getitem__(self, site: tuple[int, str] | str) -> Rows:
         """Return a site's rows, read-only. They are memory-mapped unless they are compressed or come in several parts.
 
-        Raises UsageError when the site has none, and CapflowError when they are damaged.
+        Raises UsageError if the site has no rows, and CapflowError if they are damaged.
         """
         entry = self._entries.get(site_of(site))
         if entry is None:
@@ -139,7 +139,7 @@ class RequestCapture(ABC):
         return self._rows(entry)
 
     def in_batches(self, site: tuple[int, str] | str) -> Iterator[Rows]:
-        """Yield a site's rows in consecutive parts, of which memory holds one at a time.
+        """Yield a site's rows in consecutive parts. Memory holds one part at a time.
 
         Raises as `capture[site]` does.
         """
@@ -164,7 +164,7 @@ class RequestCapture(ABC):
             self.check_positions(site, self.positions(site))
 
     def check_positions(self, site: Site, positions: npt.NDArray[np.int64]) -> None:
-        """Raise CapflowError unless the positions of a site's rows rise and lie in the computed length.
+        """Raise CapflowError unless the positions of a site's rows rise and are below the computed length.
 
         A request with the status `error` has no known length: its engine died before it reported one.
         """
@@ -179,14 +179,14 @@ class RequestCapture(ABC):
 
 
 class JoinedCapture(RequestCapture):
-    """A request whose captures each hold a part of its rows; `path` is that of the last one."""
+    """A request whose rows are spread over several captures; `path` is the path of the last one."""
 
     def __init__(self, parts: Sequence[RequestCapture]) -> None:
         self.parts = tuple(parts)
         super().__init__(parts[-1].path, _joined_sidecar([part.sidecar for part in parts]))
 
     def in_batches(self, site: tuple[int, str] | str) -> Iterator[Rows]:
-        """Yield a site's rows part by part; all at once where the positions of parts interleave."""
+        """Yield a site's rows part by part; in one piece if the positions of the parts interleave."""
         wanted = site_of(site)
         ends = [(places[0], places[-1], part) for part in self._with(wanted) if len(places := part.positions(wanted))]
         ends.sort(key=itemgetter(0))
@@ -223,13 +223,13 @@ class JoinedCapture(RequestCapture):
 
 
 def joined(captures: Sequence[RequestCapture]) -> list[RequestCapture]:
-    """Return the captures of one id, with those that are parts of one request joined.
+    """Return the captures of one id; captures that are parts of one request are joined.
 
-    A part holds the rows that a worker sent after it was taken for gone, or the layers that another pipeline stage of
-    the same engine has.
+    A request has several parts if a worker sent rows after the hub had taken it for gone, or if several pipeline stages
+    of an engine have different layers.
     """
     groups: list[list[RequestCapture]] = []
-    # By engine.
+    # The latest group of each engine.
     latest: dict[str, list[RequestCapture]] = {}
     for capture in captures:
         group = latest.get(capture.engine)
@@ -263,7 +263,7 @@ def site_of(value: object) -> Site:
 
 
 def damaged(file: Path, got: str, expected: str) -> CapflowError:
-    """Return the error of a file that is not as it was written."""
+    """Return the error for a file whose content is not what was written."""
     return CapflowError(explain(str(file), got=got, expected=expected, do="restore it from a copy or capture it again"))
 
 
@@ -280,7 +280,7 @@ def _belong(first: layout.Sidecar, later: layout.Sidecar) -> bool:
 
 
 def _joined_sidecar(sidecars: Sequence[layout.Sidecar]) -> layout.Sidecar:
-    """Join the sidecars of parts; the result is whole when each site has as many rows as a part expected of it."""
+    """Join the sidecars of parts. The result is `ok` if each site has as many rows as a part expected of it."""
     sites: dict[Site, layout.SiteFile] = {}
     for entry in (entry for sidecar in sidecars for entry in sidecar.sites):
         had = sites.get(entry.site)

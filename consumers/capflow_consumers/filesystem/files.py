@@ -1,7 +1,7 @@
 """One request's files while they are written, in a hidden directory: layout `per_file`, and early rows of any layout.
 
-Rows may come in several parts; each is appended behind the last. `write` adds the last part, what follows the rows, and
-the header. The slow computations are in `prepare`, so that `write` can be on another thread.
+Rows may come in several parts; each is appended after the last one. `write` adds the last part, the data after
+the rows, and the header. The slow computations are in `prepare`, so that `write` can be on another thread.
 No file is open between calls, so any number of requests can be under way.
 """
 
@@ -51,7 +51,7 @@ class SiteRows(NamedTuple):
 class _File(NamedTuple):
     """A site's file, ready to be written.
 
-    early_bytes: the length of the rows that are in it already, behind the header.
+    early_bytes: the length of the rows that the file has already, after the header.
     """
 
     entry: layout.SiteFile

@@ -42,7 +42,7 @@ class Publisher:
         self._store = store
         self._on_collision = on_collision
         self._failed = failed
-        # Requests that have their names but may not be on the disk yet, by the path of their files.
+        # Requests that were renamed and may not be durable yet, by the path of their files.
         self._placed: dict[Path, Written] = {}
 
     def write(self, over: Over) -> Written | CaptureResult:

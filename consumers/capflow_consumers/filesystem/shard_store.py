@@ -62,7 +62,7 @@ class ShardStore(Store):
         return max(taken, default=0) + 1
 
     def put(self, files: RequestFiles, sidecar: layout.Sidecar, text: bytes, on_collision: OnCollision) -> Written:
-        """Write the sidecar of a request behind its rows; raises OSError.
+        """Write the sidecar of a request after its rows; raises OSError.
 
         text: the sidecar as JSON.
         """

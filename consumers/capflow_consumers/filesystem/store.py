@@ -50,7 +50,7 @@ class Store:
         self._files = files
         self._workers = workers
         self._sealed = ShardSet(work.root, sealed_only=True)
-        # Where requests lie that have their names, by the path of their files, until the root is synced.
+        # Requests that were renamed since the root was last synced: the path in the root, by the path of their files.
         self._named: dict[Path, Path] = {}
 
     def open(self) -> None:

@@ -37,7 +37,7 @@ class JobRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sampling: arguments of `SamplingParams`, by vLLM's names.
     steering: the file of the module that steers every prompt.
     steering_modules: `NAME=PATH` of the modules that prompts may name.
-    policy: this and the fields behind it are the arguments of `Outbound.of`.
+    policy: this field and those after it are the arguments of `Outbound.of`.
     """
 
     model: str

@@ -72,7 +72,7 @@ def _capture(directory: Path) -> tuple[int, float]:
         tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
         with torch.no_grad():
             states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-        # The last state lies behind the final norm, so the stream of the last layer is not among them.
+        # The last state is taken after the final norm, so the stream of the last layer is not among them.
         caught = [state[0] for state in states[1:-1]]
         for layer, expected in enumerate(caught):
             got = np.asarray(data[f"r{n}"][capflow.Site(layer, "post_block")].rows)

@@ -155,7 +155,7 @@ class Checks:
         alike = [capflow.sampling_params(**asks())] * len(given)
         kinds: dict[str, dict[str, Any]] = {
             "vectors": {"steering_vectors": fields(self.vectors)},
-            "vectors behind the prompt": {"decode_steering_vectors": fields(self.vectors)},
+            "vectors after the prompt": {"decode_steering_vectors": fields(self.vectors)},
             "clamps": {"steering_clamps": self._everywhere(lambda v: {"vector": v, "value": float(np.linalg.norm(v))})},
             "patches": {"steering_patches": self._everywhere(lambda v: {"positions": [-1], "vector": v})},
         }

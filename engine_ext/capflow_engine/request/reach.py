@@ -36,7 +36,7 @@ def length_max(prompt_length: int, max_tokens: int | None, model_length_max: int
 
 
 def check_patches(program: SteeringProgram | None, prompt_length: int, length: int | None) -> None:
-    """Raise OutOfReachError for a patch before the prompt, or behind what is computed.
+    """Raise OutOfReachError for a patch before the prompt, or after the last computed position.
 
     length: None where that is not known.
     """

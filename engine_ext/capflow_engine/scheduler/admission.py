@@ -1,11 +1,14 @@
-"""Admission: the requests that run, as the scheduler process knows them, and the orders of each step.
+"""Admission: the running requests of an engine, in the process of its scheduler, and the orders of each step.
 
-It names requests, compiles the steering of those that no front end of capflow compiled, keys their prefix cache, takes
-the hubs' actions, and gives the workers each step's orders.
+It gives each request its name, compiles steering that no front end of capflow has compiled, keys the prefix cache by
+it, takes the actions of the hubs, and makes the orders that the workers get with each step.
 
-Invariants: a request computes every prompt position that is captured of it. Cache blocks that were filled while a
-request was steered are keyed by that steering. Every worker learns of a change in the same step. A worker learns which
-rows of a step belong to no request before the step is settled, or with the order that settles it.
+Invariants:
+
+* A request computes every prompt position that is captured of it. It never reads such a position from the cache.
+* Cache blocks that were filled while a request was steered are keyed by that steering.
+* Every worker applies a change in the same step.
+* A worker knows which rows of a step belong to no request when that step is settled, or earlier.
 """
 
 from __future__ import annotations
@@ -47,10 +50,10 @@ logger = logging.getLogger("vllm.capflow.scheduler")
 
 
 class UnderWay(NamedTuple):
-    """A step whose output the scheduler has not taken in.
+    """A step that was scheduled and whose output the scheduler does not have yet.
 
-    requests: what it computes of each, by vLLM's id.
-    drafts: for each with draft tokens, the position behind the last of them and their number.
+    requests: the number of tokens that the step computes of each request, by vLLM's id.
+    drafts: for each request with draft tokens, the position after the last draft token, and the number of drafts.
     """
 
     requests: Mapping[str, int]
@@ -58,9 +61,9 @@ class UnderWay(NamedTuple):
 
 
 class Admission:
-    """The requests of one engine that run, and the scheduler's sessions with the hubs.
+    """The running requests of one engine, and the scheduler's sessions with the hubs.
 
-    Every key of its tables is vLLM's id of a request, unless the comment says otherwise.
+    The keys of all tables are vLLM's ids of requests, unless a comment says otherwise.
     """
 
     def __init__(self, vllm_config: Any, *, hash_block_size: int) -> None:
@@ -70,50 +73,52 @@ class Admission:
         self.info = compat.model_info(vllm_config)
         self.hash_block_size = hash_block_size
         self._model_length_max: int = vllm_config.model_config.max_model_len
-        # Requests that an action ended, until a step's outputs report them.
+        # Requests that an action aborted, until the outputs of a step report them.
         self.aborted: list[Any] = []
-        # Requests that run and whose streaming input is complete.
+        # Running requests whose streaming input is complete.
         self.input_over: set[str] = set()
         self._boot = uuid.uuid4().hex
         self._step = 0
-        # vLLM's id by outside id, of requests that run; and the other way round.
+        # The key of each running request, which is vLLM's id, by its name, which users and consumers see.
         self._keys: dict[str, str] = {}
+        # The name of each running request.
         self._names: dict[str, str] = {}
-        # Of requests that run, by outside id. The links read it.
+        # The incarnation of each running request, by its name. The threads of the links read it.
         self._incarnations: dict[str, str] = {}
         self._numbers_admitted = itertools.count(1)
-        # What each request that runs asks for, its steering compiled.
+        # The options of each running request, with its steering compiled.
         self._options: dict[str, RequestOptions] = {}
         requests = vllm_config.scheduler_config.max_num_seqs
         self._fit = Fit(self.info, Size.of(self.settings.steering_bank_bytes, self.info.hidden_size, requests))
         self._held = Holdings(self._fit.size)
-        # The needs of requests that hold nothing of the steering bank yet.
+        # What each request that has no room in the steering bank yet needs of it.
         self._waiting: dict[str, tuple[Need, ...]] = {}
-        # A request waits for room in the bank, so those behind it wait too.
+        # Whether a request waits for room in the bank in this step. Then all later requests wait, too.
         self.holding_back = False
         self._numbers = itertools.count()
-        # What actions hold of the bank: the name of each holding.
+        # The names of the holdings in the bank that actions made, by what they need.
         self._acted: dict[str, dict[tuple[Need, ...], str]] = {}
-        # For `Orders.admitted`, until the request's first step.
+        # The entry in `Orders.admitted` of each request that was not scheduled yet.
         self._unscheduled: dict[str, Admitted] = {}
-        # For the next step's orders.
+        # Requests that ended, for the next step's orders.
         self._ended: dict[str, Ended] = {}
+        # Requests that ended before they were scheduled, for the next step's orders.
         self._never: dict[str, Unscheduled] = {}
-        # For the next step's orders: the action's id, the request's key, the action.
+        # Actions for the next step's orders: the action's id, the request's key, the action.
         self._actions: list[tuple[str, str, Steer | Unsteer]] = []
-        # Ids of aborts, which hold from the next step on.
+        # The ids of aborts that are answered with the next step.
         self._aborts: list[str] = []
-        # Steps by number, until their output is taken in.
+        # The steps whose output is not here yet, by their number.
         self._under_way: dict[int, UnderWay] = {}
-        # For the next step's orders.
+        # For the next step's orders: the first position whose rows are dropped.
         self._cuts: dict[str, int] = {}
         self.reports = Reports()
         self.stops = Stops(lambda: compat.load_tokenizer(vllm_config))
         self._welcomes: tuple[Welcome | None, ...] = (None,) * len(self.settings.hubs)
-        # What each hub wants of the requests that are admitted now, and the number of that.
+        # What each hub wants of requests that are admitted now. The number counts the changes.
         self._wants = (Wants(),) * len(self.settings.hubs)
         self._wants_number = 0
-        # For the next step's orders.
+        # The wants for the next step's orders, by number.
         self._new_wants = {0: self._wants}
         replica = compat.replica_of(vllm_config)
         hello = Hello("scheduler", self.settings.engine, self._boot, Rank(0, replica, 0), self.info)
@@ -123,15 +128,15 @@ class Admission:
         self._take_welcomes()
 
     def admit(self, request: Any) -> bool:
-        """Name a new request, compile its steering, and key its cache by it.
+        """Name a new request, compile its steering, and key its cache blocks by it.
 
-        Returns False for a request that cannot be run as it asks; it is never run otherwise.
+        Returns False if the request cannot run as it asks. The caller then aborts it.
         """
         self._take_welcomes()
         key = request.request_id
-        options, needs, refusal = self._taken(request)
+        options, needs, refusal = self._take_options(request)
         if refusal is not None:
-            # capflow's front ends refuse such a request before it comes here; vLLM's own front ends do not check it.
+            # capflow's front ends have checked their requests already; vLLM's own front ends check nothing.
             logger.error("request %s: %s; it is aborted", key, refusal)
         names = options.names
         number = 0 if len(names) == 1 else compat_step.sample_number(key)
@@ -152,14 +157,15 @@ class Admission:
         if options.program is not None:
             self._waiting[key] = needs
             self._key_cache(request, options.program)
-        if wants.controllers:  # they may steer it at any step, without the scheduler
+        if wants.controllers:  # they may steer the request in any step, and the scheduler does not know
             compat.fork_cache_from(request, request.num_prompt_tokens, f"{self._boot}:{key}", self.hash_block_size)
         return refusal is None
 
-    def _taken(self, request: Any) -> tuple[RequestOptions, tuple[Need, ...], UsageError | None]:
-        """Take a new request's options out of its parameters: workers get them with the orders.
+    def _take_options(self, request: Any) -> tuple[RequestOptions, tuple[Need, ...], UsageError | None]:
+        """Remove a new request's options from its parameters, because workers get them with the orders.
 
-        Returns the compiled options and what they need of the bank; if they do not fit, no options and the error.
+        Returns the compiled options and what they need of the bank. If they are invalid, returns empty options and the
+        error.
         """
         params = request.sampling_params
         try:
@@ -180,51 +186,55 @@ class Admission:
                 params.extra_args = {name: value for name, value in params.extra_args.items() if name != KEY} or None
         return options, needs, None
 
-    def go_on(self, request: Any, position: int) -> None:
-        """Key what a request computes from a position on, where more input became part of its prompt.
+    def extend_prompt(self, request: Any, position: int) -> None:
+        """Note that more streaming input became part of a request's prompt, from a position on.
 
-        Prompt steering continues there behind tokens that were steered as generated ones. No other request has that.
+        If prompt and generated tokens are steered differently, the cache blocks from there on follow a mixture that no
+        other request has, so the request keeps them to itself.
         """
         program = self._options[request.request_id].program
         if program is not None and program.prefill != program.decode:
             self._fork_for_itself(request, position)
 
     def _key_cache(self, request: Any, program: SteeringProgram) -> None:
-        """Key a request's cache blocks by what steers the positions in them.
+        """Key a request's cache blocks by the steering of the positions in them. Equal steering has equal keys.
 
-        The prompt's blocks stay shared if only generated positions are steered. Equal steering has equal keys.
+        If only generated positions are steered, the blocks of the prompt stay shared with unsteered requests.
         """
         prompt = self._steered_from(request)
         prefill = program.key(program.prefill)
         decode = prefill if program.decode == program.prefill else program.key(program.decode)
         patched = f"patched:{program.patched_key(prompt)}" if program.patched else ""
         # The end of the prompt is part of the key.
-        behind = f"decode:{prompt}:{decode}" if decode != prefill else ""
+        generated = f"decode:{prompt}:{decode}" if decode != prefill else ""
         if program.prefill:
             compat.fork_cache_from(request, 0, f"prompt:{prefill}", self.hash_block_size)
         first = program.first_patched(prompt)
-        for position, fork in sorted([(prompt, behind), (prompt if first is None else first, patched)]):
+        for position, fork in sorted([(prompt, generated), (prompt if first is None else first, patched)]):
             if fork:
                 compat.fork_cache_from(request, position, fork, self.hash_block_size)
 
     def _length_max(self, request: Any) -> int | None:
-        """Return how many positions of a request are computed at most; None when more input may come."""
+        """Return the largest number of positions that a request computes; None when more input may come."""
         if request.resumable:
             return None
         return length_max(request.num_prompt_tokens, request.max_tokens, self._model_length_max)
 
     def _steered_from(self, request: Any) -> int:
-        """Return the first position of a request that is steered as generated ones are."""
+        """Return the first position of a request that is steered like a generated one."""
         prompt: int = request.num_prompt_tokens
         return prompt - (self._options[request.request_id].generated or 0)
 
     def _fork_for_itself(self, request: Any, position: int) -> None:
-        """Keep the request's cache blocks from a position on to itself."""
+        """Give the request's cache blocks from a position on a key that no other request has."""
         salt = f"{self._boot}:{request.request_id}:{time.monotonic_ns()}"
         compat.fork_cache_from(request, position, salt, self.hash_block_size)
 
     def has_room(self, request: Any) -> bool:
-        """Return whether the steering bank has room for a request, and take that room. Requests wait in their order."""
+        """Take the room in the steering bank that a request needs; return False if there is none.
+
+        Requests get room in the order in which they wait.
+        """
         needs = self._waiting.get(request.request_id)
         if needs is None:
             return True
@@ -235,16 +245,16 @@ class Admission:
         return True
 
     def take_actions(self, scheduler: Any) -> None:
-        """Take the actions that the hubs sent since the last step. Possible ones go into the next orders."""
+        """Take the actions that the hubs sent since the last step. Those that can hold go into the next orders."""
         for act in self.links.actions(self._is_ready):
             reason = self._apply(act, scheduler)
             if reason is not None:
                 self.links.outcome(Rejected(act.id, reason))
 
     def order(self, scheduler_output: Any, requests: Mapping[str, Any]) -> None:
-        """Put the orders of the step just scheduled on its output.
+        """Attach the orders of the step that was just scheduled to the scheduler's output.
 
-        requests: those of the scheduler, by vLLM's id.
+        requests: the requests of the scheduler, by vLLM's id.
         """
         if self._ended:
             # vLLM may never return the output of a step whose requests have all ended, if nothing else runs.
@@ -252,7 +262,7 @@ class Admission:
                 del self._under_way[number]
         self._step += 1
         orders = Orders(self._step, settled=min(self._under_way, default=self._step) - 1)
-        # A stopped request computes tokens behind its end until the front end aborts it.
+        # A request that a stop string ended computes further tokens until the front end aborts it.
         for key, limit in self.stops.limits.items():
             self.cut(key, limit)
         orders.cuts, self._cuts = self._cuts, {}
@@ -274,7 +284,7 @@ class Admission:
         self._aborts.clear()
 
     def settle(self, scheduler_output: Any, model_runner_output: Any) -> None:
-        """Note that a step's output was taken in; drafts that were rejected in it are cut off."""
+        """Note that the scheduler has the output of a step. Rows of draft tokens that it rejects are dropped."""
         orders = Orders.of(scheduler_output)
         step = self._under_way.pop(orders.step, None) if orders is not None else None
         if step is not None:
@@ -284,11 +294,11 @@ class Admission:
                     self.cut(key, end - drafts + accepted)
 
     def cut(self, key: str, limit: int) -> None:
-        """Have every worker drop a request's rows at position `limit` and behind it from steps under way."""
+        """Have every worker drop a request's rows from position `limit` on, in the steps that are under way."""
         self._cuts[key] = min(limit, self._cuts.get(key, limit))
 
     def end(self, request: Any) -> None:
-        """Note that a request is over."""
+        """Note that a request ended."""
         key = request.request_id
         self._waiting.pop(key, None)
         self._options.pop(key, None)
@@ -318,7 +328,7 @@ class Admission:
             self._never[key] = Unscheduled(unsteered, request.num_prompt_tokens, status)
 
     def close(self) -> None:
-        """Leave the hubs."""
+        """End the sessions with the hubs."""
         self.links.close()
 
     def _take_welcomes(self) -> None:
@@ -338,11 +348,11 @@ class Admission:
         return Wants(join(specs), welcome.controllers, welcome.actions)
 
     def _is_ready(self, act: Act) -> bool:
-        """Return whether an action may be taken. Steering waits for the first step of its request, and may expire."""
+        """Return whether an action may be taken now. Steering waits for the first step of its request, or expires."""
         return isinstance(act.action, Abort) or self._keys.get(act.action.request, "") not in self._unscheduled
 
     def _apply(self, act: Act, scheduler: Any) -> str | None:
-        """Prepare an action for the next step. Returns the reason if that is impossible, else None."""
+        """Prepare an action for the next step; return the reason if it cannot be applied, else None."""
         action = act.action
         key = self._keys.get(action.request)
         if key is None or self._incarnations[action.request] != action.incarnation:
@@ -364,7 +374,7 @@ class Admission:
             if lacking is not None:
                 do = f"try again when requests have ended, or start the engine with {HOLDS_MORE[lacking]}"
                 return explain(
-                    "steering bank", got=f"no room for more {lacking} beside what the running requests hold", do=do
+                    "steering bank", got=f"no room for more {lacking} beside those of the running requests", do=do
                 )
             self._fork_for_itself(request, max(request.num_computed_tokens, request.num_prompt_tokens))
         # A preempted request has computed nothing. The action holds from the position that the request had reached.
@@ -374,9 +384,9 @@ class Admission:
         return None
 
     def _hold_action(self, key: str, program: SteeringProgram | None, request: Any) -> str | None:
-        """Hold what an action needs of the bank until the request ends; return what the bank has no room for.
+        """Hold the room in the bank that an action needs, until the request ends; return what the bank lacks, or None.
 
-        Holdings of earlier actions stay: a preempted request computes the positions that they steered again.
+        Holdings of earlier actions stay: a preempted request computes again the positions that they steered.
         """
         needs = needs_of(program, self._steered_from(request)) if program is not None else ()
         acted = self._acted.setdefault(key, {})
@@ -390,7 +400,7 @@ class Admission:
 
 
 def _positions(options: RequestOptions, wants: Wants) -> Positions:
-    """Return the positions that are wanted of a request at any site."""
+    """Return the positions of a request that are wanted at any site."""
     asked = options.capture.specs if options.capture is not None else ()
     seen = (controller.capture for controller in wants.controllers)
     every = (spec.set_of_positions() for spec in (*asked, *seen) if spec is not None)

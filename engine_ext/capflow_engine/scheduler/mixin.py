@@ -76,7 +76,7 @@ class Captured:
     def _update_request_as_session(self, session: Any, update: Any) -> None:
         computed = session.num_computed_tokens
         super()._update_request_as_session(session, update)  # type: ignore[misc]
-        self.capflow.go_on(session, computed)
+        self.capflow.extend_prompt(session, computed)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self.capflow.end(request)

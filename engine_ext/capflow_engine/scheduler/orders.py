@@ -48,7 +48,7 @@ class Admitted(NamedTuple):
 
 @dataclass(frozen=True)
 class Ended:
-    """A request is over: why, and the position behind the last row that belongs to it."""
+    """A request is over: its status, and the position after its last row."""
 
     status: str
     limit: int
@@ -67,12 +67,12 @@ class Orders:
     """One step's orders. All keys are vLLM's ids of requests, unless said otherwise.
 
     settled: steps up to this number are settled: their accepted drafts and the ends of their requests are known.
-    cuts: the position behind the last row that is the request's, in all earlier steps that were not settled before.
-        Rows behind it were computed for tokens that were never taken.
+    cuts: the position after the last row that belongs to each request, in the earlier steps that are not settled. Rows
+        from there on were computed for tokens that were never taken.
     admitted: requests that are first scheduled now.
-    wants: new ones of all hubs, by number.
+    wants: new wants of all hubs, by number.
     ended: requests that ended since the last step.
-    unscheduled: requests that ended since then and that no worker ever heard of.
+    unscheduled: requests that ended since the last step and that no worker knows.
     actions: changes to running requests that hold from this step on.
     """
 

@@ -29,7 +29,7 @@ class Stops:
 
     @property
     def limits(self) -> Mapping[str, int]:
-        """The position behind the last row of each request that stopped and has not ended, by vLLM's id."""
+        """The position after the last row of each request that stopped and has not ended, by vLLM's id."""
         return self._limits
 
     def watch(self, request: Any) -> None:
@@ -56,6 +56,6 @@ class Stops:
             del self._watched[request.request_id]
 
     def end(self, key: str) -> int | None:
-        """Forget a request that ended. Returns the position behind its last row if a stop string ended it."""
+        """Forget a request that ended. Returns the position after its last row if a stop string ended it."""
         self._watched.pop(key, None)
         return self._limits.pop(key, None)

@@ -1,8 +1,8 @@
 """The front: the state that all routes of one API server share.
 
-It holds the modules and the global state, the requests that run, and what they report. `capflow_engine.serve.ask`
-parses a request; `capflow_engine.serve.generate` hands it to the engine.
-Invariant: a running request keeps the steering that it began with.
+It holds the steering modules, the global steering, the running requests, and what their responses report.
+`capflow_engine.serve.ask` parses a request; `capflow_engine.serve.generate` sends it to the engine.
+Invariant: a change of the global steering or of a module does not change a running request.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from capflow_engine.steering.store import SteeringStore
 
 
 class Front:
-    """The state of one API server, beside vLLM's."""
+    """capflow's state in one API server."""
 
     def __init__(self, vllm_config: Any, serving: Serving) -> None:
         self.settings: Settings = vllm_config.additional_config
@@ -50,23 +50,25 @@ class Front:
         self.ending = serving.ending
         self.asker = Askers(self.settings)
         self._readers = Readers(self.settings)
-        # Requests that run, by the name of each of their choices.
+        # The running requests, by the name of each of their choices.
         self._running: WeakValueDictionary[str, ParsedRequest] = WeakValueDictionary()
-        # What may have steered requests that run, by the id of each prompt's options.
+        # The actions and controllers that may have steered running requests, by the id of each prompt's options.
         self._dynamic: dict[str | None, Dynamic] = {}
-        # When the latest captures ended, by the names of choices, oldest first.
+        # The time when each of the latest captured requests ended, by the names of its choices, oldest first.
         self._over: dict[str, float] = {}
 
     def everyone(self) -> SteeringProgram | None:
-        """Return the program of the global state; None when there is none."""
+        """Return the program of the global steering; None if nothing is steered globally."""
         return None if self.store.global_state == NOTHING else self.fit.program(None, self.store)
 
     @contextlib.asynccontextmanager
     async def running(self, ask: ParsedRequest | None) -> AsyncIterator[None]:
-        """Note a request as running while the block runs. None: it asks for nothing.
+        """Keep a request among the running ones while the block runs.
 
-        Raises UsageError for an id that another request has, and for a capture that names a consumer which the hub does
-        not have. A hub that does not answer refuses nothing.
+        Raises UsageError if another running request has its id, or if its capture names a consumer that the hub does
+        not have. If the hub does not answer, the request runs.
+
+        ask: None for a request that asks capflow for nothing.
         """
         # Requests of one connection may run in one context, one after another.
         BEAMS.set(None)
@@ -81,7 +83,7 @@ class Front:
             self.end(ask)
 
     def begin(self, ask: ParsedRequest) -> None:
-        """Note that a request runs. Raises UsageError for an id that another request has."""
+        """Note that a request runs. Raises UsageError if another running request has its id."""
         for name in ask.names:
             if name in self._running:
                 raise UsageError(explain("capture_id", got=name, expected="one that no running request has"))
@@ -103,17 +105,17 @@ class Front:
         keep_newest(self._over, limits.RESULTS_KEPT_MAX)
 
     def ran(self, name: str) -> bool:
-        """Return whether this server runs a request of this name, or ran it lately: the hub may not know it yet."""
+        """Return whether this server runs a request of this name, or ran one lately that the hub may not know yet."""
         ended = self._over.get(name)
         return name in self._running or (ended is not None and time.monotonic() - ended < limits.CAPTURE_WAIT_S_MAX)
 
     def hear(self, name: str, dynamic: Dynamic) -> None:
-        """Note what may have steered a running prompt, by the id of its options."""
+        """Note the actions and controllers that may have steered a running prompt. name: the id of its options."""
         if name in self._running or f"{name}#0" in self._running:
             self._dynamic[name] = dynamic
 
     async def members(self, ask: ParsedRequest) -> bytes:
-        """Return the report as members of the response's JSON object, behind a comma."""
+        """Return the report as members of the response's JSON object, with a comma before them."""
         return b"," + msgspec.json.encode(await self.report(ask))[1:-1]
 
     async def report(self, ask: ParsedRequest) -> dict[str, Any]:
@@ -130,17 +132,17 @@ class Front:
         return report
 
     def key(self, ask: ParsedRequest, *, streams: bool) -> str | None:
-        """Return the steering key that is sent before the body of a response; None if there is none.
+        """Return the steering key that is sent before the body of a response; None if none is sent.
 
-        A stream's key is that of the steering that the request came with. Without any there is no key: an action may
-        still steer it.
+        The key of a stream is sent before it runs, so it names only the steering that the request came with. A stream
+        that came without steering has no key, because an action may still steer it.
         """
         if streams:
             return None if ask.key == NOTHING_KEY else ask.key
         return ask.key if self._dynamic_of(ask) is None else dynamic_key(ask.key)
 
     def _dynamic_of(self, ask: ParsedRequest) -> Dynamic | None:
-        """Return what may have steered the choices of a request so far; None if nothing did."""
+        """Return the actions and controllers that may have steered a request so far; None if there are none."""
         each = [self._dynamic[options.id] for options in ask.options if options.id in self._dynamic]
         if not each:
             return None

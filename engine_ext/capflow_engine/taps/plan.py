@@ -3,21 +3,21 @@
 The planner takes the batch in the order of its tokens in the model's tensors. The plan names the token rows that each
 site copies, their target rows, and the slot of the bank that steers each token.
 
-Tokens of a step that are wanted at exactly the same sites form one *block*. In each channel, a token is in one block at
-most. The rows of a block lie in the step's buffer as `[sites of the block, rows, hidden]`, block after block. So the
+Tokens of a step that are wanted at exactly the same sites form one *block*. In each channel, a token is in at most one
+block. The rows of a block lie in the step's buffer as `[sites of the block, rows, hidden]`, block after block. So the
 cost of planning grows with the number of captured requests, not with their sites.
+
+There are two channels. Rows for consumers (`SHIP`) come first in the buffer, ordered by hub. Rows that only a
+controller reads (`VIEW`) follow them and never leave the worker.
 
 For each channel, a request has a `RequestProgress`: the sites that want its next positions, and the position where that
 set of sites changes. Mostly the set never changes again; planning the request is then one comparison and one span.
 
-A row of a request is planned once: positions below `Tracked.computed`, which a preemption makes vLLM compute again, are
-skipped. Planning changes `Tracked.computed` and each `RequestProgress`, and nothing else.
+A row of a request is planned once. After a preemption vLLM computes positions below `Tracked.computed` again; their
+rows are not planned again. Planning changes `Tracked.computed` and each `RequestProgress`, and nothing else.
 
 A position that is computed again is steered as it was the first time: `Tracked.steered` holds the position from which
 each change of a request's steering applies.
-
-Rows for consumers (`SHIP`) come first in the buffer, ordered by hub. Rows that only a controller reads (`VIEW`) follow
-them and never leave the worker.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Indices = npt.NDArray[np.int64]
 
 
 class SiteSet:
-    """Site indices in ascending order, for requests of one hub; compared by identity.
+    """A set of sites that requests of one hub want, by index in ascending order; compared by identity.
 
     Within a program, equal sets are one object; programs of one hub share most of them.
     """
@@ -57,7 +57,7 @@ class SiteSet:
 class Program:
     """The positions that a request wants at each site; compared by identity.
 
-    parts: each different set of positions, with the indices of its sites.
+    parts: each different set of positions, with the indices of the sites that want it.
     site_sets: the planner's sets of sites, shared by all programs of the hub.
     """
 
@@ -68,7 +68,7 @@ class Program:
         self.hub = hub
         self.any = bool(parts)
         self._site_sets = site_sets
-        # By chosen parts: at most 2 to the number of parts; in practice, few.
+        # The sites by chosen parts: at most 2 to the power of the number of parts; in practice, few.
         self._chosen: dict[tuple[bool, ...], SiteSet] = {}
         self.all_sites = self.sites((True,) * len(parts))
 
@@ -84,7 +84,7 @@ class Program:
 
 
 class RequestProgress:
-    """The progress of one request in its program: `sites` want each of the positions `first .. stop`."""
+    """The progress of one request in its program: all of `sites` want each position in `first .. stop`."""
 
     __slots__ = ("_places", "_program", "first", "sites", "stop")
 
@@ -124,7 +124,7 @@ class RequestProgress:
 class SlotRange(NamedTuple):
     """The slots of the bank that steer a request from position `first` on, up to `first` of the next range.
 
-    split: the first position that the slots for generated positions steer; the slots for the prompt steer those before.
+    split: the first position that is steered like a generated one. The slots for the prompt steer those before it.
     """
 
     first: int
@@ -140,14 +140,14 @@ class Tracked:
     id: the id that users and consumers see.
     ship: the program of rows for consumers.
     view: the program of rows for controllers.
-    generated: the number of the prompt's last tokens that are steered like generated ones.
+    generated: how many of the prompt's last tokens are steered like generated ones.
     computed: positions below this one were planned.
-    steered: the slots that steer it, in order of position; None if nothing ever steered it.
+    steered: the slots that steer the request, in order of position; None if nothing ever steered it.
     hub: the index of the request's hub.
-    acted: the record of its steering that its end carries.
+    acted: the changes of its steering, which are sent with its end.
     incarnation: differs between requests that use the same id one after another.
-    watched: whether some pipeline stage ships rows of it; then every stage reports its end.
-    noted: whether changes of its steering are recorded in `acted`.
+    watched: whether any pipeline stage ships rows of it. Then every stage reports its end.
+    noted: whether `acted` records the changes of its steering.
     """
 
     key: str
@@ -204,7 +204,7 @@ class PlannedBlock(NamedTuple):
     rows: the number of rows at each site.
     base: the row of the buffer where the rows of the first site begin.
     runs: the token rows of the block.
-    spans: its requests, by their index in `Plan.batch`; all belong to `hub`.
+    spans: the requests of the block, by their index in `Plan.batch`; all belong to `hub`.
     """
 
     channel: int
@@ -238,7 +238,7 @@ class Slotted(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """One step.
+    """The plan of one step.
 
     rows: the number of rows of the buffer.
     ship_rows: the number of rows for consumers, which come first.
@@ -254,7 +254,7 @@ class Plan:
 
     @property
     def idle(self) -> bool:
-        """Whether all taps have nothing to do."""
+        """Whether no tap has anything to do."""
         return not self.blocks and not self.steered
 
     def slots(self, tokens: int) -> npt.NDArray[np.int32]:
@@ -326,7 +326,8 @@ class Planner:
             source = row + first - start
             progress = request.ship_progress
             if progress is not None:
-                if progress.first <= first and end <= progress.stop:  # nearly always true while a request decodes
+                # Nearly always true while a request decodes.
+                if progress.first <= first and end <= progress.stop:
                     if progress.sites is not None:
                         ship.setdefault(progress.sites, []).append((number, first, end - first, source))
                 else:
@@ -359,7 +360,8 @@ def _blocks(taken: _Taken, channel: int, base: int) -> list[PlannedBlock]:
         spans: list[Span] = []
         runs: list[Run] = []
         rows = 0
-        begin = target = 0  # of the run being built; adjacent runs are merged
+        # Of the run that is being built; adjacent runs are merged.
+        begin = target = 0
         expected = -1
         for number, first, length, source in parts:
             spans.append(_span((number, first, length, rows)))
@@ -378,10 +380,11 @@ def _blocks(taken: _Taken, channel: int, base: int) -> list[PlannedBlock]:
 _span = functools.partial(tuple.__new__, Span)
 _run = functools.partial(tuple.__new__, Run)
 _slotted_run = functools.partial(tuple.__new__, Slotted)
-"""Equal to calling the class, in a third of the time: every step makes one of each per request."""
+"""These build the tuples in a third of the time that calling the class takes: every step makes one per request."""
 
 _SITE_SETS_KEPT_MAX = 4096
-_STEPS_MAX = 8  # up to this many positions, `RequestProgress.runs` goes stretch by stretch
+# For at most this many positions, `RequestProgress.runs` goes stretch by stretch.
+_STEPS_MAX = 8
 
 
 def _end(blocks: Sequence[PlannedBlock], base: int) -> int:
@@ -390,7 +393,7 @@ def _end(blocks: Sequence[PlannedBlock], base: int) -> int:
 
 
 def _slotted(batch: Sequence[Scheduled]) -> tuple[Slotted, ...]:
-    """Return the slot that steers each token row: the one of the time when its position was first computed."""
+    """Return the slot that steers each token row: the one that applied when its position was first computed."""
     slotted: list[Slotted] = []
     for request, row, start, length in batch:
         history = request.steered

@@ -375,6 +375,6 @@ def _bounded(actions: Any) -> list[Any]:
 def _split(does: str, sites: Iterable[Site], own: Iterable[Site]) -> str:
     """Return the error for a controller that needs more than one pipeline stage."""
     layers = sorted({site.layer for site in own})
-    expected = f"sites of one pipeline stage, as of this one with layers {layers[0]}..{layers[-1]}" if layers else ""
+    expected = f"sites of one pipeline stage, such as this one with layers {layers[0]}..{layers[-1]}" if layers else ""
     do = "read and steer at layers of one stage, or run without pipeline stages"
     return explain(does, got=", ".join(map(str, sorted(sites))), expected=expected, do=do)

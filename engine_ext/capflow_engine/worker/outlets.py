@@ -82,7 +82,7 @@ class Outlets:
 
     @property
     def patient(self) -> bool:
-        """Whether waiting for room is worthwhile: not after a wait in vain, until a hub is connected again."""
+        """Whether to wait for room. After a wait that brought no room it is False until a hub is connected again."""
         return any(link.patient for link in self.links)
 
     def give_up(self) -> str:

@@ -43,8 +43,8 @@ class Ring:
     def acquire(self, nbytes: int, timeout_s: float, held: int = 0) -> Any:
         """Return a writable uint8 array of `nbytes` bytes, or None if there was no room for `timeout_s` seconds.
 
-        held: lent bytes that do not count against `bytes_max`: they come back only after this call, so waiting for them
-            would be in vain.
+        held: lent bytes that do not count against `bytes_max`: they come back only after this call, so it
+            cannot wait for them.
         """
         size = self.size_of(nbytes)
         with self._changed:

@@ -24,7 +24,7 @@ def test_an_error_while_the_root_is_away_is_tried_again(tmp_path, code):
 
 
 @pytest.mark.parametrize("code", GONE)
-def test_an_error_below_a_root_that_is_there_has_the_data_set_opened_anew(tmp_path, code):
+def test_an_error_below_a_root_that_is_there_has_the_data_set_opened_again(tmp_path, code):
     (tmp_path / disk.LOCK).touch()
     assert kind(tmp_path, code) == "fatal"
 

@@ -97,7 +97,7 @@ def test_a_file_that_is_put_back_is_written_again(tmp_path):
     assert query(tmp_path, COUNTS) == [("r1", 4), ("r2", 4)]
 
 
-def test_a_file_that_is_taken_away_while_it_is_written_is_opened_anew(tmp_path):
+def test_a_file_that_is_taken_away_while_it_is_written_is_opened_again(tmp_path):
     consumer = vectors(tmp_path)
     path = tmp_path / "scores.duckdb"
     insert = consumer._database._insert

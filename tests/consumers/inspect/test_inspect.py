@@ -232,7 +232,7 @@ def test_a_capture_whose_engine_died_is_a_gap_and_no_damage(tmp_path):
 @pytest.mark.parametrize("ended", [True, False])
 def test_positions_that_cannot_be_are_damage_to_verify_and_export_too(root, tmp_path, monkeypatch, ended):
     rows = capflow.open(root)["a"]["post_block:2"]
-    wrong = rows.positions + 1 if ended else rows.positions[::-1]  # the last is behind the request's end
+    wrong = rows.positions + 1 if ended else rows.positions[::-1]  # the last is after the request's end
     monkeypatch.setattr(DirectoryCapture, "__getitem__", lambda *_: rows._replace(positions=wrong))
     words = "positions of post_block:2: got "
     with pytest.raises(CapflowError, match=words):

@@ -83,7 +83,7 @@ def test_a_failure_leaves_nothing_that_looks_whole(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [directory.name]
 
 
-def test_killed_half_way_it_begins_anew(tmp_path):
+def test_killed_half_way_it_begins_again(tmp_path):
     """SIGKILL while the weights are being joined: nothing in the cache passes for a model, and the lock is free."""
     code = "import sys, pathlib; from capflow_engine.jobs.demo import prepare; prepare(pathlib.Path(sys.argv[1]))"
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], start_new_session=True)

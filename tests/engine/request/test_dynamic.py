@@ -38,7 +38,7 @@ WEIGHT = vector(11, norm=1.0)
 
 
 class Held(NamedTuple):
-    """A vector is added behind a layer at positions `first .. stop`."""
+    """A vector is added after a layer at positions `first .. stop`."""
 
     layer: int
     vector: np.ndarray
@@ -47,7 +47,7 @@ class Held(NamedTuple):
 
 
 def expected(reference, tokens, held):
-    """Return `[layers, tokens, hidden]`: the stream behind each layer, before what is added there."""
+    """Return `[layers, tokens, hidden]`: the stream after each layer, before the vector is added."""
     caught = {}
 
     def hook_of(number):
@@ -136,7 +136,7 @@ def test_a_gate_s_vector_holds_from_the_same_position_after_a_preemption(tiny, r
         held = [] if at is None else [Held(STEERED, vector(12), at + 1, len(tokens))]
         hold(reference, root, f"r{n}", output, held)
     again = [n for n, computed in preempted.items() if fired[n] is not None and computed > fired[n] + 2]
-    assert again, "no request was preempted behind the position at which its gate fired"
+    assert again, "no request was preempted after the position at which its gate fired"
 
 
 def test_what_a_hub_s_actions_add_holds_from_the_same_positions_after_a_preemption(tiny, reference, tmp_path):
@@ -451,7 +451,7 @@ def test_a_controller_runs_on_the_stage_of_what_it_reads_and_is_refused_what_lie
         acted = [each.by for finished in keeper.done["r"].finished for each in finished.acted]
     assert "controller faulty@1: " in message
     assert (
-        "it steers at: got post_block:1, expected sites of one pipeline stage, as of this one with layers 2..3"
+        "it steers at: got post_block:1, expected sites of one pipeline stage, such as this one with layers 2..3"
         in message
     )
     assert set(acted) == {"controller faulty@3"}

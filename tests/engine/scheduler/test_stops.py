@@ -1,4 +1,4 @@
-"""Answers that end by a stop string: every row of their tokens, none behind, and the status that the answer has."""
+"""Answers that end by a stop string: every row of their tokens, none after them, and the status that the answer has."""
 
 from types import SimpleNamespace
 
@@ -53,7 +53,7 @@ def searched(tokenizer, asked, *portions, ended="RUNNING"):
     ("stop", "portions", "params", "generated"),
     [
         ("w20", [[10], [20], [30]], {}, 2),
-        ("w20", [[10, 20, 30, 31]], {}, 2),  # drafts behind it
+        ("w20", [[10, 20, 30, 31]], {}, 2),  # drafts after it
         ("w20 w3", [[10], [20], [30], [31]], {}, 3),  # of two tokens
         (["w30", "w20"], [[10, 20, 30]], {}, 2),
         ("w20", [[10, 20, 30], [20]], {"min_tokens": 3}, 4),

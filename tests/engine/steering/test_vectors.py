@@ -184,7 +184,7 @@ def model(tiny):
 
 
 def last_rows(model, texts, layer):
-    """What Transformers itself says of the stream behind a layer at the last token."""
+    """Return the stream after a layer at the last token, as Transformers computes it."""
     with torch.no_grad():
         every = [
             model.model(torch.tensor([model.tokenizer(t).input_ids]), output_hidden_states=True).hidden_states
@@ -193,7 +193,7 @@ def last_rows(model, texts, layer):
     return np.stack([states[layer + 1][0, -1].double().numpy() for states in every])
 
 
-@pytest.mark.parametrize("layer", range(LAYERS - 1))  # the last hidden state lies behind the final norm
+@pytest.mark.parametrize("layer", range(LAYERS - 1))  # the last hidden state is taken after the final norm
 def test_the_mean_is_the_difference_of_the_means(model, layer):
     vectors = fit_vectors(model, PAIRS, "mean", [layer])
     positive, negative = (last_rows(model, [pair[side] for pair in PAIRS], layer) for side in (0, 1))

@@ -242,7 +242,7 @@ def test_a_controller_runs_in_the_stage_that_has_what_it_reads(started):
     assert (mine.here, mine.captures()) == (True, [READ])
     assert run(mine) == []
     assert (
-        "it steers at: got post_block:2, expected sites of one pipeline stage, as of this one with layers 0..1"
+        "it steers at: got post_block:2, expected sites of one pipeline stage, such as this one with layers 0..1"
         in (mine.troubles[0])
     )
     kind.step = [Steer("r", (ONE,))]

@@ -177,7 +177,7 @@ class ShardFile:
             os.close(fd)
 
     def cut(self) -> None:
-        """Remove everything behind the last commit; raises OSError."""
+        """Remove everything after the last commit; raises OSError."""
         self._tip, self._batches = self.end, []
         os.ftruncate(self._fd, self.end)
 

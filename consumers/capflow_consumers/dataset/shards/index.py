@@ -54,7 +54,7 @@ class ShardSet:
                 self._open(name, path, shard)
 
     def find(self, request_id: str) -> Iterator[ShardCapture | Damage]:
-        """Yield the captures of an id, as of the last refresh."""
+        """Yield the captures of an id that the last refresh found."""
         for shard, entry in self._entries_of(request_id):
             try:
                 yield shard.capture(entry)

@@ -95,7 +95,7 @@ class VectorPages(NamedTuple):
     """Pages of vectors, or the part of them before the rows.
 
     data_page: where the data page begins; 0 where there is no dictionary before it.
-    body: where the data page's body begins, behind its header.
+    body: where the data page's body begins, after its header.
     plain_body: the length of the body without compression.
     """
 
@@ -241,7 +241,7 @@ def vector_levels(kind: str, size: int, rows: int) -> bytes:
 def footer(columns: pa.Schema, groups: Sequence[RowGroup], created_by: str) -> bytes:
     """Return the end of a file, from the metadata to the last byte.
 
-    columns: as of `schema`.
+    columns: as in `schema`.
     created_by: the name and version of the writer.
     """
     leaves = [_path(field) for field in columns]
@@ -275,7 +275,7 @@ def vector_chunk(begin: int, length: int, values: int, pages: VectorPages, *, co
     """Return the chunk of pages of vectors.
 
     begin: where they lie in the file.
-    length: the length of the pages, with the rows behind them.
+    length: the length of the pages and of the rows after them.
     values: how many numbers there are.
     pages: their parts.
     """

@@ -3,7 +3,7 @@
     ROOT/shard~N-….parquet              every request that is whole
     ROOT/.damaged-shard~N-….parquet     the file as it was, where more than a torn end is wrong with it
 
-Invariant: nothing is deleted but bytes behind the last whole commit, and these only if they hold no complete commit.
+Invariant: nothing is deleted but bytes after the last whole commit, and these only if they hold no complete commit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger("capflow.consumer")
 DAMAGED_PREFIX = ".damaged-"
 
 _COPIES_NAME = "copies"
-# The bytes behind a commit's sidecar, with a row before them where rows are not compressed.
+# The bytes after a commit's sidecar, with a row before them where rows are not compressed.
 _COMMIT_END_BYTES = 8
 
 
@@ -46,7 +46,7 @@ def recover(path: Path, root: Path) -> None:
         problems += map(str, shard.damage)
         room = _COMMIT_END_BYTES + (0 if shard.kind.compressed else shard.kind.row_bytes)
         if _has_commit(shard.file.slice(shard.end), room):
-            problems.append(f"{path}: a commit behind byte {shard.end} cannot be read")
+            problems.append(f"{path}: a commit after byte {shard.end} cannot be read")
     for entry in shard.entries:
         try:
             shard.capture(entry).verify_rows()

@@ -149,7 +149,7 @@ def blocks_of(file: Any, end: int, rows: Sequence[tuple[int, int]]) -> Iterator[
 def _groups(
     fd: int, file: Any, tip: int, entries: Sequence[Entry]
 ) -> tuple[list[parquet.RowGroup], list[tuple[int, int]], int, Kind]:
-    """Write the columns of the row groups behind the stream.
+    """Write the columns of the row groups after the stream.
 
     Return the row groups, the ranges of rows in the stream, the end of the file, and the kind of rows.
     """

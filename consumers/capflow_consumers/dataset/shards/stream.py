@@ -1,4 +1,4 @@
-"""The stream of a shard: an Arrow stream behind the eight bytes with which Parquet begins. Sealing keeps it as it is.
+"""The stream of a shard: an Arrow stream after the eight bytes with which Parquet begins. Sealing keeps it as it is.
 
     PAR1 0000                     Parquet's magic, filled up
     schema                        Arrow's, with `capflow.dtype`, `capflow.hidden_size` and `capflow.compression`
@@ -11,9 +11,9 @@ copies the vectors into a page. With compression, `page` holds a whole compresse
 A page begins with four 32-bit numbers that say where its parts are: see `page_of`. A commit has one row, of position
 -1; its `sidecar` holds the JSON of a `layout.Sidecar`.
 
-Invariant: everything up to the end of a commit is whole, unless the disk damaged it. Bytes behind the last commit
+Invariant: everything up to the end of a commit is whole, unless the disk damaged it. Bytes after the last commit
 belong to no request. A message begins at a multiple of 8 bytes and with a mark, so that a reader finds the next message
-behind a damaged one.
+after a damaged one.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Encoder:
     ) -> list[Any]:
         """Return the parts of a batch before its vectors.
 
-        The caller writes the vectors behind them, padded with zeros to a multiple of 8 bytes. The parts are views of
+        The caller writes the vectors after them, padded with zeros to a multiple of 8 bytes. The parts are views of
         the arrays: what is written into the arrays before the parts are used is in them.
         """
         count = len(positions)
@@ -241,7 +241,7 @@ def batches(file: Any, kind: Kind, schema: pa.Schema, begin: int) -> Iterator[tu
 
 
 def _next(file: Any, begin: int, kind: Kind, schema: pa.Schema) -> tuple[int, StoredBatch] | None:
-    """Return the first whole batch at or behind a place, with its place; None when there is none."""
+    """Return the first whole batch at or after a place, with its place; None when there is none."""
     if file.size < begin + 8:
         return None
     words = np.frombuffer(file, np.uint32, (file.size - begin) // 8 * 2, begin).reshape(-1, 2)

@@ -15,7 +15,7 @@ from fastapi import Response
 from fastapi.responses import JSONResponse
 
 Members = Callable[[], Awaitable[bytes]]
-"""Returns the members: JSON, behind a comma."""
+"""Returns the members as JSON, with a comma before them."""
 
 _DONE = "data: [DONE]"
 _COMPLETED = "event: response.completed\n"
