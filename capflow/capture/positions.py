@@ -135,6 +135,10 @@ class Positions:
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple[type[Positions], tuple[Any, ...]]:
+        # The hash is not pickled: that of None, which stands in parts, differs between processes.
+        return Positions, (tuple(self.parts),)
+
     def __bool__(self) -> bool:
         return bool(self.parts)
 

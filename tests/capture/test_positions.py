@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import pickle
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -154,3 +157,16 @@ def test_what_is_no_form_is_refused_by_its_field(form, message):
         normalise(form)
     assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)
+
+
+def test_a_set_from_another_process_is_the_same_key():
+    """The hash of a set depends on the process, so a pickled set brings none."""
+    forms = ["all", {"every": 2}, [0, 3, -1], {"last": 4}, {"generated": [1, 5]}]
+    program = (
+        "import pickle, sys; from capflow.capture.positions import Positions; "
+        f"sys.stdout.buffer.write(pickle.dumps([Positions.parse(form) for form in {forms!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, timeout=60, check=True)
+    mine = [Positions.parse(form) for form in forms]
+    keys = set(mine)
+    assert all(other in keys for other in pickle.loads(done.stdout))  # noqa: S301  written just now

@@ -159,6 +159,7 @@ def test_input_that_goes_on_is_steered_in_its_phases(tiny):
         talking = driver.engine.engine_core.engine_core.scheduler.requests["talk"]
         before_it_went_on = talking.capflow_forks[-1]
         two = driver.talk("talk", second, params)
+        assert not talking.sampling_params.extra_args, "workers get the options with the orders, once"
         assert talking.capflow_forks[-1] != before_it_went_on, "its blocks are nobody else's from there on"
         driver.say("talk", [0], params, more=False)
         driver.run()

@@ -68,6 +68,10 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     __repr__ = brief
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # One piece of msgpack, for pickle is slow with structs: 2 ms for 1,600 patches instead of 0.06.
+        return _decoded, (_encoder.encode(self),)
+
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the samples; empty if the request has no id."""
@@ -165,5 +169,11 @@ def check_names(names: Iterable[str], id: str, where: str) -> None:
         raise UsageError(explain(where, got=id, expected=expected))
 
 
+def _decoded(data: bytes) -> RequestOptions:
+    return _decoder.decode(data)
+
+
 _NONE = RequestOptions()
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(RequestOptions)
 _TEXT_FIELDS = frozenset(("id", "capture", *STEERING_FIELDS))

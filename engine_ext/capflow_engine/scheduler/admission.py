@@ -180,10 +180,7 @@ class Admission:
         except UsageError as e:
             return RequestOptions(), (), e
         finally:
-            if params is not None and params.extra_args and KEY in params.extra_args:
-                # A copy: in one process, vLLM gives several samples the same parameters.
-                request.sampling_params = params = copy.copy(params)
-                params.extra_args = {name: value for name, value in params.extra_args.items() if name != KEY} or None
+            _drop_options(request)
         return options, needs, None
 
     def extend_prompt(self, request: Any, position: int) -> None:
@@ -192,6 +189,7 @@ class Admission:
         If prompt and generated tokens are steered differently, the cache blocks from there on follow a mixture that no
         other request has, so the request keeps them to itself.
         """
+        _drop_options(request)  # each part of a streamed input brings the request's parameters again
         program = self._options[request.request_id].program
         if program is not None and program.prefill != program.decode:
             self._fork_for_itself(request, position)
@@ -397,6 +395,17 @@ class Admission:
             return self._held.lacking(needs)
         acted[needs] = name
         return None
+
+
+def _drop_options(request: Any) -> None:
+    """Remove the options from a request's parameters: workers get them with the orders.
+
+    The parameters are copied, because vLLM gives several samples the same ones in one process.
+    """
+    params = request.sampling_params
+    if params is not None and params.extra_args and KEY in params.extra_args:
+        request.sampling_params = params = copy.copy(params)
+        params.extra_args = {name: value for name, value in params.extra_args.items() if name != KEY} or None
 
 
 def _positions(options: RequestOptions, wants: Wants) -> Positions:
