@@ -39,7 +39,7 @@ class Plain:
         # Files that are not wholly synced, the newest last.
         self.files: list[int] = []
         self.made = 0
-        # Of the newest file.
+        # The size of the newest file.
         self.size = 0
         self.written = 0
         self.synced = 0

@@ -64,7 +64,7 @@ QUEUE_BYTES_DEFAULT = 256 * MIB
 QUEUE_BYTES_MAX = 64 * 1024 * MIB
 NOTES_BYTES_MAX = 32 * MIB  # ends of requests, engines and answers that wait for one consumer: some 10,000 ends
 
-# On disk, in one spool.
+# The files of one spool.
 SPOOL_BYTES_DEFAULT = 2048 * MIB
 SPOOL_BYTES_MAX = 16 * 1024 * 1024 * MIB
 SEGMENT_BYTES_MAX = 64 * MIB  # a larger record gets a segment of its own
@@ -79,7 +79,7 @@ SEGMENTS_BAD_MAX = 2  # damaged segments kept for inspection
 REASONS_MAX = 64  # reasons for lost rows that one worker may name
 LOSSES_LOGGED_MAX = 10  # lines about lost rows in a second, for each worker, hub or consumer that loses rows
 
-# When a consumer counts as failed.
+# The limits above which a consumer counts as failed, and its retries.
 FRAMES_FAILED_MAX = 3  # failed frames in a row
 CALL_S_MAX = 30.0  # one call of it
 RETRY_S_MIN = 0.1  # first pause before a retry; doubled after each, up to RETRY_S_MAX

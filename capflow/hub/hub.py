@@ -80,7 +80,7 @@ class Hub:
             self._guard = Guard(self._key.public, AllowList(find_key(key).parent))
         self.consumers = tuple(consumers)
         self.message_bytes_max = message_bytes_max
-        # The thread's alone; `status` and `snapshot` read copies of what is in it.
+        # Only the hub's thread uses it; `status` and `snapshot` read copies of its state.
         self._dispatch = Dispatch(
             consumers,
             controllers,
@@ -96,7 +96,7 @@ class Hub:
         self.counts, self.index, self.roster = exchange.counts, exchange.index, exchange.roster
         self.relay, self.watchers = exchange.actions.relay, exchange.watchers
         self.log_lines_dropped = log_lines_dropped
-        # The thread's alone.
+        # Only the hub's thread uses it.
         self._turns = Turns(self._dispatch.handle)
         specs = (wish.spec for wish in self.index.wishes)
         costs = [notice(c.name, c.consumer, spec) for c, spec in zip(consumers, specs, strict=True)]
@@ -217,7 +217,7 @@ class Hub:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    # For any thread.
+    # Any thread may call the following methods.
 
     def post(self, call: Callable[[], None]) -> None:
         """Have the hub's thread call something soon."""

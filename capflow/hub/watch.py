@@ -64,17 +64,17 @@ class Tapping:
         check_address(tapped, insecure=insecure, where="--tap")
         self._own = own
         self._own_key = own_key
-        # By engine, until it is gone; the link's thread's, as is the next.
+        # The model of each engine, until the engine is gone. Only the link's thread uses it, and `_workers`.
         self._models: dict[str, ModelInfo] = {}
         self._workers: dict[tuple[str, Rank], _Worker] = {}
-        # Since the start.
+        # The number of frames that the tapped hub skipped since the start.
         self.skipped_frames = 0
         self.link = TapLink(tapped, on_frame=self._take, on_tapped=self._note, on_lost=self._end, key=key)
 
     def start(self) -> None:
-        """Begin; the tapped hub must be there now.
+        """Connect to the tapped hub.
 
-        Raises HubUnreachableError when it is not, CapflowError when it refuses.
+        Raises HubUnreachableError if it does not answer, CapflowError if it refuses.
         """
         self.link.start()
         if self.link.wait_welcome(limits.HUB_WAIT_S_DEFAULT) is None:

@@ -74,10 +74,10 @@ class Replay:
         self._hub = hub
         self._pace = pace
         self._stopped = stopped
-        # By engine.
+        # The model and the row format of each engine.
         self._models: dict[str, ModelInfo] = {}
         self._formats: dict[str, RowFormat] = {}
-        # Of connected engines.
+        # The scheduler and the workers of each connected engine.
         self._schedulers: dict[str, LocalPeer] = {}
         self._workers: dict[tuple[str, Rank], _Worker] = {}
         # For each open request, by engine and id: the rank of its worker in each stage.

@@ -148,7 +148,7 @@ class Client:
 
     def _send(self, message: Message) -> None:
         now = time.monotonic()
-        if now - self._used > limits.HEARTBEAT_S:  # not checked for so long, it may be lost
+        if now - self._used > limits.HEARTBEAT_S:  # the connection may be lost
             self.close()
         self._connect(now + self.timeout)
         assert self._dealer is not None

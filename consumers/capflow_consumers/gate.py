@@ -159,7 +159,7 @@ class Gate(Controller):
 
 
 Rows = npt.NDArray[np.float32]
-# Rows are scored in blocks of so many, the last block first.
+# How many rows are scored at a time. The last block comes first.
 _BLOCK = 64
 
 

@@ -79,7 +79,7 @@ class Board:
         self._engines_version = -1
         # Engines that have disconnected and still have records.
         self._gone: set[str] = set()
-        # By key, oldest first.
+        # All records by key, oldest first.
         self._records: dict[int, RequestRecord] = {}
         # Records of running requests, by engine and request.
         self._open: dict[tuple[str, str], RequestRecord] = {}

@@ -30,7 +30,7 @@ UPDATES_PER_S_MAX = 8
 MESSAGE_BYTES_MAX = 1024
 # Of one page's socket; above it, nothing is sent until the page has read.
 WRITE_BUFFER_BYTES = 256 * 1024
-# A page that reads nothing for so long is disconnected.
+# How long a page may read nothing before it is disconnected.
 STALL_S_MAX = 60.0
 PING_S = 20.0
 OPEN_S_MAX = 10.0

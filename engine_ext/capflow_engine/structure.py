@@ -76,7 +76,8 @@ class Structure:
     places: by hook.
     missing: the reason for every other hook.
     fixed: the reason for hooks that can be captured and not steered: what else takes the same tensor.
-    taken, given: the layer takes so many times the stream, and returns so many times the stream.
+    taken: the factor by which the layer's input is larger than the stream.
+    given: the factor by which its output is larger than the stream.
     """
 
     layer: str
@@ -118,8 +119,8 @@ def _read(layer: nn.Module, dtype: torch.dtype, mixes: Mixes) -> _Reading:
 def _unscaled(structure: Structure, taken: float, gain: float) -> Structure:
     """Return a structure whose places give the stream itself.
 
-    taken: the layer takes so many times the stream.
-    gain: it returns so many times what it takes.
+    taken: the factor by which the layer's input is larger than the stream.
+    gain: the factor between the stream in its input and in its output.
     """
     if taken == gain == 1.0:
         return structure
@@ -272,7 +273,7 @@ class _Reading:
             self.values[node] = self._value(node)
 
     def scales(self, plain: _Reading, divisor: Divisor) -> tuple[float, float]:
-        """Return two numbers: the layer takes so many times the stream, and returns so many times what it takes.
+        """Return the factors `taken` and `gain` of `_unscaled`.
 
         plain: the same layer in float32, where both are 1.
         Raises UnclearError if the layer scales what it adds otherwise than the stream: then it does not compute what it

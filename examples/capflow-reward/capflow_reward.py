@@ -46,7 +46,7 @@ class Reward(Consumer):
     def __init__(self, config: RewardConfig) -> None:
         super().__init__(config)
         self.config: RewardConfig = config
-        # By engine and request, until the request ends.
+        # The scores of each request, by engine and id, until it ends.
         self.scores: dict[tuple[str, str], list[np.ndarray]] = {}
 
     @cached_property

@@ -24,7 +24,7 @@ class Spare:
         self._files = files
         self._path = directory / SPARE
         self._is_there = False
-        # When to try again.
+        # When to try to make the file again.
         self._again_at = 0.0
 
     @property

@@ -20,7 +20,7 @@ from capflow.capture.site import Site
 from capflow.cli.signals import Signals
 from capflow.errors import CapflowError, explain
 
-# For the end of the process, after all steps of the shutdown.
+# How long the process may take to end after all steps of the shutdown.
 _LEAVE_S = 20.0
 
 

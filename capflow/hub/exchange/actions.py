@@ -1,4 +1,4 @@
-"""The actions: clients and consumers ask for them, schedulers do them, and everyone who minds is told the outcome."""
+"""The actions: clients and consumers ask for them, schedulers apply them, and the outcome goes back."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Exchange:
     guard: who may do what.
     budget: the memory for what peers send.
     window_bytes: the most credit that a worker gets.
-    minds_actions: whether a consumer takes the outcomes of actions.
+    minds_actions: whether any consumer handles the outcomes of actions.
     hub_id: an id that no other hub has.
     """
 
@@ -256,15 +256,15 @@ class Exchange:
         return self._effects.take()
 
     def miss(self, lane: int, engine: str, replica: int, now: float) -> list[Effect]:
-        """Take that a replica is missing of which a lane has open requests; an earlier hub had them."""
+        """Note that a replica is missing of which a lane has open requests that an earlier hub left."""
         self._effects.now = now
         member = self.roster.engines.get(engine)
         if engine in self.departures or (member is not None and member.open):
-            return []  # the requests of this hub end first, and then the lane is told
+            return []  # the requests of this hub end first, then the lane gets its own `Lose`
         return [Lose(engine, replica if self.roster.connected(engine) else None, lane=lane)]
 
     def release(self, hold: Hold) -> None:
-        """Note that one fewer needs a frame; the next `acknowledge` tells its worker."""
+        """Note that one lane fewer needs a frame. The next `acknowledge` sends the credit to its worker."""
         self.frames.release(hold)
 
     # The hub's turns.

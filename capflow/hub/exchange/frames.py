@@ -76,7 +76,7 @@ class Frames:
         Raises RemoteProtocolError when it fits no request, RoomError when it has no room.
         """
         if self.draining:
-            return  # not acknowledged: its worker keeps it for the next hub
+            return  # without an acknowledgement its worker keeps it for the next hub
         source, header, nbytes = worker.source, frame.header, cost(parts)
         assert source is not None
         if not source.intake.has(header.seq):
@@ -120,7 +120,7 @@ class Frames:
                 self._effects.add(Tell(answered))
 
     def release(self, hold: Hold) -> None:
-        """Note that one fewer needs a frame."""
+        """Note that one lane fewer needs a frame."""
         hold.left -= 1
         if not hold.left:
             self._released.setdefault(hold.source, []).append(hold.seq)

@@ -24,13 +24,13 @@ class Waiters:
 
     def __init__(self, state: Shares) -> None:
         self._state = state
-        # By request: one client, or several.
+        # The clients that wait for each request: one, or several.
         self._clients: dict[Asked, bytes | tuple[bytes, ...]] = {}
-        # Of clients that wait.
+        # The owner of each client that waits.
         self._owners: dict[bytes, str] = {}
-        # For how many each client waits; none is 0.
+        # For how many requests each client waits; never 0.
         self._waits: Counter[bytes] = Counter()
-        # Of each client that waits: these, and some that were answered.
+        # The requests for which each client waits, and some that were answered.
         self._named: dict[bytes, list[Asked]] = {}
 
     def __contains__(self, client: bytes) -> bool:

@@ -39,13 +39,12 @@ _KIND = b"P"
 class Letter(msgspec.Struct, frozen=True, kw_only=True):
     """A frame, or the end of a request, that a consumer could not handle.
 
-    method: the method of the consumer that failed, `on_frame` or `on_request_done`; `lane` where it was not the
-        consumer.
-    error: why.
-    requests: the ids of the requests that it holds rows or the end of.
-    model: of the engine; None where it is not known any more.
-    header: of the frame that is the record's body; None for an end.
-    done: the end of the request, as the consumer was told; None for a frame.
+    method: the method of the consumer that failed, `on_frame` or `on_request_done`; `lane` if the lane failed.
+    error: the error's text.
+    requests: the ids of the requests whose rows or end it holds.
+    model: the model of the engine; None if it is not known any more.
+    header: the header of the frame that is the record's body; None for an end.
+    done: the end of the request, as the consumer got it; None for a frame.
     """
 
     consumer: str
@@ -78,21 +77,22 @@ class DeadLetters:
 
     def __init__(self, directory: Path, bytes_max: int, files: Files | None = None) -> None:
         self.directory = directory
-        # That are there; as is known to this process.
+        # The number of letters in the spool, as far as this process knows.
         self.letters = 0
-        # For which there was no room.
+        # The number of letters that found no room.
         self.refused = 0
         self._bytes_max = bytes_max
         self._files = files or Files()
-        # The requests with rows in each frame that is here: because the frame failed, and because a request's end did.
+        # The requests with rows in each frame that is here because the consumer failed at the frame.
         self._frames: dict[_Key, set[str]] = {}
+        # The requests with rows in each frame that is here because the consumer failed at the end of a request.
         self._parts: dict[_Key, set[str]] = {}
         self._ends: set[bytes] = set()
-        # While letters come.
+        # Open while letters come.
         self._spool: Spool | None = None
-        # When the last one did, on the monotonic clock.
+        # When the last letter came, on the monotonic clock.
         self._put_at = 0.0
-        # Put in, and not known to be durable; and its number.
+        # The last letter and its number, while it may not be durable yet.
         self._pending: tuple[Letter, int] | None = None
 
     def open(self) -> None:

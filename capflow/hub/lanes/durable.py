@@ -46,24 +46,29 @@ from capflow.steering.action import Answered
 
 logger = logging.getLogger("capflow.consumer")
 
-_MISSED_S = 0.5  # how often it is put down that an engine is missed
+# How often the inbox stores for how long an engine is missed.
+_MISSED_S = 0.5
+
 DEAD_FULL = "dead_letters_full"
-"""Under which rows are counted that a consumer could not handle and its dead letters had no room for."""
+"""The reason of lost rows that a consumer could not handle and for which its dead letters had no room."""
 
 FRAME_INVALID = "frame_invalid"
-"""Under which rows are counted that lie in an inbox in a frame that no hub takes any more."""
+"""The reason of lost rows in a frame of an inbox that no hub accepts any more."""
 
-_PINNED_MAX = 0.5  # of the inbox's bytes: above, the oldest open requests are not kept for the next hub any more
+# The part of the inbox that open requests may use. Above it, the oldest ones are not kept for the next hub any more.
+_PINNED_MAX = 0.5
 
 
 @dataclass
 class _Open:
-    """A request without a result, its first record, and the bytes that were taken out before that.
+    """A request without a result.
 
-    over_at: when the consumer got its end.
-    rows: its rows in each frame that is here, as number, stage and count.
-    forgotten: its rows in forgotten frames, by stage.
-    recalled: its rows in frames that an earlier hub forgot.
+    first: its first record.
+    taken_bytes: the length of the records that were read before that one.
+    over_at: when the consumer got the end of the request.
+    rows: the record number, the stage and the number of rows of each of its frames here.
+    forgotten: the number of its rows in forgotten frames, by stage.
+    recalled: the number of its rows in frames that an earlier hub forgot.
     """
 
     first: int
@@ -78,7 +83,7 @@ class _Open:
     over_at: float | None = None
 
     def unkept(self, number: int) -> Unkept:
-        """Return what is to be known of it when the records up to one are forgotten."""
+        """Return the entry for a checkpoint after which the records up to `number` are forgotten."""
         while self.rows and self.rows[0][0] <= number:
             _, stage, rows = self.rows.popleft()
             self.forgotten[stage] += rows
@@ -86,7 +91,7 @@ class _Open:
 
 
 class ReopenError(Exception):
-    """The lane is to close the consumer, open it again, and read the inbox again; the cause is the consumer's error."""
+    """The lane must close the consumer, open it again, and read the inbox again. The cause is the consumer's error."""
 
     def __init__(self, method: str) -> None:
         super().__init__(method)
@@ -116,70 +121,69 @@ class DurableLane(Lane):
         spill = configured.spill
         assert spill is not None
         self.inbox = Inbox(spill.root, spill.name, spill.bytes_max, on_synced=self._synced)
-        self.dead = DeadLetters(  # the consumer's thread's, once it is open
-            spill.root / f"{spill.name}{SUFFIX}", min(limits.DEAD_BYTES_DEFAULT, spill.bytes_max)
-        )
+        # Only the consumer's thread uses it while the lane is open.
+        self.dead = DeadLetters(spill.root / f"{spill.name}{SUFFIX}", min(limits.DEAD_BYTES_DEFAULT, spill.bytes_max))
         self.state = state
-        # The consumer's thread's, as are the tallies; the results are in the hub's index.
+        # The requests of the frames that were read. Only the consumer's thread uses the index and the tallies; the
+        # results are in the hub's index.
         self.requests = self._new_index()
         self._tallies = Tallies(0)
         self.writer = InboxWriter(self.name, self.inbox, self.queue, spill.fallback, self.dropped)
-        # Whether an unreadable record was taken out.
+        # Whether an unreadable record was read.
         self._lost_unknown = False
-        # The consumer's thread's.
+        # The engines of these requests. Fields without another note are used by the consumer's thread alone.
         self._engines: dict[str, KnownEngine] = {}
-        # Engines of which the hub had no room for requests; the hub's thread's.
+        # Engines for whose requests the hub had no room. Only the hub's thread uses it.
         self._full: set[str] = set()
-        # The boots of workers, as of the last frame; the consumer's thread's.
+        # The boot of each worker, at its last frame.
         self._boots: dict[tuple[str, Rank], str] = {}
-        # Open requests, by their first record; the consumer's thread's.
+        # Open requests that the inbox keeps from their beginning, in the order of their first records.
         self._open: dict[tuple[str, str], _Open] = {}
-        # The same for requests that are not kept from their beginning; the consumer's thread's.
+        # Open requests of which the inbox forgot the beginning.
         self._long: dict[tuple[str, str], _Open] = {}
-        # Seconds, as of when; the hub's thread's.
+        # For how many seconds each engine and replica is missed, and when that was computed. Only the hub's thread uses
+        # it.
         self._missing: dict[tuple[str, int], tuple[float, float]] = {}
-        # Losses that the hub asked for; its thread's.
+        # Departures that are in the queue already. Only the hub's thread uses it.
         self._gone: set[Gone] = set()
-        # The time when the inbox was opened.
+        # The time when the inbox was opened. Set by `open`, read by the hub's thread.
         self._opened_at = 0.0
-        # The record that was handled last; the consumer's thread's.
+        # The record that was handled last.
         self._handled = 0
-        # Records up to here may be another hub's, whose frames are checked once more; set by `open`.
+        # Another hub may have stored records up to this one, so their frames are checked once more; set by `open`.
         self._found_through = 0.0
-        self._stuck = (
-            False  # whether it could not be put down that a request is done with, the last time, which is said once
-        )
-        # Requests that have results and are in `_open` or `_long` yet; the last record of each, and whether the inbox
-        # has its `RequestDoneMark`.
+        # Whether the last `RequestDoneMark` could not be stored. It is logged once.
+        self._stuck = False
+        # Requests that have results and are still in `_open` or `_long`: the last record of each, and whether the inbox
+        # has its `RequestDoneMark`. Filled by any thread.
         self._settled: SimpleQueue[tuple[Request, int, bool]] = SimpleQueue()
-        # Of requests with results, each `RequestDoneMark` that found no room, behind the first record of the request;
-        # the consumer's thread's, as is the next.
+        # Each `RequestDoneMark` that found no room, with the first record of its request.
         self._owed: deque[tuple[int, RequestDoneMark]] = deque()
-        # The time of the last try.
+        # When these were last tried again.
         self._owed_at = 0.0
-        # When the last result came, or the consumer last asked for a retry; the consumer's thread's.
+        # When the last result came, or the consumer last asked for a retry.
         self._result_at = 0.0
-        # The same, of which records are in the inbox; the consumer's thread's.
+        # Requests with results of which records are in the inbox, each with its last record.
         self._done: dict[tuple[str, str], int] = {}
-        # The record in hand; the consumer's thread's.
+        # The record that is being handled.
         self._at = 0
-        # Of records that were taken out before the one in hand; the consumer's thread's.
+        # The length of the records that were read before that one.
         self._taken_bytes = 0
-        # Requests whose Futures failed, and how; filled by any thread, emptied by the consumer's.
+        # Requests whose Futures failed, with the errors. Filled by any thread, emptied by the consumer's thread.
         self._failures: SimpleQueue[tuple[Tally, Callable[[], None] | None, BaseException]] = SimpleQueue()
         # Set before the consumer is closed for good.
         self._is_closing = False
-        # Whether the log says where they are; the consumer's thread's.
+        # Whether the log has named the directory of the dead letters.
         self._told_of_dead = False
-        # Open requests of which frames were set aside; the consumer's thread's.
+        # Open requests of which frames are dead letters.
         self._aside: set[tuple[str, str]] = set()
-        # Requests too long for the inbox; written by the consumer's thread.
+        # How many requests were too long for the inbox.
         self.requests_unkept = 0
 
     # Called by the hub.
 
     def open(self) -> None:
-        """Open the inbox and the consumer; what an earlier hub left is given to it first. Raises CapflowError."""
+        """Open the inbox and the consumer. It first gets the frames that an earlier hub left. Raises CapflowError."""
         self.inbox.open()
         self.dead.directory = self.inbox.directory.with_name(f"{self.inbox.directory.name}{SUFFIX}")
         self._opened_at = time.monotonic()
@@ -206,7 +210,7 @@ class DurableLane(Lane):
         self.writer.start(beside, here)
 
     def take(self, arrival: Arrival, taken: Taken) -> bool:
-        """Take a frame that concerns the consumer, whole; return whether it does.
+        """Take a whole frame if it concerns the consumer; return whether it does.
 
         `taken` is called, on any thread, when the frame is durable.
         """
@@ -219,7 +223,7 @@ class DurableLane(Lane):
         return True
 
     def finish(self, request: Request, taken: Taken | None) -> bool:  # noqa: ARG002
-        """Do nothing: the frames in the inbox tell of the end."""
+        """Do nothing: the frames in the inbox carry the end."""
         return False
 
     def lose(
@@ -243,7 +247,7 @@ class DurableLane(Lane):
             self.notes.lost["session"] += 1
 
     def tell(self, answered: Answered) -> None:
-        """Take the outcome of an action, if the consumer minds them."""
+        """Take the outcome of an action, if the consumer handles outcomes."""
         if self.minds_actions:
             self.queue.force(answered)
 
@@ -257,7 +261,7 @@ class DurableLane(Lane):
 
         A replica counts if it has open requests, and an engine without any if none of it is connected.
 
-        here: those that are connected.
+        here: the engines and replicas that are connected.
         """
         waits = {
             (entry.request.engine, entry.request.replica) for entry in [*self._open.values(), *self._long.values()]
@@ -279,9 +283,9 @@ class DurableLane(Lane):
                 self.queue.force(Missed(key[0], total))
 
     def trouble(self, now: float) -> str | None:
-        """Return why the consumer or its inbox is taken to have failed; None when neither has.
+        """Return why the consumer or its inbox counts as failed; None if neither does.
 
-        It names nothing that is captured.
+        The text names nothing that is captured.
         """
         return super().trouble(now) or self.writer.trouble()
 
@@ -375,11 +379,11 @@ class DurableLane(Lane):
         return False
 
     def _begin_again(self, method: str, error: BaseException) -> None:
-        """Open the consumer again and give it what it is not done with, as the next hub would. Raises LeftError."""
+        """Open the consumer again and give it all unfinished requests, as the next hub would. Raises LeftError."""
         self._given = ()
         self.pace.waited_since = None
         self._open_again(method, error)
-        self._failures = SimpleQueue()  # of requests that come again
+        self._failures = SimpleQueue()  # their requests come again
         self._let_go()
         needless = self._needless()
         running = [*self._open.values(), *self._long.values()]
@@ -391,7 +395,7 @@ class DurableLane(Lane):
         self._handled = needless
 
     def _new_index(self) -> RequestIndex:
-        self.state.clear()  # of what an earlier index had
+        self.state.clear()  # an earlier index may have used it
         return RequestIndex([self.wish._replace(durable=False)], self.state, results_kept_max=0)
 
     def _place(self, method: str) -> int | str:
@@ -410,7 +414,7 @@ class DurableLane(Lane):
         return True
 
     def _see_to_failures(self) -> None:
-        """Have requests whose Futures failed given again, or set aside. Raises ReopenError and LeftError."""
+        """Repeat requests whose Futures failed, or set them aside. Raises ReopenError and LeftError."""
         while not self._failures.empty():
             tally, settled, error = self._failures.get()
             request = tally.request
@@ -426,12 +430,12 @@ class DurableLane(Lane):
                 self._settle(tally, settled, CaptureResult("error", text))
 
     def _pass_notes(self) -> None:
-        """Handle what was noted since everything was: results that came with `close`."""
+        """Take the records that were stored after all others were handled: results that came with `close`."""
         while (item := self.inbox.take(0.0)) is not None:
             self._handled = item.number
 
     def _recall(self) -> None:
-        """Take up the requests of which an earlier hub forgot frames: what that lost is said at their ends."""
+        """Open the requests of which an earlier hub forgot frames. Their ends name the rows that were lost so."""
         while self.inbox.unkept:
             long = self.inbox.unkept[0]
             engine = self._engine(long.engine)

@@ -179,7 +179,7 @@ class Lane(abc.ABC):
 
     @abc.abstractmethod
     def tell(self, answered: Answered) -> None:
-        """Take the outcome of an action, if the consumer minds them."""
+        """Take the outcome of an action, if the consumer handles outcomes."""
 
     def note_full(self, engine: str) -> None:  # noqa: B027  most lanes need not know
         """Take that the hub had no room for requests of an engine."""

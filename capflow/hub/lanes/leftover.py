@@ -61,11 +61,11 @@ def take_beside(inbox: Inbox) -> list[Inbox]:
 
 
 def tell_of_others(inbox: Inbox, consumer: str) -> None:
-    """Log which inboxes hold frames for a consumer of this name that is not given them, and what to do."""
+    """Log which inboxes hold frames that this consumer does not get because its options changed, and what to do."""
     for place in others(inbox, consumer):
         event = {"event": "inbox_left", "consumer": consumer, "directory": str(place)}
         do = f"start a hub once with its old options and directory; `capflow spool inspect {place}` shows them"
-        text = "consumer %s: frames wait in %s, which are not given to it: its options or its directory were others; %s"
+        text = "consumer %s: frames in %s are not given to it, because its options or its directory have changed; %s"
         logger.error(text, consumer, place, do, extra=event)
 
 
@@ -100,7 +100,7 @@ def waits(place: Path) -> bool:
     """Return whether an inbox holds rows of an unfinished request, or anything unreadable."""
     # The number of the last record, by engine and request.
     last: dict[tuple[str, str], int] = {}
-    # The same for the last record that the consumer is done with.
+    # The number of the last record with which the consumer is done, by engine and request.
     done: dict[tuple[str, str], int] = {}
     # Requests whose frames were forgotten while they ran.
     unkept: set[tuple[str, str]] = set()

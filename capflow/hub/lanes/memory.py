@@ -64,18 +64,18 @@ class MemoryLane(Lane):
 
     def __init__(self, index: int, configured: ConfiguredConsumer, *, on_result: OnResult, on_action: OnAction) -> None:
         super().__init__(index, configured, on_result=on_result, on_action=on_action)
-        # The hub's thread's.
+        # Only the hub's thread uses it.
         self._tallies = Tallies(index)
         # Engines whose note waits in the queue; guarded by `_lock`.
         self._greeting: dict[str, ModelInfo] = {}
-        # Engines, oldest first, of which there was no room to tell; the hub's thread's.
+        # Engines, oldest first, whose notes found no room. Only the hub's thread uses it.
         self._unmet: dict[str, None] = {}
-        # Engines that were put in the queue, until they are gone; the hub's thread's.
+        # Engines that were put in the queue, until they are gone. Only the hub's thread uses it.
         self._connected: set[str] = set()
-        # Engines that the consumer has met; the latest of them, within `limits.NOTES_BYTES_MAX`. The consumer's
-        # thread's.
+        # The latest engines that the consumer knows, within `limits.NOTES_BYTES_MAX`. Only the consumer's thread uses
+        # it.
         self._met: dict[str, ModelInfo] = {}
-        # Of these; the consumer's thread's.
+        # The memory of `_met`. Only the consumer's thread uses it.
         self._met_bytes = 0
 
     # What the hub tells the consumer.
@@ -117,7 +117,7 @@ class MemoryLane(Lane):
     def finish(self, request: Request, taken: Callable[[], None] | None) -> bool:
         """Take the end of a request, after everything before; return as `take` does.
 
-        An end that has no room is not told to the consumer: the request's result says so.
+        An end that has no room does not reach the consumer: the request's result says so.
         """
         tally = self._tallies.pop(request)
         if self.queue.closed:
@@ -178,7 +178,7 @@ class MemoryLane(Lane):
         self.queue.force(_Gone(engine), source=engine)
 
     def tell(self, answered: Answered) -> None:
-        """Take the outcome of an action, if the consumer minds them; the oldest that wait make room for the newest."""
+        """Take the outcome of an action, if the consumer handles outcomes; the newest displace the oldest that wait."""
         if not self.minds_actions:
             return
         item = _Told(answered, weight(answered))

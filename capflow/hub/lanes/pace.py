@@ -1,4 +1,4 @@
-"""The pace of a consumer: how far behind it is, how much of its time it is busy, and whether it still gets on.
+"""The pace of a consumer: how far behind it is, how much of its time it is busy, and whether it still makes progress.
 
 Written by the one thread that calls the consumer; read by anyone, a moment late. Times are of the monotonic clock.
 """
@@ -16,11 +16,11 @@ class ConsumerPace:
     def __init__(self) -> None:
         # When the frame in hand was delivered; None between frames.
         self.waited_since: float | None = None
-        # When the call that it is in began; None between calls.
+        # When the call that is running began; None between calls.
         self.called_at: float | None = None
-        # In calls that are over.
+        # The seconds that all finished calls took.
         self.busy_s = 0.0
-        # Frames that it raised on, without one between that it took.
+        # How many frames in a row it raised on.
         self.failed_in_a_row = 0
 
     def begin(self) -> float:
@@ -29,7 +29,7 @@ class ConsumerPace:
         return now
 
     def end(self, since: float) -> None:
-        """Note that the call that began then is over."""
+        """Note that the call that began at `since` is over."""
         self.called_at = None
         self.busy_s += time.monotonic() - since
 

@@ -47,7 +47,7 @@ class Tally:
         self.opening: int | None = None
 
     def done(self) -> RequestDone:
-        """Return what the consumer is told at the end of the request."""
+        """Return the end of the request, as the consumer gets it."""
         request = self.request
         finished = tuple(request.finished[stage] for stage in sorted(request.finished))
         promised = sum(max(f.rows, request.received.get(stage, 0)) for stage, f in request.finished.items())

@@ -1,9 +1,10 @@
-"""The endpoint: HTTP for those who watch a hub: `/metrics`, `/healthz` and `/readyz`.
+"""The endpoint: `/metrics`, `/healthz` and `/readyz` of a hub over HTTP.
 
-Everything is read at the time of the request, on a thread of that request; the hub's thread and the consumers' never
-notice. A client that sends nothing, or nonsense, costs one thread for at most `limits.HTTP_HEAD_S_MAX`; there are at
-most `limits.HTTP_CLIENTS_MAX` of them, and the one that has waited longest with its request makes room for the next.
-Nothing that is said here was captured, and nothing can be changed here.
+Everything is read at the time of the request, on a thread of that request. The threads of the hub and of the consumers
+never wait for it. A client that sends nothing, or nonsense, costs one thread for at most `limits.HTTP_HEAD_S_MAX`.
+There are at most `limits.HTTP_CLIENTS_MAX` clients; the one that has waited longest with its request makes room for the
+next.
+The answers hold nothing that was captured, and no request changes anything.
 
 Why this is not `prometheus_client.make_wsgi_app` on `wsgiref`: the bounds on clients are most of this file, and stay.
 Tried, that is 237 lines in the place of 232; wsgiref also sends a body with the answer to HEAD, and prints tracebacks.
@@ -59,7 +60,7 @@ def parse_listen(address: str, where: str) -> tuple[str, int]:
 
 
 class Endpoint:
-    """Serves what is to be known of a hub, from `start` to `stop`. `url` is where, once started; without a path."""
+    """Serves the state of a hub, from `start` to `stop`. After `start`, `url` is the address without a path."""
 
     def __init__(self, hub: Hub, host: str, port: int) -> None:
         from capflow.hub.monitor.metrics import registry_of
@@ -68,9 +69,9 @@ class Endpoint:
         self.url = ""
         self._hub = hub
         self._registry = registry_of(hub)
-        # From `start` to `stop`.
+        # Set from `start` to `stop`.
         self._server: _Server | None = None
-        # The same.
+        # Set from `start` to `stop`, too.
         self._thread: threading.Thread | None = None
 
     @property
@@ -168,7 +169,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     """One request, and then the connection is closed."""
 
     server: _Server
-    # For each read.
+    # The longest time for each read.
     timeout = limits.HTTP_HEAD_S_MAX
     server_version = "capflow"
     sys_version = ""
@@ -211,7 +212,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             encode, content_type = choose_encoder(self.headers.get("Accept") or "")
             body = encode(self.server.registry)
         except Exception:
-            logger.exception("the metrics cannot be told")
+            logger.exception("the metrics cannot be read")
             self._say(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain; charset=utf-8", b"see the hub's log\n")
             return
         self._say(HTTPStatus.OK, content_type, body)

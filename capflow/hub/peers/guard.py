@@ -84,20 +84,20 @@ def _allow(public: str, name: str, rights: list[str] | tuple[str, ...]) -> str:
 
 @dataclass
 class _Offender:
-    """One who broke the protocol."""
+    """A peer that broke the protocol."""
 
-    # When the window began.
+    # When the window began in which offences are counted.
     since: float
-    # In the window.
+    # The number of offences in the window.
     count: int = 0
     ignored_until: float = 0.0
 
 
 class Offences:
-    """Who broke the protocol lately; of at most `limits.SESSIONS_MAX`, the oldest is forgotten first."""
+    """The peers that broke the protocol lately: at most `limits.SESSIONS_MAX`; the oldest is forgotten first."""
 
     def __init__(self) -> None:
-        # By key or connection.
+        # The offenders, by key or by connection.
         self._offenders: dict[bytes | str, _Offender] = {}
 
     def ignored(self, who: bytes | str, now: float) -> bool:

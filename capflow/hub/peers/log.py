@@ -1,7 +1,7 @@
-"""The log of what peers do: so many lines of a kind, and of a peer, at a time; the rest are counted.
+"""The log of what peers do. The number of lines of each kind and of each peer is limited; the rest are counted.
 
-It belongs to the hub's thread. A kind, and a peer, may have a burst of lines at once, and so many a second from then
-on. `flush` says in one line how many were left out.
+Only the hub's thread uses it. Each kind and each peer may have a burst of lines at once, and after that a fixed number
+in a second. `flush` logs in one line how many were left out.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ SOURCE_BYTES = 4 * limits.KIB  # of memory, of a worker
 
 @dataclass(eq=False)
 class WorkerState:
-    """What the hub has of one boot of one worker, and what came from it so far."""
+    """The state of one boot of one worker, and the counts of its frames so far."""
 
     boot: str
     rank: Rank
@@ -125,9 +125,9 @@ class Roster:
         self.sessions = Shares("sessions", limits.SESSIONS_MAX, unit="sessions", do="close some, or try again later")
         # The memory that peers share.
         self.state = state
-        # By connection, until they leave.
+        # The peers that were let in, by connection, until they leave.
         self.peers: dict[bytes, Peer] = {}
-        # By name, while a worker or a scheduler of it is known.
+        # The engines of which a worker or a scheduler is known, by name.
         self.engines: dict[str, KnownEngine] = {}
         # Workers that came back with the boot that they had.
         self.resumed = 0

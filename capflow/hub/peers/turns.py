@@ -30,13 +30,13 @@ Handle = Callable[[bytes, Parts, str], Iterator[None]]
 
 @dataclass(eq=False)
 class _Line:
-    """What one peer sent and the hub has not handled."""
+    """The messages of one peer that the hub has not handled."""
 
-    # With the user, and what each weighs.
+    # The messages that wait, each with its user and its weight in bytes.
     messages: deque[tuple[Parts, str, int]] = field(default_factory=deque)
-    # Of the messages but `large`.
+    # The weight of all messages except `large`.
     weight_bytes: int = 0
-    # One of the messages, more than half of what may wait.
+    # The one message, if any, that takes more than half of the bytes that may wait.
     large: Parts | None = None
     # The message that is being handled, when it is in slices.
     step: Iterator[None] | None = None
@@ -47,12 +47,13 @@ class Turns:
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
-        # By connection; removed when empty.
+        # The line of each connection; an empty line is removed.
         self._lines: dict[bytes, _Line] = {}
         # A heap of the lines: seconds used, order of arrival, connection.
         self._next: list[tuple[float, int, bytes]] = []
         self._order = itertools.count()
-        # Seconds used, by connection. One that is not in it, or has less, has had as much as whoever was served last.
+        # Seconds used, by connection. A connection with less counts as much as the one that was
+        # served last.
         self._used_s: dict[bytes, float] = {}
         self._served_s = 0.0
 

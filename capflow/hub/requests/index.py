@@ -219,7 +219,7 @@ class RequestIndex:
             self._add(Request(engine.name, request, rank.dp, none, self._no_tags, (), rank.pp), engine)
 
     def finish(self, header: FrameHeader, engine: KnownEngine) -> list[Request]:
-        """Note the ends that a frame tells of; return the requests that are over now."""
+        """Note the ends in a frame; return the requests that are over now."""
         over = []
         for finished in header.finished:
             if self.was_lost(finished, engine):
@@ -378,7 +378,7 @@ class RequestIndex:
             self._request(engine, _part_of(finished), rank, ends=True)
         if (request := engine.open.get(finished.id)) is not None:
             return request.shares
-        # It had no room here, or was ended before; its end is told all the same.
+        # The request had no room here, or was ended before. Its end is reported all the same.
         return self._shares(engine, None if finished.capture is None else finished.capture.untagged())
 
     def _end(self, engine: KnownEngine, request: Request, status: str) -> None:

@@ -149,7 +149,7 @@ class Request:
             self.received, self.before, self.finished, self.lost = _NOTHING, _NOTHING, _NOTHING, _NO_LOSSES
 
     def acted(self) -> list[Answered]:
-        """Return what changed the steering of it inside its workers, oldest first; told again, each has the same id."""
+        """Return the changes of its steering that its workers made, oldest first. Each always has the same id."""
         answered_all = [
             answered
             for stage, finished in self.finished.items()
@@ -170,7 +170,7 @@ class Request:
 
 
 def answered_by(engine: str, request: str, stage: int, acts: Sequence[Acted]) -> list[Answered]:
-    """Return what changed the steering of a request inside the worker of a stage; told again, each has the same id."""
+    """Return the changes of a request's steering that the worker of a stage made. Each always has the same id."""
     return [
         Answered(
             xxhash.xxh3_128_hexdigest(repr((engine, request, stage, number, acted.time_ns)).encode()),

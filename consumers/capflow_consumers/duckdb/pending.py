@@ -37,7 +37,7 @@ class PendingRows:
         self._tokens: list[_Tokens] = []
         self._scorers = scorers
         self._columns = {site: sum(len(scorer.names) for scorer in probes) for site, probes in scorers.items()}
-        # By site, width and dtype of the rows.
+        # The staged rows, by site, width and dtype.
         self._stages: dict[tuple[Site, int, np.dtype[Any]], RowStage] = {}
 
     def add_tokens(self, request: ScoredRequest, rows: RequestRows, *, stored: bool) -> None:

@@ -108,7 +108,7 @@ class FilesystemConsumer(Consumer):
         super().__init__(config)
         self.config: FilesystemConfig = config
         self._root = Path(config.root).absolute()
-        # From `open` to `close`.
+        # Set from `open` to `close`.
         self._open: _Open | None = None
         # When rows of running requests were last written, on the monotonic clock.
         self._tailed_at = 0.0

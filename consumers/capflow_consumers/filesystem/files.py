@@ -95,7 +95,7 @@ class RequestFiles:
         self.early = False
         # Counted by `FiledRequest.add`.
         self.rows_overflowed: Counter[Site] = Counter()
-        # From `prepare` to `release`.
+        # The prepared files, from `prepare` to `release`.
         self._prepared: list[_File] = []
         # Rows in files that `running.jsonl` does not list yet.
         self._unlisted: dict[Site, list[Piece]] = {}

@@ -18,7 +18,7 @@ class FiledRequest:
     """One request from its first row to its result.
 
     error: why its rows are no longer taken.
-    published: where it lies already and its sidecar, when it was written before this consumer was opened. Then its
+    published: its path and its sidecar, if it was written before this consumer was opened. Then its
         frames are repeats, and its rows are not taken either.
     """
 

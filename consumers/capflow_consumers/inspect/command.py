@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _LISTED_MAX = 10
-# Of the output when it is no terminal.
+# The width of the output if it is not a terminal.
 _WIDTH = 120
 
 

@@ -36,9 +36,9 @@ from capflow.steering.action import Answered
 from capflow_consumers.dataset.names import slug
 
 PART_BYTES_MAX = 256 * limits.KIB
-# For headers, and for one token with its text.
+# Space in a message for its headers, and for one token with its text.
 OVERHEAD_BYTES = 256 * limits.KIB
-# In a message, whose header lists them.
+# The largest number of pieces in a message, whose header lists them.
 _PIECES_MAX = 256
 
 PLACE_HEADER = "Capflow-Place"

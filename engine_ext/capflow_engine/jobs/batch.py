@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def run(job: JobRequest, tell: Tell) -> None:
-    """Run a job and tell of it as it goes."""
+    """Run a job and report its progress."""
     compat.require()
     compat.prepare_environment(job.engine)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

@@ -108,7 +108,7 @@ class Asker:
         # When every question is answered at the latest; `hurry` sets it.
         self._over_at = math.inf
         self._asks: queue.SimpleQueue[_Ask] = queue.SimpleQueue()
-        # From the first question to the end of the process.
+        # It runs from the first question to the end of the process.
         self._thread: threading.Thread | None = None
 
     async def ask(self, names: Sequence[str], *, captures: bool, wait_s: float, patient: bool = True) -> Results:
@@ -125,7 +125,7 @@ class Asker:
     async def find(self, names: Sequence[str], *, wait_s: float, known_s: float, engine: str = "") -> Results:
         """Return the results of requests, once their consumers are done with them or `wait_s` seconds have passed.
 
-        known_s: a request that the hub does not know after so many seconds has no results.
+        known_s: after this time, in seconds, a request that the hub still does not know has no results.
         engine: whose requests they are, if not the asker's.
         Raises CapflowError if no hub answers, or if it refuses.
         """
@@ -152,7 +152,7 @@ class Asker:
         return await ask.answer
 
     def hurry(self, within_s: float) -> None:
-        """Answer every question within so many seconds, also later ones."""
+        """From now on, answer every question within `within_s`."""
         self._over_at = time.monotonic() + within_s
 
     def _run(self) -> None:

@@ -26,9 +26,9 @@ class HubResults:
     def __init__(self, hub: HubAt, engine: str) -> None:
         self._hub = hub
         self._engine = engine
-        # From the first use on, while the hub is there.
+        # Set from the first use on, while the hub is there.
         self._client: Client | None = None
-        # Until when a hub that was not there is not looked for, on the clock of `monotonic`.
+        # The time until which no connection is tried, because the hub was not there; on the clock of `monotonic`.
         self._no_hub_until = 0.0
 
     def ask(self, requests: Sequence[tuple[str, bool]]) -> Results:
@@ -123,6 +123,6 @@ class Askers:
         return {name: results[name] for name in names}
 
     def hurry(self, within_s: float) -> None:
-        """Answer every question within so many seconds, with the results that are known by then."""
+        """Answer every question within `within_s`, with the results that are known by then."""
         for asker in self._hubs:
             asker.hurry(within_s)

@@ -36,7 +36,7 @@ class Reports:
     def __init__(self) -> None:
         # The name of the request and the name of this sample, by vLLM's id.
         self._members: dict[str, tuple[str, str]] = {}
-        # By the name of the request, if there is anything to report.
+        # The report of each request that has anything to report, by the request's name.
         self._reports: dict[str, _Report] = {}
         # Requests that ended, until vLLM outputs their end.
         self._over: dict[str, tuple[str, str]] = {}

@@ -44,7 +44,7 @@ class Ending:
         self.begun = False
         # Requests and calls that are being answered.
         self._answering = 0
-        # From the first signal.
+        # Set from the first signal on.
         self._task: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager

@@ -183,7 +183,7 @@ class Holdings:
 
     def __init__(self, size: Size) -> None:
         self.size = size
-        # By holder.
+        # The needs of each holder.
         self._held: dict[str, tuple[Need, ...]] = {}
         # The number of holders of each configuration.
         self._slots: Counter[str] = Counter()

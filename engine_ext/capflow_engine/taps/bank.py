@@ -72,9 +72,9 @@ class Bank:
         self.op_floats = torch.empty((size.ops, 3), dtype=torch.float32, device=device)
         self._index = index
         self._slots: dict[int, _Slot] = {}
-        # By the key of the configuration.
+        # The slot of each configuration, by the configuration's key.
         self._slot_of: dict[str, int] = {}
-        # By digest.
+        # The row of each vector, direction or patch, by its digest.
         self._row_of: dict[bytes, int] = {}
         # The number of slots that use a row, by digest.
         self._row_holders: dict[bytes, int] = {}

@@ -139,7 +139,7 @@ class Step:
         lengths = self._lengths = np.array([end - begin for begin, end, _ in self._runs])
         sliced = _few_or_long(len(lengths), int(lengths.sum()))
         wide = torch.empty((int(lengths.max()) if sliced else 0, self.bank.rows.shape[1]))
-        # By the mask of steered runs, which most sites share.
+        # The steered tokens by the mask of steered runs, which most sites share.
         tokens: dict[bytes, slice | torch.Tensor] = {}
         for site in np.flatnonzero((heads >= 0).any(axis=1)).tolist():
             if not lone[site]:

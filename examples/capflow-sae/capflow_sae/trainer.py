@@ -71,7 +71,7 @@ class Trainer:
         self.batch = batch
         # The thread writes the next three fields.
         self.curve = Curve()
-        # Of the last step.
+        # The loss of the last step.
         self.loss: float | None = None
         # Why the training ended early.
         self.error: str | None = None

@@ -23,9 +23,9 @@ from capflow_consumers.dataset.shards import parquet
 from capflow_consumers.dataset.shards.seal import Entry
 from capflow_consumers.dataset.shards.stream import Encoder, Kind, hashes_of, page_of, page_room
 
-# Of rows, unless one row is larger.
+# The rows of a batch take at most so many bytes, unless a single row is larger.
 BATCH_BYTES_MAX = 64 * limits.MIB
-# Smaller, because reading one row decompresses its whole batch.
+# The bound is smaller for compressed rows, because reading one row decompresses its whole batch.
 COMPRESSED_BATCH_BYTES_MAX = 8 * limits.MIB
 # A batch of at least so many bytes of rows is its own row group; the seal copies smaller ones together.
 IN_PLACE_BYTES_MIN = 2 * limits.MIB

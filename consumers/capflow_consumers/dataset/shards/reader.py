@@ -37,7 +37,7 @@ LastRows = dict[tuple[str, int], npt.NDArray[Any]]
 class Shard:
     """A mapped shard.
 
-    path: where it lies.
+    path: the path of its file.
     last: shared by all shards of a set.
     entries: its captures.
     damage: the errors of parts that cannot be read; captures that the index lists are not among them.

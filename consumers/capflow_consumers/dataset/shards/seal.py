@@ -40,7 +40,7 @@ from capflow_consumers.dataset.shards.stream import END, Kind, StoredBatch, chun
 
 FORMAT = 2
 BLOCK_BYTES = 4 * limits.MIB
-# Of rows in one row group of small batches.
+# The largest size of the rows in one row group that is made of small batches.
 GATHERED_BYTES_MAX = 64 * limits.MIB
 
 PHASES = "prompt", "generated"
