@@ -95,26 +95,26 @@ TROUBLE_LENGTH_MAX = 1_024  # characters of the message about one failed control
 HEARTBEAT_S = 1.0
 SILENCE_S_MAX = 10.0
 NAME_KEPT_S = 3.0  # since the last message of an engine; until then no other engine may have its name
-REFUSED_S = 2.0  # until a refused peer sends its next Hello
+REFUSED_S = 2.0  # pause before a refused peer sends its next Hello
 RESUME_S_MAX = 3600.0  # silence after which a hub forgets which frames of a worker it has
-MISSED_S = 5.0  # without a connection, after which an engine counts as gone
+MISSED_S = 5.0  # time without a connection after which an engine counts as gone
 HUB_WAIT_S_DEFAULT = 5.0
 BLOCK_S_MAX = 30.0
 CAPTURE_WAIT_S_DEFAULT = 30.0
 CAPTURE_WAIT_S_MAX = 600.0
 HUB_AWAY_S = 3.0  # how long a response that waits for its results waits for a hub that went away
-HUB_KNOWS_S = 1.0  # until a hub without delay has heard of a request that has just run
+HUB_KNOWS_S = 1.0  # after this time an undelayed hub knows a request that has just run
 
-# Times at an end, seconds. Whoever makes progress gets more time than whoever hangs.
-DRAIN_S_DEFAULT = 20.0  # of a stopped hub, for consumers that make progress
+# Times at an end, seconds. A part that makes progress gets more time than a part that hangs.
+DRAIN_S_DEFAULT = 20.0  # a stopped hub waits so long for consumers that make progress
 DRAIN_S_MAX = 60.0  # the same for a run that ends because all is done, and for an engine
-LEAVE_S = 2.0  # of a stopped hub, for consumers that spill: their inbox keeps the rest
-HANG_S_MAX = 7.0  # one call of a consumer, or a hub that acknowledges nothing; then the end does not wait for it
-GIVE_UP_S = 2.0  # for what does not stop although all its work was taken away
-SHUTDOWN_S_DEFAULT = 20.0  # of a stopped server, for running requests
+LEAVE_S = 2.0  # a stopped hub waits so long for consumers that spill: their inbox keeps the rest
+HANG_S_MAX = 7.0  # the end waits no longer for one call of a consumer, or for a hub that acknowledges nothing
+GIVE_UP_S = 2.0  # the last wait for a part that does not stop although it has no more work
+SHUTDOWN_S_DEFAULT = 20.0  # a stopped server waits so long for running requests
 SHUTDOWN_S_MAX = 3600.0
-ANSWERS_S = 5.0  # for the last answers of a stopped server, once its requests have ended or were aborted
-ENGINE_END_S_MAX = DRAIN_S_MAX + GIVE_UP_S  # of an engine without requests, to send its rows
+ANSWERS_S = 5.0  # a stopped server has so long for its last answers, once its requests have ended or were aborted
+ENGINE_END_S_MAX = DRAIN_S_MAX + GIVE_UP_S  # an engine without requests has so long to send its rows
 # An interrupted model job: its current step, the end of its engine, and the end of vLLM and Python.
 JOB_END_S_MAX = GIVE_UP_S + ENGINE_END_S_MAX + 2 * HANG_S_MAX
 
@@ -185,12 +185,12 @@ assert HELLO_BYTES_MAX <= HEADER_BYTES_MAX
 
 # Lines of the log about peers; the rest are counted.
 LOG_KIND_LINES_MAX = 100  # lines of one event at once
-LOG_KIND_LINES_PER_S = 1.0  # from then on
+LOG_KIND_LINES_PER_S = 1.0  # lines of one event in a second after that
 LOG_PEER_LINES_MAX = 20  # lines about one key or connection at once
 LOG_PEER_LINES_PER_S = 0.2
 LOG_LEFT_OUT_S = 10.0  # time between two lines with the number of dropped lines
 LOG_UNREAD_BYTES_MAX = 4 * MIB  # text waiting for the reader of standard error; further lines are dropped and counted
-LOG_END_S_MAX = 2.0  # at the end, for text that waits
+LOG_END_S_MAX = 2.0  # how long the end of a process waits for log text that is not read
 
 assert FINISHED_PER_FRAME_MAX <= REQUESTS_PER_FRAME_MAX
 
@@ -200,27 +200,27 @@ KEY_FILE_BYTES_MAX = 4 * MIB
 
 # Times of the transport, seconds.
 IDLE_S = 0.25
-RESULT_S_MAX = 10.0  # without any result, for the result of a finished request that pins much of an inbox
+RESULT_S_MAX = 10.0  # wait without any result, before a finished request that pins much of an inbox is let go
 ACTION_S_MAX = 30.0
 ACTION_ANSWER_S_MAX = 5.0  # how much longer a hub waits for the answer to an expired action
 LINGER_S = 0.5
 RECONNECT_S_MIN = 0.1
 RECONNECT_S_MAX = 0.5
-HANDSHAKE_S_MAX = 10.0  # from a new connection to the end of its ZMQ handshake; then as long again to its session
+HANDSHAKE_S_MAX = 10.0  # time for the ZMQ handshake of a new connection, and as long again until its session
 DEAD_S_MAX = 30.0  # a TCP connection that takes no data for this long is closed
 
 # Descriptors of a hub's process.
 DESCRIPTORS_WANTED = 65_536  # if the system allows it
-DESCRIPTORS_KEPT_MIN = 64  # for files, consumers and the endpoint, and at least this fraction of all:
+DESCRIPTORS_KEPT_MIN = 64  # kept for files, consumers and the endpoint; and at least this fraction of all:
 DESCRIPTORS_KEPT_SHARE = 0.25
 CONNECTIONS_IDLE_MAX = 1_024  # connections without a session; then the oldest is closed
 
 # One turn of the hub's thread.
-READ_AHEAD_BYTES_MAX = 256 * MIB  # read from the socket and not handled, except frames within their credit
-READ_AHEAD_EACH_BYTES_MAX = 16 * MIB  # of these, of one peer; a single message may be larger
+READ_AHEAD_BYTES_MAX = 256 * MIB  # bytes that are read from the socket and not handled, except frames within credit
+READ_AHEAD_EACH_BYTES_MAX = 16 * MIB  # the part of one peer; a single message may be larger
 READ_AHEAD_EACH_BYTES_MIN = 64 * KIB
 SLICE_REQUESTS = 256  # requests answered, or ended with their engine, before it is another peer's turn
-TURN_S = 0.005  # of handling messages, before the results of consumers are handled
+TURN_S = 0.005  # how long messages are handled before the results of consumers are
 assert READ_AHEAD_EACH_BYTES_MIN * SESSIONS_MAX <= READ_AHEAD_BYTES_MAX
 
 # The endpoint for metrics and health.

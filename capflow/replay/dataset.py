@@ -24,7 +24,8 @@ from capflow.capture.spec import CaptureSpec
 from capflow.protocol.recording import Entry, RecordedEngine
 
 _AT_ONCE = 8  # requests that run at a time
-_STEP_BYTES_MAX = 64 * limits.MIB  # of rows in one step; one position may have more
+# The largest size of the rows of one step; a single position may have more.
+_STEP_BYTES_MAX = 64 * limits.MIB
 _BOOT = "replayed"
 
 

@@ -42,7 +42,7 @@ class Actions:
         self._ask(Ask("", action, consumer, f"consumer {consumer}", lane=lane))
 
     def outcome(self, scheduler: str, outcome: Outcome) -> None:
-        """Take the answer of a scheduler, given by its boot."""
+        """Take the answer of a scheduler. scheduler: its boot."""
         settled = self.relay.outcome(scheduler, outcome)
         self._settle([] if settled is None else [settled])
 
@@ -82,5 +82,6 @@ class Actions:
             if ask.lane is not None:
                 self._effects.add(AnswerLane(ask.lane, outcome))
                 continue
-            if self._roster.peers.get(ask.peer) is ask.client:  # it may have said Hello again as someone else
+            # The connection may belong to another client by now.
+            if self._roster.peers.get(ask.peer) is ask.client:
                 self._effects.say(ask.peer, ActionOutcome(outcome))

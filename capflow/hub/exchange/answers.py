@@ -51,7 +51,7 @@ class Answers:
             if not number % limits.SLICE_REQUESTS:
                 yield
                 if self._roster.peers.get(peer) is not client:
-                    return  # it left meanwhile, or said Hello again
+                    return  # the client left meanwhile, or said Hello again
             results, final = self._results(request, question.engine)
             if final or not question.wait:
                 self._effects.say(peer, results)
@@ -61,7 +61,8 @@ class Answers:
     def answer(self, request: Request) -> None:
         """Answer the clients that wait for a request, if its results are final."""
         newest = self._index.newest(request.key)
-        is_gone = newest is None or newest.engine != request.engine  # forgotten, or of an earlier start of its engine
+        # Whether the request was forgotten, or belongs to an earlier start of its engine.
+        is_gone = newest is None or newest.engine != request.engine
         for engine in {"", request.key[0], request.engine}:
             if not self._waiters.waits((engine, request.id)):
                 continue

@@ -118,9 +118,11 @@ class Exchange:
     # Messages of peers.
 
     def receive(self, peer: bytes, parts: Parts, now: float, user: str = "") -> Iterator[Effect]:
-        """Take a message of a connection; yield the effects, with a `Pause` wherever other peers may have their turn.
+        """Take a message of a connection; yield the effects, and a `Pause` where other peers may have their turn.
 
-        user: the public key of the peer; "" if the hub has no keys. An invalid message is the loss of its peer alone.
+        An invalid message ends the session of its own peer only.
+
+        user: the public key of the peer; "" if the hub has no keys.
         """
         self._effects.now = now
         for _ in self._receive(peer, parts, user):
@@ -134,11 +136,12 @@ class Exchange:
             self.counts.ignored += 1
             return
         member = self.roster.peers.get(peer)
-        if member is not None and member.session.user != user:  # another key took the name of the connection
+        if member is not None and member.session.user != user:  # another key uses the id of the connection
             self.sessions.forget(peer, for_good=False)
             member = None
         if member is None and len(parts) == limits.MESSAGE_PARTS_MAX:
-            self._effects.add(Send(peer, [encode(Bye())]))  # a frame of a session that is over: it says Hello again
+            # A frame of a session that is over. The Bye makes its worker say Hello again.
+            self._effects.add(Send(peer, [encode(Bye())]))
             return
         session = member.session if member is not None else HubSession(now=now, user=user)
         try:
@@ -161,7 +164,7 @@ class Exchange:
             self._fail(peer, session, e)
 
     def _prepared(self, member: Peer, parts: Parts) -> Generator[None, None, Frame | None]:
-        """Do in slices what comes before a frame: read a large one and return it, then end what its engine left."""
+        """Decode a large frame, and finish the departures of its engine, in slices; return the frame, None if small."""
         frame = None
         if is_large(parts[0]):
             frame = Frame.read(*parts)
@@ -190,7 +193,7 @@ class Exchange:
                 self.actions.gone(member.hello.boot)
 
     def fail(self, peer: bytes, error: BaseException, now: float) -> list[Effect]:
-        """Give up a peer whose message the hub failed at."""
+        """Cut off a peer, because the hub failed at its message."""
         self._effects.now = now
         member = self.roster.peers.get(peer)
         self._fail(peer, HubSession(now=now) if member is None else member.session, error)
@@ -203,16 +206,16 @@ class Exchange:
         self.sessions.cut_off(peer, session, FAILED_AT_MESSAGE)
 
     def share_bytes(self, peer: bytes) -> tuple[int, int]:
-        """Return how many bytes of a peer's messages may wait: of any kind, and more by a worker's credit."""
+        """Return how many bytes of a peer's messages may wait: of any kind, and how many more by a worker's credit."""
         member = self.roster.peers.get(peer)
         if member is None:
             return limits.HELLO_BYTES_MAX, 0
-        # Below 0 while a frame is held that is larger than all credit.
+        # The credit is below 0 while the hub holds a frame that was larger than all credit.
         paid_bytes = max(0, member.source.intake.credit_bytes) if member.source is not None else 0
         return limits.READ_AHEAD_EACH_BYTES_MAX, paid_bytes
 
     def overrun(self, peer: bytes, now: float) -> list[Effect]:
-        """Give up a peer that sent more than `share_bytes`; it may say Hello again."""
+        """Cut off a peer that sent more than `share_bytes`; it may say Hello again."""
         self._effects.now = now
         member = self.roster.peers.get(peer)
         if member is None:
@@ -282,7 +285,7 @@ class Exchange:
         return self._effects.take()
 
     def tick(self, now: float, waiting: Container[bytes] = ()) -> list[Effect]:
-        """Send beats; give up silent peers, and peers that lost their rights.
+        """Send beats; end the sessions of silent peers, and of peers that lost their rights.
 
         waiting: peers whose messages are not handled yet.
         """

@@ -49,7 +49,7 @@ class Frames:
         counts: Counts,
         effects: Effects,
     ) -> None:
-        # Whether frames are left to their workers, for the next hub; set by `drain`.
+        # Whether workers keep new frames for the next hub; set by `drain`.
         self.draining = False
         self._index = index
         self._answers = answers
@@ -59,7 +59,7 @@ class Frames:
         self._effects = effects
         # Frames that nobody holds any more, by worker; emptied by `acknowledge` and by `released`.
         self._released: dict[WorkerState, list[int]] = {}
-        # Names of consumers that are not here and were logged.
+        # Names of consumers that requests named, that this hub does not have, and that were logged.
         self._strangers: set[str] = set()
 
     def drain(self, engines: Iterable[KnownEngine]) -> None:

@@ -28,7 +28,7 @@ NO_ENGINE = explain(
 )
 
 
-# The memory of an action that waits, and for each of its bytes on the wire.
+# The memory of an action that waits: a fixed part, and so many bytes for each byte on the wire.
 _ACTION_BYTES, _DECODED = 2048, 4
 
 
@@ -102,7 +102,7 @@ class Relay:
         self.unknown = 0
         self._count = Shares("actions waiting for an engine", limits.ACTIONS_WAITING_MAX, unit="actions")
         self._state = state
-        # By the id that the hub gave them; until the outcome, or a while after `until`.
+        # The waiting actions by the id that the hub gave them, until the outcome, or a while after `until`.
         self._waiting: dict[str, _Waiting] = {}
         self._hub_id = hub_id
         self._ids = itertools.count(1)

@@ -38,7 +38,7 @@ from capflow.protocol.session import HubSession, UnexpectedMessageError
 from capflow.steering.action import Rejected
 
 OTHER_REASONS = "other reasons"
-"""Under which refusals are counted when there are more than `limits.REFUSALS_MAX` different reasons."""
+"""The reason under which further refusals are counted after `limits.REFUSALS_MAX` different reasons."""
 
 _RIGHT: dict[type[Any], str] = {Act: "steer", Await: "read", Status: "read", WatchRequest: "read"}
 """The right that a client needs for each message."""
@@ -49,7 +49,7 @@ class Sessions:
 
     captures: the specs of consumers, for every Welcome.
     readers: the consumers that a request may name.
-    minds_actions: whether a consumer takes the outcomes of actions.
+    minds_actions: whether any consumer handles the outcomes of actions.
     hub_id: an id that no other hub has.
     """
 
@@ -103,7 +103,7 @@ class Sessions:
     # What peers may do.
 
     def may(self, peer: bytes, member: Peer, message: Frame | Message) -> bool:
-        """Return whether a peer may send a message; refuse the peer if not."""
+        """Return whether a peer has the right to a message. If not, the action or the peer is refused."""
         right = _RIGHT.get(type(message)) or ("capture" if member.hello.role != "client" else None)
         reason = None if right is None else self._guard.refusal(member.session.user, right)
         if reason is None:
@@ -117,7 +117,7 @@ class Sessions:
     def check_rights(self) -> None:
         """Refuse each peer that lost the right to its session, its tap or its results, if the allow-list has changed.
 
-        Peers that were refused before connect again: they may have the right now.
+        Peers that were refused earlier may connect again, because they may have the right now.
         """
         if self._guard.version == self._rights:
             return
@@ -142,16 +142,18 @@ class Sessions:
             return
         self.forget(peer, for_good=False)
         self._refused.pop(peer, None)
-        if (
-            hello.role != "client"
-        ):  # a peer that says Hello and Bye again and again waits for the departures that follow
+        if hello.role != "client":
+            # So a peer that says Hello and Bye again and again waits for its own departures.
             yield from self._departures.done(hello.engine)
         member = yield from self._joined(peer, session, hello)
         if member is not None:
             self._welcome(peer, member)
 
     def _joined(self, peer: bytes, session: HubSession, hello: Hello) -> Generator[None, None, Peer | None]:
-        """Let a peer in and return it, or refuse it. Waits for the room that departures are about to give back."""
+        """Let a peer in and return it, or refuse it.
+
+        If there is no room, waits for the departures that are under way, and tries once more.
+        """
         rights = ("read", "steer") if hello.role == "client" else ("capture",)
         for again in (False, True):
             if self._frames.draining:

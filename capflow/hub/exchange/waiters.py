@@ -12,8 +12,10 @@ Asked = tuple[str, str]
 """An engine as a client named it, empty for any, and the id of a request."""
 
 
-_WAIT_BYTES = 256  # of memory, of a name that is waited for
-_NAMES_MIN = 64  # of a client, answered or not, before the answered ones are forgotten
+# The memory of a name for which a client waits.
+_WAIT_BYTES = 256
+# A client's answered names are forgotten when its list is longer by this than twice the names that it waits for.
+_NAMES_MIN = 64
 
 
 class Waiters:

@@ -43,7 +43,7 @@ class Watchers:
     """Every watcher of a hub, by connection. The counters include watchers that left."""
 
     def __init__(self, effects: Effects) -> None:
-        # Copies sent.
+        # The frames and bytes that were sent to watchers.
         self.frames = 0
         self.bytes = 0
         self.skipped_frames = 0
@@ -59,9 +59,9 @@ class Watchers:
         return peer in self._watchers
 
     def take(self, peer: bytes, name: str, owner: str, credit_bytes: int, engines: Iterable[KnownEngine]) -> None:
-        """Take credit of a watcher.
+        """Add credit of a watcher. A new watcher also gets the engines.
 
-        The first time it gets the engines. Raises RoomError if there are too many watchers.
+        Raises RoomError if there are too many watchers.
         """
         watcher = self._watchers.get(peer)
         if watcher is None:

@@ -23,7 +23,8 @@ from capflow.hub.lanes.inbox import INBOXES_MAX, Checkpoint, RequestDoneMark, Un
 
 _INBOX = re.compile(r"(.+-[0-9a-f]{16})(?:\.\d+)?")
 _NAMED_MAX = 20
-_READS_MAX = 5  # of a spool whose segments are removed meanwhile
+# How often a spool is read when segments are removed meanwhile.
+_READS_MAX = 5
 
 _Key = tuple[str, str]  # engine and request
 

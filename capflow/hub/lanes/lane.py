@@ -169,7 +169,7 @@ class Lane(abc.ABC):
 
     @abc.abstractmethod
     def greet(self, engine: str, model: ModelInfo, *, worker: bool = False) -> None:
-        """Take that an engine connected, or one more worker of it, after everything before."""
+        """Note that an engine connected, or one more worker of it. The note follows all earlier calls."""
 
     @abc.abstractmethod
     def lose(
@@ -182,7 +182,7 @@ class Lane(abc.ABC):
         """Take the outcome of an action, if the consumer handles outcomes."""
 
     def note_full(self, engine: str) -> None:  # noqa: B027  most lanes need not know
-        """Take that the hub had no room for requests of an engine."""
+        """Note that the hub had no room for requests of an engine."""
 
     def missed(self, here: set[tuple[str, int]], now: float) -> Iterator[tuple[str, int]]:  # noqa: ARG002
         """Yield the engines and replicas of open requests that were not connected for `limits.MISSED_S`.

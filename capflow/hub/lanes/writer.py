@@ -184,7 +184,7 @@ class InboxWriter:
         self.failures += 1
         if not self.failed:
             event = {"event": "inbox_failed", "consumer": self.name}
-            logger.error("consumer %s: its inbox failed; it goes on", self.name, exc_info=e, extra=event)
+            logger.error("consumer %s: its inbox failed; it continues", self.name, exc_info=e, extra=event)
         self.failed = True
 
     def _put(self, item: Any) -> None:

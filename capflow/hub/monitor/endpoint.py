@@ -161,7 +161,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
                 request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002  socketserver's signature
-        """Say nothing of a client that went away, or sent nothing in time."""
+        """Log nothing about a client that went away, or sent nothing in time."""
         logger.debug("a request failed", exc_info=True)  # noqa: LOG014  called in one
 
 

@@ -25,7 +25,8 @@ from capflow.protocol.message import Hello, WorkerCounts
 from capflow.protocol.session import HubSession
 from capflow.text.engine_name import name_of
 
-SOURCE_BYTES = 4 * limits.KIB  # of memory, of a worker
+# The memory of the state of a worker.
+SOURCE_BYTES = 4 * limits.KIB
 
 
 @dataclass(eq=False)

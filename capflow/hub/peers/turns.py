@@ -52,8 +52,7 @@ class Turns:
         # A heap of the lines: seconds used, order of arrival, connection.
         self._next: list[tuple[float, int, bytes]] = []
         self._order = itertools.count()
-        # Seconds used, by connection. A connection with less counts as much as the one that was
-        # served last.
+        # Seconds used, by connection. A connection with less counts as much as the one that was served last.
         self._used_s: dict[bytes, float] = {}
         self._served_s = 0.0
 

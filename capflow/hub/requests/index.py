@@ -31,11 +31,16 @@ from capflow.hub.requests.request import REQUEST_BYTES, KnownEngine, Request, Re
 from capflow.hub.requests.share import Groups, Share
 from capflow.text.engine_name import is_of, name_of
 
-_GROUPS_BYTES_MAX = 16 * limits.MIB  # of what blocks of frames hold of what consumers want
-_SPECS_BYTES_MAX = 16 * limits.MIB  # of specs that requests brought, for the next request that brings the same
-_TALLY_BYTES, _NAME_BYTES = 256, 96  # of memory, of each consumer's part in a request, and of a name
-_DROPPED_BYTES, _GAP_BYTES, _GAP_SITE_BYTES = 320, 480, 96  # of memory, with their part in results
-_SPEC_BYTES = 512  # of memory, of a spec with its key, besides its shares
+# The size of the memo of which sites of a block each consumer wants.
+_GROUPS_BYTES_MAX = 16 * limits.MIB
+# The size of the memo of resolved specs, for later requests with the same specs.
+_SPECS_BYTES_MAX = 16 * limits.MIB
+# The memory of each consumer's part in a request, and of a name.
+_TALLY_BYTES, _NAME_BYTES = 256, 96
+# The memory of the parts of a loss, and of their part in results.
+_DROPPED_BYTES, _GAP_BYTES, _GAP_SITE_BYTES = 320, 480, 96
+# The memory of a spec with its key, besides its shares.
+_SPEC_BYTES = 512
 
 
 class Wish(NamedTuple):

@@ -16,8 +16,10 @@ from capflow.capture.positions import Positions
 from capflow.capture.site import Site, sites_in
 from capflow.capture.spec import CaptureSpec, Want
 
-_SHARE_BYTES = 512  # of memory, besides its masks and positions
-_SITE_BYTES = 128  # of a block's site, in memory
+# The memory of a share, besides its masks and positions.
+_SHARE_BYTES = 512
+# The memory of a site of a block.
+_SITE_BYTES = 128
 
 Groups = tuple[tuple[Positions, int], ...]
 
