@@ -265,7 +265,7 @@ class Dispatch:
         return self.lanes if index is None else (self.lanes[index],)
 
     def _releasing(self, hold: Hold) -> Callable[[], None]:
-        """Return what a lane calls, on any thread, when it needs a frame no more."""
+        """Return the function that a lane calls, on any thread, when it does not need a frame any more."""
         return functools.partial(self._post, functools.partial(self.exchange.release, hold))
 
     @staticmethod

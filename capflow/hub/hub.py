@@ -155,7 +155,7 @@ class Hub:
     def _collect(self) -> None:
         """Remove what killed hubs left and nobody needs: inboxes without frames, and sockets."""
         roots = {consumer.spill.root for consumer in self.consumers if consumer.spill is not None}
-        with contextlib.suppress(OSError):  # a directory that cannot be read; it is another start's to see to
+        with contextlib.suppress(OSError):  # a directory that cannot be read; a later start tries again
             inboxes = [path for root in sorted(roots) for path in leftover.collect(root)]
             if inboxes:
                 event = {"event": "inbox_removed", "directories": list(map(str, inboxes))}

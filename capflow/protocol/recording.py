@@ -56,7 +56,7 @@ _decoders: dict[bytes, Any] = {
 class Recorder:
     """Writes a recording, from `open` to `close`; one thread at a time. It continues an existing recording.
 
-    Methods raise CapflowError if the disk refuses what is to be written; `done` and `close` also if somebody removed
+    Methods raise CapflowError if the disk refuses a record; `done` and `close` also if somebody removed
     the recording. They raise RetryError, with nothing written, if the disk may take it later. After `close` it may be
     opened again.
 

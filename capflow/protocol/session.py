@@ -2,7 +2,7 @@
 
 `PeerSession` is the side of a worker, a scheduler or a client. `HubSession` is the hub's side of one connection.
 `Intake` is what the hub has of one boot of one worker; it outlives connections. Parts that arrived go into `receive`,
-which returns their message. The other methods take what is to be sent and return the parts. Time is always an argument,
+which returns their message. The other methods take a message to send and return its parts. Time is always an argument,
 in seconds of any monotonic clock.
 
 The states of a peer, and the events that change them:

@@ -41,7 +41,7 @@ class Ask(NamedTuple):
     nbytes: the size of the action on the wire.
     lane: the number of the lane that asked; None for a client.
     peer: the client's connection.
-    client: the client, as it was when it asked.
+    client: the session of the client when it asked.
     """
 
     own_id: str

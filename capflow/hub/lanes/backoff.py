@@ -18,7 +18,7 @@ from capflow.errors import RetryError
 class Backoff:
     """The waits of one consumer, from its lane's beginning to its end.
 
-    stop: set when nothing is to be waited for any more.
+    stop: set when all waiting must end.
     """
 
     def __init__(self, logger: logging.Logger, consumer: str, stop: threading.Event) -> None:

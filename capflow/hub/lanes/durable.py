@@ -354,7 +354,7 @@ class DurableLane(Lane):
         self.inbox.close(self._needless(), self._unkept_by, keep=keep, needed=self._engines_open, done=self._owed_by)
 
     def _take_all(self) -> bool:
-        """Handle what comes; return True when everything was handled, False when it is to be discarded."""
+        """Handle records as they come; return True when all were handled, False when the rest is discarded."""
         self._recall()
         idle_at = time.monotonic() + limits.IDLE_S
         while not self._discarded.is_set():

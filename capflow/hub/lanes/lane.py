@@ -375,7 +375,7 @@ class Lane(abc.ABC):
         settled: Callable[[], None] | None,  # noqa: ARG002
         error: BaseException,  # noqa: ARG002
     ) -> bool:
-        """Return whether the thread sees to a request whose Future failed. Called on any thread."""
+        """Return whether the consumer's thread will handle a request whose Future failed. Called on any thread."""
         return False
 
     def _settle(self, tally: Tally, settled: Callable[[], None] | None, result: CaptureResult | None) -> None:

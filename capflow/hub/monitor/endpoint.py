@@ -96,7 +96,7 @@ class Endpoint:
         self._thread.start()
 
     def stop(self) -> None:
-        """Serve no more."""
+        """Stop serving."""
         if self._server is not None and self._thread is not None:
             self._server.shutdown()
             self._server.server_close()

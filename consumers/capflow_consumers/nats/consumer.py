@@ -118,7 +118,7 @@ class NatsConsumer(Consumer):
         self._unfit: dict[str, str] = {}
         # Place of the last message in the stream, by subject.
         self._last: dict[str, RowsPlace | None] = {}
-        # Why no more messages are sent, by subject.
+        # The reason why no further messages are sent, by subject.
         self._stuck: dict[str, str] = {}
         # Unique for each `open`; part of message ids.
         self._opening = ""

@@ -52,7 +52,7 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     id: the request's name in frames and files, unique among running requests.
     capture: what to capture of it, for all consumers that read requests' own specs, or for each by name.
-    steering: what steers it, as it was asked for. None once that is compiled.
+    steering: the steering that the request asks for; None after it is compiled.
     program: all that steers it, compiled.
     samples: how many samples are asked for. Each of several is a request of its own, called `id#0`, `id#1` and so on.
     generated: how many of the prompt's last tokens are a beam's answer so far, and are steered as such. Each token of a
