@@ -48,6 +48,7 @@ from capflow.hub.peers.budget import Budget
 from capflow.hub.peers.departures import FAILED
 from capflow.hub.peers.guard import Guard
 from capflow.hub.peers.log import PeerLog
+from capflow.hub.requests.index import Arrival
 from capflow.hub.requests.request import Request, RequestName
 from capflow.plugins.configure import ConfiguredConsumer, ConfiguredController
 from capflow.protocol.session import Parts
@@ -134,6 +135,8 @@ class Dispatch:
             if isinstance(effect, Pause):
                 yield
                 continue
+            if failure is not None and isinstance(effect, End):
+                effect.request.status = "error"  # a lane may lack rows of the frame that ends it
             try:
                 self._do(effect)
             except Exception as e:  # noqa: BLE001  it is logged, with its traceback
@@ -196,9 +199,7 @@ class Dispatch:
     def _do(self, effect: Effect) -> None:
         match effect:
             case Give(arrival, hold):
-                released = self._releasing(hold)
-                for lane in self.lanes:
-                    hold.left += lane.take(arrival, released)  # `released` is posted, not called
+                self._give(arrival, hold)
             case Release(hold):
                 self.exchange.release(hold)
             case Send(peer, parts):
@@ -260,6 +261,18 @@ class Dispatch:
             if hold is not None:
                 hold.left += holds
         effect.request.let_go()
+
+    def _give(self, arrival: Arrival, hold: Hold) -> None:
+        """Give a frame to each lane, also after one that fails; raise what it failed with."""
+        released = self._releasing(hold)
+        failure: Exception | None = None
+        for lane in self.lanes:
+            try:
+                hold.left += lane.take(arrival, released)  # `released` is posted, not called
+            except Exception as e:  # noqa: BLE001  raised below
+                failure = e
+        if failure is not None:
+            raise failure
 
     def _lanes(self, index: int | None) -> Sequence[Lane]:
         return self.lanes if index is None else (self.lanes[index],)

@@ -18,9 +18,10 @@ from capflow.capture.frame_cost import decoded_bytes
 from capflow.capture.spec import CaptureSpec
 from capflow.errors import RetryError
 from capflow.hub.peers.turns import Turns
+from capflow.hub.requests import request as requests
 from capflow.hub.requests.index import RequestIndex, Wish
 from capflow.hub.requests.request import KnownEngine
-from capflow.protocol.message import Ack, Await, Beat, Bye, Hello, Refused, Welcome, encode
+from capflow.protocol.message import Ack, Await, Beat, Bye, Hello, Refused, Results, Welcome, encode
 from tests.kit.exchanges import Desk
 from tests.kit.frames import BOOT, make_finished, make_frame, make_model
 from tests.kit.hubs import EVERYTHING, Recorder
@@ -119,6 +120,29 @@ def test_an_acknowledgement_that_cannot_be_sent_is_sent_at_the_next_turn(monkeyp
         assert acks[0].credit_bytes > 0
         assert intake.held_bytes == 0
         assert intake.credit_bytes == desk.exchange.roster.pool.window_of(intake.owner)
+
+
+@pytest.mark.parametrize(("failing", "statuses"), [(0, ["error", "partial_error"]), (1, ["partial_error", "error"])])
+def test_a_request_is_no_success_if_the_hub_fails_at_the_frame_that_ends_it(failing, statuses, monkeypatch):
+    desk = Desk(Recorder("one"), Recorder("two"))
+    monkeypatch.setattr(desk.lanes[failing], "take", _fail)
+    desk.hello(b"w")
+    desk.say(b"w", make_frame(finished=[make_finished()]))
+    desk.handle_all()
+    desk.say(b"c", Hello("client", "", "c"))
+    desk.say(b"c", Await(("r1",), False))
+    (results,) = (message.results for message in desk.sent[b"c"] if isinstance(message, Results))
+    assert [results[name].status for name in ("one", "two")] == statuses
+
+
+def test_requests_that_end_in_one_frame_take_room_one_after_another():
+    desk = Desk(Recorder(), memory_bytes_max=limits.MIB)
+    desk.hello(b"w")
+    ends = [make_finished(f"r{n}", 4, 1, rows=int(n == 0)) for n in range(200)]
+    assert desk.exchange.budget.state.room("engine engine-1") < 200 * requests.REQUEST_BYTES
+    desk.say(b"w", make_frame([], finished=ends))
+    assert not desk.exchange.roster.engines["engine-1"].full
+    assert desk.exchange.index.dropped == {"earlier_hub": 1}
 
 
 class TestCredit:

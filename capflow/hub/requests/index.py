@@ -132,6 +132,7 @@ class RequestIndex:
         self.kept = Kept(kept_max, results_bytes_max)
         # The consumers that lose the rows that this hub does not get.
         self._losing = tuple(index for index, wish in enumerate(self.wishes) if not wish.durable)
+        self._has_inbox = len(self._losing) < len(self.wishes)
         self.requests_done = 0
         # Requests that ended because their engine went away.
         self.requests_failed = 0
@@ -185,7 +186,8 @@ class RequestIndex:
                 received[stage] = rows
         shares = [request.shares for request in requests]
         alike = bool(shares) and shares.count(shares[0]) == len(shares)  # the usual case: they want the same
-        ends = [self._wanted_of(finished, engine, rank) for finished in header.finished]
+        # Only lanes with an inbox read the ends. Requests that are opened for them take room.
+        ends = [self._wanted_of(finished, engine, rank) for finished in header.finished] if self._has_inbox else []
         return Arrival(frame, engine.model, requests, ends, shares[0] if alike else None)
 
     def miss(self, header: FrameHeader, engine: KnownEngine, reason: str, *, placed: bool = True) -> int:
