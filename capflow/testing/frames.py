@@ -53,6 +53,7 @@ def make_frame(
     step: int | None = None,
     texts: bool = False,
     captures: dict[str, Capture] | None = None,
+    incarnation: str = "",
     step_tokens: int | None = None,
 ) -> Frame:
     """Return a sealed frame of one block: `requests` are `(id, prompt_length, start, length)`.
@@ -60,6 +61,7 @@ def make_frame(
     Rows are `row_of(...)`; a request of length 0 is not in the frame.
 
     captures: the requests' own specs.
+    incarnation: the incarnation of each request.
     """
     places = tuple(Site(*site) for site in sites)
     asked = [request for request in requests if request[3] > 0]
@@ -80,6 +82,7 @@ def make_frame(
                 token_ids=tokens,
                 texts=tuple(f" {token}" for token in tokens) if texts else (),
                 capture=(captures or {}).get(request),
+                incarnation=incarnation,
             )
         )
         row += length
@@ -111,6 +114,7 @@ def make_finished(
     dropped: tuple[Any, ...] = (),
     capture: Capture | None = None,
     acted: tuple[Any, ...] = (),
+    incarnation: str = "",
 ) -> Finished:
     """Return the end of a request; `rows` is one per computed token by default."""
     return Finished(
@@ -122,6 +126,7 @@ def make_finished(
         dropped=dropped,
         capture=capture,
         acted=acted,
+        incarnation=incarnation,
     )
 
 

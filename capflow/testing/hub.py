@@ -207,17 +207,26 @@ class Engine:
         prompt_length: int = 4,
         status: str = "stop",
         lost: Sequence[tuple[int, str]] = (),
+        incarnation: str = "",
     ) -> Frame:
         """Send the end of a request.
 
         prompt_length: of a request that had no step.
         lost: further rows that were promised and lost, each number with its reason.
+        incarnation: as in the request's steps.
         """
         prompt_length, computed = self._lengths.pop(request, (prompt_length, 0))
         dropped = tuple(Dropped(rows, reason) for rows, reason in lost)
         rows = self._rows.pop(request, 0)
         over = make_finished(
-            request, prompt_length, computed, rows=rows, status=status, dropped=dropped, capture=self.capture
+            request,
+            prompt_length,
+            computed,
+            rows=rows,
+            status=status,
+            dropped=dropped,
+            capture=self.capture,
+            incarnation=incarnation,
         )
         model = self.model
         made = make_frame([], finished=[over], hidden=model.hidden_size, dtype=model.dtype, **self._of())

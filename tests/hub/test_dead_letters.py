@@ -92,45 +92,62 @@ def test_a_replay_gives_a_consumer_every_row_of_them_and_removes_them(dead, tmp_
     assert json.loads(invoke("list", dead, "--json").stdout) == []
 
 
-class RefusesTwice(Consumer):
-    """Refuses the second frame of every request, and then its end."""
+class RefusesSome(Consumer):
+    """Refuses the second frame of some requests, and the ends of some, by the number of the request."""
 
-    name = "refuses_twice"
+    name = "refuses_some"
+
+    def __init__(self, frames, ends):
+        super().__init__(None)
+        self.frames = frames
+        self.ends = ends
+        self.number = 1
 
     def spec(self):
         return EVERYTHING
 
     def on_frame(self, frame):
-        if any(part.start == 2 for part in frame.header.requests):
+        if self.number in self.frames and any(part.start == 2 for part in frame.header.requests):
             raise ValueError("no")
 
     def on_request_done(self, done):
-        raise ValueError("no end")
+        number, self.number = self.number, self.number + 1
+        if number in self.ends:
+            raise ValueError("no end")
 
 
-@pytest.fixture
-def dead_twice(tmp_path):
-    """Return a directory with dead letters of two requests of one id, one after the other, with 6 and 4 positions."""
-    made = ConfiguredConsumer.of(RefusesTwice(None), policy="spill", spool_dir=tmp_path / "spool")
+def dead_of(tmp_path, ids, *, frames, ends):
+    """Return a directory with dead letters of requests, one after the other: with 6 positions, others with 4.
+
+    frames: the numbers of the requests of which the second frame is refused.
+    ends: the numbers of the requests of which the end is refused.
+    """
+    made = ConfiguredConsumer.of(RefusesSome(frames, ends), policy="spill", spool_dir=tmp_path / "spool")
     with MemoryHub(made) as hub:
         engine = hub.engine()
-        for over, positions in enumerate((6, 4), 1):
-            for start in range(0, positions, 2):
-                engine.step([("r1", 4, start, 2)])
-            engine.finish("r1")
+        for over, name in enumerate(ids, 1):
+            for start in range(0, 6 if over == 1 else 4, 2):
+                engine.step([(name, 4, start, 2)], incarnation=str(over))
+            engine.finish(name, incarnation=str(over))
             eventually(lambda expected=over: hub.hub.lanes[0].results.total() == expected)
     (directory,) = (tmp_path / "spool").glob("*.dead")
     return directory
 
 
+def frames_and_ends(directory):
+    """Return "frame" for each frame of a replay, and for each end the number of rows that it announces."""
+    entries = [each for each in dead_letters.entries_of(directory) if isinstance(each, Frame | RequestDone)]
+    return [each.rows if isinstance(each, RequestDone) else "frame" for each in entries]
+
+
+@pytest.fixture
+def dead_twice(tmp_path):
+    """Return a directory with dead letters of two requests of one id, each of which failed at a frame and its end."""
+    return dead_of(tmp_path, ["r1", "r1"], frames={1, 2}, ends={1, 2})
+
+
 def test_an_end_of_a_request_that_failed_at_a_frame_and_at_its_end_comes_after_all_of_its_rows(dead_twice):
-    entries = [each for each in dead_letters.entries_of(dead_twice) if isinstance(each, Frame | RequestDone)]
-    assert [each.rows if isinstance(each, RequestDone) else "frame" for each in entries] == [
-        *["frame"] * 3,
-        4 * 6,
-        *["frame"] * 2,
-        4 * 4,
-    ]
+    assert frames_and_ends(dead_twice) == [*["frame"] * 3, 4 * 6, *["frame"] * 2, 4 * 4]
 
 
 def test_letters_of_a_request_that_failed_at_a_frame_and_at_its_end_leave(dead_twice, tmp_path, monkeypatch):
@@ -141,6 +158,24 @@ def test_letters_of_a_request_that_failed_at_a_frame_and_at_its_end_leave(dead_t
     assert json.loads(invoke("list", dead_twice, "--json").stdout) == []
     (capture,) = capflow.open(tmp_path / "again")
     assert capture["post_block:1"].positions.tolist() == [0, 1, 2, 3]
+
+
+def test_a_replay_of_many_requests_has_one_open_at_once(tmp_path):
+    directory = dead_of(tmp_path, ["r1", "r2", "r3"], frames={1, 2, 3}, ends=())
+    assert frames_and_ends(directory) == ["frame", 4 * 6, "frame", 4 * 4, "frame", 4 * 4]
+
+
+def test_a_replay_keeps_requests_of_one_id_apart(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    directory = dead_of(tmp_path, ["r1", "r1"], frames={1}, ends={2})
+    assert frames_and_ends(directory) == ["frame", 4 * 6, *["frame"] * 2, 4 * 4]
+    options = f"root={tmp_path / 'again'},capture=all,on_collision=suffix"
+    replayed = invoke("replay", directory, "--consumer", f"filesystem:{options}")
+    assert replayed.exit_code == 0, replayed.output
+    assert json.loads(invoke("list", directory, "--json").stdout) == []
+    captures = list(capflow.open(tmp_path / "again"))
+    assert [capture["post_block:1"].positions.tolist() for capture in captures] == [[2, 3], [0, 1, 2, 3]]
+    assert [capture.sidecar.dropped for capture in captures] == [[(16, "not_recorded")], []]
 
 
 def test_what_a_replay_fails_at_stays(dead, tmp_path):

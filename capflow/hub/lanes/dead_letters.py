@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,6 +70,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Letter)
 
 _Key = tuple[WorkerBoot, int]
+_Incarnation = tuple[str, str, str]  # engine, id, incarnation
 
 
 class DeadLetters:
@@ -253,15 +254,16 @@ def entries_of(directory: Path) -> Iterator[Entry]:
     """Yield the letters in a spool as a recording: engines, frames and the ends of requests.
 
     Frames come from one boot of each worker and have the numbers of their letters, so a consumer that gets a frame
-    twice notices. An end comes after the last row of its request. Raises as `read` does.
+    twice notices. An end comes directly after the last letter of its request, so few requests are open at once. Ends
+    that some pipeline stages did not send come last. Raises as `read` does.
     """
-    models: dict[str, ModelInfo] = {}
-    for record in read(directory):
-        if not isinstance(record, Lost) and record.letter.model is not None:
-            models.setdefault(record.letter.engine, record.letter.model)
+    models, last = _models_and_last(directory)
     boot = f"dead-{xxhash.xxh3_64_hexdigest(str(directory.resolve()).encode())}"
     met: dict[str, ModelInfo] = {}
-    ends = _Ends()
+    # The rows of each open request in letters so far, by pipeline stage.
+    rows: defaultdict[_Incarnation, Counter[int]] = defaultdict(Counter)
+    # A request that failed at a frame and again at its end has its end before the letters with its other rows.
+    ends: dict[_Incarnation, RequestDone] = {}
     for record in read(directory):
         if isinstance(record, Lost):
             yield record
@@ -271,67 +273,44 @@ def entries_of(directory: Path) -> Iterator[Entry]:
         if model is None:
             yield Lost(record.number, record.number, "no model is known of its engine")
             continue
-        yield from ends.before(letter)
         if met.get(letter.engine) != model:
             met[letter.engine] = model
             yield RecordedEngine(letter.engine, model)
+        requests = _incarnations(letter)
         if record.frame is not None:
             header = msgspec.structs.replace(record.frame.header, boot=boot, seq=record.number, finished=(), acted=())
-            ends.count(header)
+            counts = rows_of(header)
+            for request in requests:
+                rows[request][header.rank.pp] += counts[request[1]]
             yield Frame(header, record.frame.payload)
         elif letter.done is not None:
-            ends.add(letter.done, model.stages)
-    yield from ends.rest()
+            ends[requests[0]] = letter.done
+        for request in requests:
+            done = ends.get(request)
+            if done is not None and len(done.finished) >= model.stages and record.number >= last.get(request, 0):
+                yield _narrowed(ends.pop(request), rows.pop(request, Counter()))
+    for request, done in ends.items():
+        yield _narrowed(done, rows[request])
 
 
-class _Ends:
-    """The ends of requests, each until no more rows of the request can come.
+def _models_and_last(directory: Path) -> tuple[dict[str, ModelInfo], dict[_Incarnation, int]]:
+    """Return the model of each engine in the letters, and the number of the last letter of each request."""
+    models: dict[str, ModelInfo] = {}
+    last: dict[_Incarnation, int] = {}
+    for record in read(directory):
+        if not isinstance(record, Lost):
+            if record.letter.model is not None:
+                models.setdefault(record.letter.engine, record.letter.model)
+            last.update(dict.fromkeys(_incarnations(record.letter), record.number))
+    return models, last
 
-    A request that failed at a frame and again at its end has an end letter, then letters with its other rows, and
-    perhaps the same end again.
-    """
 
-    def __init__(self) -> None:
-        # The rows in letters, by request and pipeline stage, until the end of the request.
-        self._rows: dict[tuple[str, str], Counter[int]] = {}
-        # Ends whose requests may have more rows, by request.
-        self._held: dict[tuple[str, str], tuple[RequestDone, int]] = {}
-        # Ends of requests that some pipeline stages have not ended; they come last.
-        self._incomplete: list[RequestDone] = []
-
-    def before(self, letter: Letter) -> Iterator[RequestDone]:
-        """Yield the ends that come before a letter: those of earlier requests with the ids of its requests."""
-        if letter.method != "on_request_done":
-            for request in letter.requests:
-                yield from self._end((letter.engine, request))
-
-    def count(self, header: FrameHeader) -> None:
-        """Count the rows of a frame."""
-        for request, rows in rows_of(header).items():
-            self._rows.setdefault((header.engine, request), Counter())[header.rank.pp] += rows
-
-    def add(self, done: RequestDone, stages: int) -> None:
-        """Hold an end.
-
-        stages: how many pipeline stages end a request.
-        """
-        self._held[done.engine, done.request] = done, stages
-
-    def rest(self) -> Iterator[RequestDone]:
-        """Yield the ends that are held."""
-        for key in list(self._held):
-            yield from self._end(key)
-        yield from self._incomplete
-
-    def _end(self, key: tuple[str, str]) -> Iterator[RequestDone]:
-        if key not in self._held:
-            return
-        end, stages = self._held.pop(key)
-        done = _narrowed(end, self._rows.pop(key, Counter()))
-        if len(done.finished) < stages:
-            self._incomplete.append(done)
-        else:
-            yield done
+def _incarnations(letter: Letter) -> list[_Incarnation]:
+    """Return the requests with rows or an end in a letter: the engine, the id and the incarnation of each."""
+    parts = [] if letter.header is None else [(part.id, part.incarnation) for part in letter.header.requests]
+    if (done := letter.done) is not None:
+        parts.append((done.request, done.finished[0].incarnation if done.finished else ""))
+    return [(letter.engine, *part) for part in parts]
 
 
 def _narrowed(done: RequestDone, rows: Counter[int]) -> RequestDone:
