@@ -19,12 +19,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import zmq
 
 from capflow import limits
 from capflow.capture.frame import Frame
 from capflow.errors import RemoteProtocolError
 from capflow.protocol import message
-from capflow.protocol.message import Act, Hello, Refused, Status
+from capflow.protocol.message import Act, Bye, Hello, Refused, Status
 from capflow.protocol.session import HubSession, PeerSession
 from capflow.steering.action import Abort, Rejected
 from capflow.transport.client import Client
@@ -275,6 +276,9 @@ def attack(address, seeds):
             peer.send(message.encode(Status()))
             while b"uptime_s" not in answer(peer, 120)[0]:
                 pass
+            # Without a Bye each session stays until it is silent for long; thousands of them leave no room for others.
+            peer.set(zmq.LINGER, 1000)
+            peer.send(message.encode(Bye()))
 
 
 _ATTACKER = "import sys; from test_fuzz import attack; attack(sys.argv[1], range(*map(int, sys.argv[2:])))"
