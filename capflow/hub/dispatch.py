@@ -132,7 +132,7 @@ class Dispatch:
         """Take a message of a connection and its user; yield where other peers may have their turn."""
         failure: BaseException | None = None
         for effect in self.exchange.receive(peer, parts, time.monotonic(), user):
-            if isinstance(effect, Pause):
+            if type(effect) is Pause:
                 yield
                 continue
             if failure is not None and isinstance(effect, End):

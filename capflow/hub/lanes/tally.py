@@ -141,9 +141,11 @@ class Tallies:
             return None
         if arrival.shares is not None:
             share, blocks = arrival.shares[consumer], frame.header.blocks
-            if share is None or not any(share.groups(block.sites) for block in blocks):
+            if share is None:
                 return None
             if not all(share.wants_all(block.sites) for block in blocks):
+                if not any(share.groups(block.sites) for block in blocks):
+                    return None
                 counts = _count(frame.header, requests, consumer)
         else:
             counts = _count(frame.header, requests, consumer)
