@@ -153,7 +153,7 @@ def test_an_inbox_beside_it_that_cannot_be_used_is_said_and_left_alone(address, 
     with running_hub(address, made):
         (status,) = said(caplog, "inbox_left")
         assert status.directory == str(broken)
-        assert "is not given to its consumer: spool" in status.getMessage()
+        assert "its frames do not reach the consumer: spool" in status.getMessage()
     assert (broken / "cursor").is_dir()
 
 
