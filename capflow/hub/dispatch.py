@@ -34,7 +34,6 @@ from capflow.hub.effects import (
     NoteFull,
     Pause,
     Refuse,
-    Release,
     Send,
     SendStatus,
     Tell,
@@ -200,8 +199,6 @@ class Dispatch:
         match effect:
             case Give(arrival, hold):
                 self._give(arrival, hold)
-            case Release(hold):
-                self.exchange.release(hold)
             case Send(peer, parts):
                 self._send(peer, parts)
             case End():

@@ -26,7 +26,8 @@ class Hold:
 
     source: the worker that sent the frame.
     seq: its number.
-    left: how many need the frame. At 0 its worker gets the credit back.
+    left: how many need the frame, the exchange itself until its next `acknowledge`. At 0 its worker gets the credit
+        back.
     """
 
     source: WorkerState
@@ -97,12 +98,6 @@ class End(NamedTuple):
     request: Request
     lanes: Sequence[int]
     hold: Hold | None
-
-
-class Release(NamedTuple):
-    """Note that the exchange does not need a frame any more."""
-
-    hold: Hold
 
 
 class Greet(NamedTuple):
@@ -200,7 +195,6 @@ Effect = (
     | FindMissed
     | Give
     | End
-    | Release
     | Greet
     | Lose
     | NoteFull

@@ -25,7 +25,6 @@ from capflow.hub.effects import (
     LogLate,
     Lose,
     NoteFull,
-    Release,
     Tell,
 )
 from capflow.hub.exchange.answers import LEFT, Answers
@@ -57,6 +56,8 @@ class Frames:
         self._departures = departures
         self._counts = counts
         self._effects = effects
+        # Frames that came since the last `acknowledge`, each held by the exchange.
+        self._taken: list[Hold] = []
         # Frames that nobody holds any more, by worker; emptied by `acknowledge` and by `released`.
         self._released: dict[WorkerState, list[int]] = {}
         # Names of consumers that requests named, that this hub does not have, and that were logged.
@@ -86,12 +87,10 @@ class Frames:
             self._effects.say(peer, source.intake.refund())
             return
         hold = Hold(source, header.seq)
-        try:
-            self._count(source, header)
-            self._hand_out(frame, source.engine, hold)
-            self._watchers.frame(parts, nbytes)
-        finally:  # also when the hub fails at it: the worker gets the credit back
-            self._effects.add(Release(hold))
+        self._taken.append(hold)  # first: the worker gets the credit back also when the hub fails at the frame
+        self._count(source, header)
+        self._hand_out(frame, source.engine, hold)
+        self._watchers.frame(parts, nbytes)
 
     def _count(self, source: WorkerState, header: FrameHeader) -> None:
         rows = sum(len(block.sites) * block.rows for block in header.blocks)
@@ -127,10 +126,18 @@ class Frames:
 
     def released(self, source: WorkerState) -> Sequence[int]:
         """Return the frames of a worker that were released and are not acknowledged; the caller acknowledges them."""
+        self._release_taken()
         return self._released.pop(source, ())
+
+    def _release_taken(self) -> None:
+        """Release what came since the last call. The lanes have it by now, since a frame's effects are done at once."""
+        taken, self._taken = self._taken, []
+        for hold in taken:
+            self.release(hold)
 
     def acknowledge(self) -> None:
         """Acknowledge to each worker, once, the frames that were released since the last call."""
+        self._release_taken()
         while self._released:
             source = next(iter(self._released))
             ack = source.intake.release(*self._released.pop(source))

@@ -137,18 +137,18 @@ class Tallies:
         """Return a frame with the rows that the consumer wants; None when it wants none of them."""
         frame, requests, consumer = arrival.frame, arrival.requests, self._consumer
         counts = frame.counts
-        if not any(counts):
-            return None
-        if arrival.shares is not None:
+        if arrival.shares is None:
+            counts = _count(frame.header, requests, consumer)
+        else:
             share, blocks = arrival.shares[consumer], frame.header.blocks
             if share is None:
                 return None
-            if not all(share.wants_all(block.sites) for block in blocks):
-                if not any(share.groups(block.sites) for block in blocks):
-                    return None
-                counts = _count(frame.header, requests, consumer)
-        else:
-            counts = _count(frame.header, requests, consumer)
+            for block in blocks:
+                if not share.wants_all(block.sites):
+                    if not any(share.groups(each.sites) for each in blocks):
+                        return None
+                    counts = _count(frame.header, requests, consumer)
+                    break
         rows = sum(counts)
         if not rows:
             return None
