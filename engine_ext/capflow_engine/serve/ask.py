@@ -5,6 +5,7 @@ Invariant: a `ParsedRequest` fits the model, its taps and its steering bank. Its
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -28,7 +29,7 @@ _MAX_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 """The fields that limit the length of an answer; the first given one holds."""
 
 
-class ParsedRequest(msgspec.Struct, frozen=True, weakref=True):
+class ParsedRequest(msgspec.Struct, frozen=True, weakref=True, dict=True):
     """What one request asks for.
 
     options: of each of its prompts, in order.
@@ -64,7 +65,7 @@ class ParsedRequest(msgspec.Struct, frozen=True, weakref=True):
         """The program that steers the request."""
         return self.options[0].program
 
-    @property
+    @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """The names of its choices, by choice index."""
         return tuple(name for options in self.options for name in options.names)
