@@ -437,9 +437,8 @@ def test_what_a_crash_cut_stays_cut_when_the_disk_fails_next():
     for head in (b"1", b"old", b"old"):
         spool.append(head, b"")
     disk = disk.crash(lambda n: 1)
-    segment_of(disk)[items.HEADER_BYTES + 10] ^= (
-        1  # of the second record, which never was durable: so the third is void
-    )
+    # The second record was never durable, so the third is void.
+    segment_of(disk)[items.HEADER_BYTES + 10] ^= 1
     spool = reopened(disk)
     assert spool.last == 1
     spool.append(b"2", b"")

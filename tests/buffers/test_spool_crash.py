@@ -21,7 +21,8 @@ class Oracle:
     """What the lives of a spool were promised, from what they said before they died."""
 
     def __init__(self):
-        self.tokens = {}  # what was last appended under each number
+        # What was last appended under each number.
+        self.tokens = {}
         self.durable = self.done = 0
 
     def heed(self, lines):

@@ -32,9 +32,12 @@ class SpoolMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.count = 0
-        self.content = {}  # what was last appended under each number
-        self.durable = 0  # promised: every record up to here outlives a crash
-        self.done = 0  # promised: no record up to here is read again
+        # What was last appended under each number.
+        self.content = {}
+        # Promised: every record up to here outlives a crash.
+        self.durable = 0
+        # Promised: no record up to here is read again.
+        self.done = 0
         self.disk = Disk()
         self.start()
 

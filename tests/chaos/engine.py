@@ -57,7 +57,8 @@ class Request:
         self.length = self.prompt_length + choose.randrange(1, length_max)
         self.hashes = [hashes(self.seed, site, 0, self.length) for site in range(len(SITES))]
         self.next = 0
-        self.rows = 0  # sent
+        # The rows sent.
+        self.rows = 0
         self.dropped: Counter[str] = Counter()
 
     def part(self, start: int, length: int) -> RequestRows:

@@ -101,9 +101,8 @@ class Chaos:
         self.mounted = bool(options.disk_full) and self._mount()
         for name in options.consumers:
             self._configure(name)
-        self.beside: subprocess.Popen[bytes] | None = (
-            None  # the other engine, for consumers that take rows of any width
-        )
+        # The other engine, for consumers that take rows of any width.
+        self.beside: subprocess.Popen[bytes] | None = None
         self.hub: subprocess.Popen[bytes] | None = None
         self.engine: subprocess.Popen[bytes] | None = None
         self.lives = 0

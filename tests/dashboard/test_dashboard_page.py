@@ -59,7 +59,8 @@ class Opened:
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.on("dialog", lambda dialog: (self.complaints.append(dialog.message), dialog.dismiss()))
         page.set_default_timeout(LIMIT_MS)
-        self.foreign = []  # requests to anywhere else
+        # Requests to anywhere else.
+        self.foreign = []
         page.on("request", self._asked)
         page.goto(consumer.address)
         expect(page.locator("#link")).to_have_text("connected", timeout=LIMIT_MS)

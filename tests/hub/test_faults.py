@@ -61,7 +61,8 @@ class HubChild:
         assert self.link.wait_welcome(20)
         self.client = Client(self.address, 20)
         self.resident = self.memory("VmRSS")
-        self.sent = 0  # frames
+        # The frames sent.
+        self.sent = 0
 
     def memory(self, item):
         """Return the bytes of memory that the hub has, or had at most (`VmHWM`)."""

@@ -15,7 +15,8 @@ class Desk:
     """Handles messages that say how many slices they take, each of a few milliseconds, and notes whose turn it was."""
 
     def __init__(self):
-        self.now = 0.0  # seconds, on the clock of the turns
+        # The time in seconds, on the clock of the turns.
+        self.now = 0.0
         self.turns = Turns(self.handle)
         self.order = []
         self.done = []

@@ -55,7 +55,8 @@ class _Generate:
     """The engine's `generate`: keeps the parameters that it is given, and answers nothing."""
 
     def __init__(self):
-        self.params = None  # the latest
+        # The latest that came.
+        self.params = None
 
     def __call__(self, prompt, params):
         self.params = params

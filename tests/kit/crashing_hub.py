@@ -23,8 +23,10 @@ class Worker:
 
     def __init__(self, link, choose):
         self.link, self.choose = link, choose
-        self.lengths = {}  # rows, by request that ended
-        self.open = {}  # rows sent and to be sent, by request
+        # The rows of each request that ended.
+        self.lengths = {}
+        # Rows sent and to be sent, by request.
+        self.open = {}
         self.step = 0
 
     def turn(self):

@@ -70,12 +70,16 @@ class Pageless:
         self._connecting = connect(
             f"ws://{parts.netloc}/live?{parts.query}", origin=f"http://{parts.netloc}", compression=None, max_size=None
         )
-        self.socket = None  # from `with`
+        # Set by `with`.
+        self.socket = None
         self.engines, self.counts, self.requests = [], {}, {}
-        self.rates = []  # tokens in each second
+        # Tokens in each second.
+        self.rates = []
         self.received_bytes = 0
-        self.merged = 0  # messages with tokens
-        self.fresh = 0  # how many of these sent them all again
+        # Messages with tokens.
+        self.merged = 0
+        # How many of these messages sent all tokens again.
+        self.fresh = 0
         self.base, self.series, self.ids, self.texts = 0, [], [], []
         self.values = np.empty((0, 0), np.float32)
 

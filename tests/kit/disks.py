@@ -26,8 +26,10 @@ class Inode:
     def __init__(self, durable=b""):
         self.current = bytearray(durable)
         self.durable = bytearray(durable)
-        self.unsynced = []  # (offset, bytes), in the order of the writes
-        self.forgot = False  # whether a sync failed, after which nobody can tell what is on the disk
+        # (offset, bytes), in the order of the writes.
+        self.unsynced = []
+        # Whether a sync failed, after which nobody can tell what is on the disk.
+        self.forgot = False
 
     def write(self, data, offset):
         _put(self.current, data, offset)
@@ -41,15 +43,19 @@ class Disk(Files):
     """
 
     def __init__(self, names=()):
-        self.now = dict(names)  # name → inode
+        # Name → inode.
+        self.now = dict(names)
         self.synced = dict(names)
-        self.changes = []  # of names, since the directory was synced: functions of a dict
-        self.open_files = {}  # descriptor → inode
+        # The changes of names since the directory was synced: functions of a dict.
+        self.changes = []
+        # Descriptor → inode.
+        self.open_files = {}
         self.locked = False
         self.lock_fd = None
         self.left = None
         self.fail_sync = self.fail_write = self.fail_read = None
-        self.bytes_max = None  # of all files; then ENOSPC
+        # The size of all files from which on writes fail with ENOSPC.
+        self.bytes_max = None
 
     def crash(self, choose):
         """Return the disk after a crash; choose(n) gives a number below n."""

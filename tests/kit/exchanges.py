@@ -17,7 +17,8 @@ class Desk:
 
     def __init__(self, *consumers, guard=None, policy="block", memory_bytes_max=None):
         made = [ConfiguredConsumer.of(consumer, policy=policy) for consumer in consumers]
-        self.sent = defaultdict(list)  # messages, by peer
+        # Messages, by peer.
+        self.sent = defaultdict(list)
         self._posted = deque()
         self.dispatch = Dispatch(
             made,

@@ -38,18 +38,24 @@ class Recorder(Consumer):
         self.name = name
         self.reads_requests = reads_requests
         self._spec = spec
-        self.fails_on = fails_on  # requests whose frames raise
-        self.go = threading.Event()  # `on_frame` waits for it
-        self.waiting = threading.Event()  # set while `on_frame` waits
+        # Requests whose frames raise.
+        self.fails_on = fails_on
+        # What `on_frame` waits for.
+        self.go = threading.Event()
+        # Set while `on_frame` waits.
+        self.waiting = threading.Event()
         if not held:
             self.go.set()
         self.events = []
-        self.rows = Counter()  # by request
-        self.positions = []  # (request, site, position), in the order given
+        # By request.
+        self.rows = Counter()
+        # (request, site, position), in the order given.
+        self.positions = []
         self.seqs = []
         self.threads = set()
         self.idle = 0
-        self.done = {}  # by request
+        # By request.
+        self.done = {}
 
     def spec(self):
         return self._spec
@@ -98,7 +104,8 @@ class Later(Recorder):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.futures = {}  # by request
+        # By request.
+        self.futures = {}
 
     def on_request_done(self, done):
         super().on_request_done(done)

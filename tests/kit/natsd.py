@@ -37,7 +37,8 @@ class Natsd:
         store = f'jetstream {{ store_dir: "{directory / "jetstream"}", sync_interval: always }}'
         self._config.write_text(f"listen: 127.0.0.1:{self.port}\n{store}\n{more}\n")
         self._process: subprocess.Popen[bytes] | None = None
-        self.login: dict[str, Any] = {}  # with which tests look into it
+        # The login with which tests read from it.
+        self.login: dict[str, Any] = {}
 
     def start(self) -> None:
         with self._log.open("ab") as log:

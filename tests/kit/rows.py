@@ -42,8 +42,10 @@ class Keeper(Consumer):
 
     def __init__(self):
         super().__init__(None)
-        self.rows = {}  # request → site → position → (token id, row)
-        self.ranks = {}  # request → site → the ranks that sent it
+        # Request → site → position → (token id, row).
+        self.rows = {}
+        # Request → site → the ranks that sent it.
+        self.ranks = {}
         self.done = {}
         self.twice = []
         self.late = []

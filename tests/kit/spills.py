@@ -27,7 +27,8 @@ class Sender:
         self.link = link
         self.header = header
         self.steps = 0
-        self.sent = {}  # rows by request
+        # Rows by request.
+        self.sent = {}
 
     def rows(self, *requests):
         """Send a frame with the next rows of some requests."""

@@ -126,11 +126,13 @@ class Lane:
 
     def __init__(self, records: list[Rows | End], store: Store, chance: random.Random) -> None:
         self.records = records
-        self.done: dict[int, CaptureResult] = {}  # by request, as far as the inbox knows of it
+        # The results by request, as far as the inbox has them.
+        self.done: dict[int, CaptureResult] = {}
         self.refused = self.kills = self.fatal = 0
         self._store = store
         self._chance = chance
-        self._delivered: Counter[int] = Counter()  # rows by request, since the store was opened
+        # Rows by request, since the store was opened.
+        self._delivered: Counter[int] = Counter()
         self._futures: dict[int, Future[CaptureResult]] = {}
 
     def run(self, *, failing: float = 0.2, deadly: float = 0.05) -> None:

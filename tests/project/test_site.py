@@ -57,7 +57,8 @@ class Reader(HTMLParser):
         self.ids: set[str] = set()
         self.links: list[Link] = []
         self.navigation: list[str] = []
-        self._depth = 0  # of `nav` elements, from the primary navigation on
+        # The depth in `nav` elements, from the primary navigation on.
+        self._depth = 0
         self.feed(page.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag, attrs):

@@ -74,10 +74,17 @@ def _names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def _comments(tree: ast.Module, rows: list[str]) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        if isinstance(node, ast.AnnAssign | ast.Assign) and _is_field(node):
             comment = rows[node.end_lineno - 1].encode()[node.end_col_offset :].decode().strip()
             if comment.startswith("#") and not _TOOL_COMMENT.match(comment):
                 yield node.end_lineno, "a comment behind a field, expected above it"
+
+
+def _is_field(node: ast.AnnAssign | ast.Assign) -> bool:
+    """Return whether an assignment is that of a field: `name: type = …`, or `self.name = …`."""
+    targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
+    is_of_self = all(isinstance(t, ast.Attribute) and getattr(t.value, "id", "") == "self" for t in targets)
+    return is_of_self or (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name))
 
 
 def _folder(name: str) -> str:
@@ -116,6 +123,7 @@ def test_a_folder_follows_the_style(folder):
         ("a.py", "[0 for said in ()]", "a.py:1: the name 'said', expected a noun"),
         ("a.py", "match 1:\n    case told: ...", "a.py:2: the name 'told', expected a noun"),
         ("a.py", "class A:\n    rows: int = 0  # lost", "a.py:2: a comment behind a field, expected above it"),
+        ("a.py", "self.rows = 0  # lost", "a.py:1: a comment behind a field, expected above it"),
     ],
 )
 def test_each_rule_names_file_and_line(name, text, message):

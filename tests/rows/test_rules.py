@@ -24,7 +24,8 @@ class Driver:
 
     def __init__(self, llm):
         self.llm, self.engine = llm, llm.llm_engine
-        self.tokens = {}  # by request, as vLLM answers
+        # The tokens of each request, as vLLM answers.
+        self.tokens = {}
 
     def add(self, name, prompt, max_tokens, **more):
         params = capflow.sampling_params(id=name, capture=ALL, **(GREEDY | {"max_tokens": max_tokens} | more))

@@ -34,7 +34,8 @@ class Shelf:
     """
 
     def __init__(self):
-        self.captures = {}  # lists, by engine and request
+        # Lists, by engine and request.
+        self.captures = {}
         self.broken = None
 
 

@@ -36,14 +36,20 @@ class Engine:
         self.world, self.oracle, self.process = world, oracle, process
         self.name, self.boot, self.model = name, boot, model
         self.policy, self.outbound_bytes, self.steps, self.pause_s = policy, outbound_bytes, steps, pause_s
-        self.ends = ends  # how likely a request ends in a step
-        self.large = large  # how likely a prompt has a frame that a small queue, inbox or credit does not hold
-        self.root = root  # of what it spills
+        # How likely a request ends in a step.
+        self.ends = ends
+        # How likely a prompt has a frame that a small queue, inbox or credit does not hold.
+        self.large = large
+        # The directory of what it spills.
+        self.root = root
         self.links = []
-        self.former = []  # links for what earlier lives left there
+        # Links for what earlier lives left there.
+        self.former = []
         self.running = []
-        self.requests = []  # of this life
-        self.ended = False  # everything was sent, and the links are closed
+        # The requests of this life.
+        self.requests = []
+        # Whether everything was sent and the links are closed.
+        self.ended = False
         per = -(-model.num_layers // model.stages)
         self.sites = {stage: model.sites[stage * per : (stage + 1) * per] for stage in range(model.stages)}
         process.on_kill.append(self.died)

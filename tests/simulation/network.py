@@ -27,7 +27,8 @@ class Waker:
     def __init__(self, world):
         self._world = world
         self.awake = False
-        self.task = None  # that polls
+        # The task that polls.
+        self.task = None
 
     def wake(self):
         """Wake it."""
@@ -51,7 +52,8 @@ class Network:
         self.router = None
         self.dealers = []
         self.latency_s = world.choose.choice([1e-4, 1e-3, 0.02])
-        self.silent = False  # whether nothing arrives: a switch that is off
+        # Whether nothing arrives: a switch that is off.
+        self.silent = False
 
     def latency(self):
         """Return how long a message takes."""
@@ -89,7 +91,8 @@ class Router:
         self.connections = self
         self.closed = False
         self._inbox = deque()
-        self._peers = {}  # dealers, by connection
+        # Dealers, by connection.
+        self._peers = {}
         process = network.world.process
         process.on_kill.append(lambda: network.hub_gone(self))
         network.listen(self)
@@ -155,13 +158,18 @@ class Dealer:
         self._network, self._world = network, network.world
         self._waker = waker or Waker(network.world)
         self.router, self.name = None, b""
-        self.reads = True  # a hostile peer may not
+        # Whether it reads; a hostile peer may not.
+        self.reads = True
         self._events, self._inbox = deque(), deque()
-        self._out_at = self._in_at = 0.0  # when the last message that is on the way arrives
-        self._under_way = 0  # messages to this peer that it has not read
-        self._connection = 0  # the number of the connection; what is under way on another is lost
+        # When the last message that is on the way arrives.
+        self._out_at = self._in_at = 0.0
+        # Messages to this peer that it has not read.
+        self._under_way = 0
+        # The number of the connection; what is under way on another is lost.
+        self._connection = 0
         self._trying = False
-        self._told_at = 0.0  # when the peer hears that its last connection is lost
+        # When the peer hears that its last connection is lost.
+        self._told_at = 0.0
         process = network.world.process
         process.on_kill.append(self.close)
         network.dealers.append(self)

@@ -113,11 +113,14 @@ class Oracle:
     def __init__(self, world, fits_bytes):
         self.fits_bytes = fits_bytes
         self.world = world
-        self.sent = {}  # by engine and request
-        self.took = defaultdict(lambda: defaultdict(Took))  # by consumer; and life of the hub where it does not last
+        # By engine and request.
+        self.sent = {}
+        # By consumer, and by life of the hub where the consumer does not outlive it.
+        self.took = defaultdict(lambda: defaultdict(Took))
         self.off = []
         self.counts = Counter()
-        self.excused = set()  # reasons for which rows may be lost on the way to a consumer that lasts
+        # Reasons for which rows may be lost on the way to a consumer that outlives its hub.
+        self.excused = set()
 
     def fail(self, text):
         """Record a fault."""

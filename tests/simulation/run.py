@@ -86,15 +86,21 @@ class Simulation:
         self.shelf = Shelf()
         self.base = Base(world) if world.choose.random() < DUCKDB else None
         self.batch_rows = world.choose.choice([1, 10, 100])
-        self.volumes = {}  # disks of inboxes, by consumer
+        # Disks of inboxes, by consumer.
+        self.volumes = {}
         self.hub = None
         self.hub_process = None
         self.lives = 0
-        self.engines = []  # the lives that run or ended well
-        self.honest = set()  # names
-        self.peers = []  # hostile ones
-        self.faults = []  # for the report
-        self.quiet = False  # set when no more faults come
+        # The lives that run or ended well.
+        self.engines = []
+        # The names of honest engines.
+        self.honest = set()
+        # The hostile peers.
+        self.peers = []
+        # The faults, for the report.
+        self.faults = []
+        # Set when no more faults come.
+        self.quiet = False
         self.done = False
         choose = world.choose
         self.kinds = choose.sample(

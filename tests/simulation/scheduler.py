@@ -38,7 +38,8 @@ class Process:
         self.tasks = []
         self.deaths_in = None
         self.clock_offset = world.choose.uniform(1, 10_000)
-        self.on_kill = []  # called when it is killed, before any of its tasks unwinds
+        # Called when it is killed, before any of its tasks unwinds.
+        self.on_kill = []
 
     def spawn(self, target, name, *args):
         """Start a task."""
@@ -70,8 +71,10 @@ class Task:
         self.error = None
         self.ready = False
         self.woken = False
-        self.wait = 0  # the number of the wait that it is in: a timer of another one is void
-        self.waiters = []  # tasks that join this one
+        # The number of the wait that it is in: a timer of another one is void.
+        self.wait = 0
+        # Tasks that join this one.
+        self.waiters = []
         self._target, self._args = target, args
         self.greenlet = greenlet.greenlet(self._run, process.world.main)
 
@@ -106,12 +109,15 @@ class Scheduler:
         self.wall_offset = 1.7e9
         self.steps = 0
         self.steps_max, self.seconds_max = steps_max, seconds_max
-        self.stop_at = None  # a number of steps, after which `run` returns
+        # A number of steps, after which `run` returns.
+        self.stop_at = None
         self.switches = self.choose.choice([0.02, 0.1, 0.3])
         self.step_s = self.choose.choice([1e-6, 1e-5, 2e-4])
-        self.late = self.choose.choice([0.0, 0.02, 0.1])  # how likely a task that is woken waits some more
+        # How likely a task that is woken waits some more.
+        self.late = self.choose.choice([0.0, 0.02, 0.1])
         self.current = None
-        self.outside = Process(self, "world")  # of tasks that belong to no process, and are never killed
+        # The process of tasks that belong to none; it is never killed.
+        self.outside = Process(self, "world")
         self.failures = []
         self.lines = deque(maxlen=TRACE_KEPT)
         self.on_line = None

@@ -45,7 +45,8 @@ class Volume(Files):
     def __init__(self, world):
         self.world = world
         self.broken = None
-        self._directories = {}  # by path
+        # The directories, by path.
+        self._directories = {}
         self._made = set()
 
     def step(self, *, frees=False):

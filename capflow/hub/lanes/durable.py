@@ -383,7 +383,8 @@ class DurableLane(Lane):
         self._given = ()
         self.pace.waited_since = None
         self._open_again(method, error)
-        self._failures = SimpleQueue()  # their requests come again
+        # Their requests come again.
+        self._failures = SimpleQueue()
         self._let_go()
         needless = self._needless()
         running = [*self._open.values(), *self._long.values()]
@@ -420,7 +421,8 @@ class DurableLane(Lane):
             request = tally.request
             key = f"{request.engine} {request.id}"
             if kind_of(error) != "poison" and self._is_closing:
-                self.gave_up = True  # the inbox keeps it
+                # The inbox keeps it.
+                self.gave_up = True
             elif kind_of(error) != "poison" and self._fatal[key] < limits.RESTARTS_MAX:
                 self._fatal[key] += 1
                 raise ReopenError("on_request_done") from error

@@ -106,9 +106,8 @@ class Lane(abc.ABC):
         self.errors = 0
         # Times that the consumer was opened again; written by the thread.
         self.restarts = 0
-        self.unkept = (
-            0  # requests whose rows it was given and did not store, as its own results say; guarded by `_lock`
-        )
+        # Requests whose rows it was given and did not store, as its own results say; guarded by `_lock`.
+        self.unkept = 0
         # Whether the hub stopped while the consumer could not go on; never cleared.
         self.gave_up = False
         # Requests that it is done with, by status; by the hub's thread.

@@ -23,7 +23,8 @@ class Killed(Files):
 
     def __init__(self, point, after):
         self.point, self.after = point, after
-        self.cursor = None  # its descriptor
+        # The descriptor of the cursor.
+        self.cursor = None
 
     def reach(self, point):
         if point == self.point:
