@@ -199,7 +199,7 @@ def _sites(sites: Sequence[str]) -> str:
 
 
 class LossLog:
-    """Logs the lost rows of requests and the reasons; safe for any number of threads.
+    """Logs the lost rows of requests and the reasons, and failed requests; safe for any number of threads.
 
     It writes at most `limits.LOSSES_LOGGED_MAX` lines a second. The next line has the number of requests left out.
 
@@ -225,7 +225,7 @@ class LossLog:
         """
         if dropped:
             record = {"event": "rows_lost", "request": request, "dropped": msgspec.to_builtins(dropped), **fields}
-            self._write({request: dropped}, "", record)
+            self._write_lost({request: dropped}, "", record)
 
     def tell_late(self, lost: Mapping[str, Sequence[Dropped]], engine: str) -> None:
         """Log in one line what requests of an engine lost after their results were given; nothing if they lost nothing.
@@ -234,21 +234,32 @@ class LossLog:
         """
         if lost:
             record = {"event": "rows_lost_late", "engine": engine, "requests": msgspec.to_builtins(lost)}
-            self._write(lost, f"engine {engine}, after the results: ", record)
+            self._write_lost(lost, f"engine {engine}, after the results: ", record)
 
-    def _write(self, lost: Mapping[str, Sequence[Dropped]], before: str, record: dict[str, Any]) -> None:
+    def tell_failed(self, request: str, error: str, **fields: Any) -> None:
+        """Log the error in a consumer's own result of a request.
+
+        fields: added to this record.
+        """
+        record = {"event": "request_failed", "request": request, "error": error, **fields}
+        self._write(logging.WARNING, f"request {request}: {error}", 1, record)
+
+    def _write_lost(self, lost: Mapping[str, Sequence[Dropped]], before: str, record: dict[str, Any]) -> None:
+        meant = {each.reason for dropped in lost.values() for each in dropped} <= MEANT
+        text = "; ".join(f"request {name}: {'; '.join(map(described, dropped))}" for name, dropped in lost.items())
+        self._write(logging.INFO if meant else logging.WARNING, before + text, len(lost), record)
+
+    def _write(self, level: int, text: str, requests: int, record: dict[str, Any]) -> None:
+        """Write a line about a number of requests, or count them as left out."""
         with self._lock:
             now = time.monotonic()
             if now - self._since >= 1:
                 self._since, self._lines = now, 0
             if self._lines >= limits.LOSSES_LOGGED_MAX:
-                self._left_out += len(lost)
+                self._left_out += requests
                 return
             self._lines += 1
             left_out, self._left_out = self._left_out, 0
-        meant = {each.reason for dropped in lost.values() for each in dropped} <= MEANT
-        text = "; ".join(f"request {name}: {'; '.join(map(described, dropped))}" for name, dropped in lost.items())
         if left_out:
-            text += f" ({left_out} earlier requests with losses were not logged)"
-        level = logging.INFO if meant else logging.WARNING
-        self._logger.log(level, "%s: %s%s", self._who, before, text, extra=record | self._fields)
+            text += f" ({left_out} earlier requests were left out)"
+        self._logger.log(level, "%s: %s", self._who, text, extra=record | self._fields)

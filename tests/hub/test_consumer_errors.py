@@ -265,6 +265,34 @@ def test_a_request_whose_end_cannot_be_handled_is_a_dead_letter_with_its_rows(hu
     assert sites
 
 
+class Full(Store):
+    """Keeps nothing, and says so in its own results."""
+
+    def _store(self, done):
+        return CaptureResult("error", f"{done.request} has no room")
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("policy", ["spill", "block"])
+def test_an_error_in_a_result_of_the_consumer_is_logged(hub_of, caplog, policy, later):
+    with hub_of(Full(later=later), policy) as hub:
+        request(hub.engine(), "r1")
+        assert hub.result("r1").error == "r1 has no room"
+    (line,) = [record for record in caplog.records if getattr(record, "event", "") == "request_failed"]
+    assert (line.levelno, line.getMessage()) == (logging.WARNING, "consumer store: request r1: r1 has no room")
+    fields = (line.consumer, line.engine, line.request, line.status, line.error)
+    assert fields == ("store", "engine-1", "r1", "error", "r1 has no room")
+
+
+def test_an_exception_is_logged_once_though_it_is_the_error_of_the_result_too(hub_of, caplog):
+    consumer = Store({("on_request_done", "r1"): [ValueError("no")]})
+    with hub_of(consumer, "block") as hub:
+        request(hub.engine(), "r1")
+        assert "ValueError: no" in hub.result("r1").error
+    events = [record.event for record in caplog.records if record.levelno >= logging.WARNING]
+    assert events == ["consumer_failed"]
+
+
 def test_poison_is_not_given_again_by_the_next_hub_nor_after_a_restart(hub_of, tmp_path):
     stored = {}
     first = Store({("on_frame", 2): [ValueError("no")], ("on_request_done", "r1"): [no_space]}, stored)

@@ -178,6 +178,16 @@ def test_a_replay_keeps_requests_of_one_id_apart(tmp_path, monkeypatch):
     assert [capture.sidecar.dropped for capture in captures] == [[(16, "not_recorded")], []]
 
 
+def test_a_replay_says_why_a_consumer_did_not_keep_a_request(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    directory = dead_of(tmp_path, ["r1", "r1"], frames={1}, ends={2})
+    options = f"root={tmp_path / 'again'},capture=all,on_collision=error"
+    replayed = invoke("replay", directory, "--consumer", f"filesystem:{options}")
+    assert replayed.exit_code == 1
+    assert f"request r1: {tmp_path / 'again' / 'r1'} exists already; set on_collision to" in replayed.output
+    assert len(json.loads(invoke("list", directory, "--json").stdout)) == 5
+
+
 def test_what_a_replay_fails_at_stays(dead, tmp_path):
     (tmp_path / "taken").write_text("a file")
     refused = invoke("replay", dead, "--consumer", f"filesystem:root={tmp_path / 'taken'}")

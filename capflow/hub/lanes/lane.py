@@ -344,13 +344,14 @@ class Lane(abc.ABC):
         self._given, self._given_of = done.finished, done.engine
         error = self._guard("on_request_done", lambda: answers.append(self.consumer.on_request_done(done)))
         self._given = ()
-        answer = answers[-1] if error is None else CaptureResult("error", self._give_up(tally.request, done, error))
-        if isinstance(answer, Future):
+        if error is not None:
+            self._settle(tally, settled, CaptureResult("error", self._give_up(tally.request, done, error)))
+        elif isinstance(answer := answers[-1], Future):
             with self._lock:
                 self._unsettled[answer] = time.monotonic()
             answer.add_done_callback(functools.partial(self._ended, tally, settled))
         else:
-            self._settle(tally, settled, answer)
+            self._take_result(tally, settled, answer)
 
     def _ended(self, tally: Tally, settled: Callable[[], None] | None, future: Future[CaptureResult]) -> None:
         """Take what became of a request for which the consumer wanted time."""
@@ -361,8 +362,9 @@ class Lane(abc.ABC):
         except BaseException as e:  # noqa: BLE001  as in `_guard`
             if self._take_failure(tally, settled, e):
                 return
-            result = CaptureResult("error", self._failed("on_request_done", e))
-        self._settle(tally, settled, result)
+            self._settle(tally, settled, CaptureResult("error", self._failed("on_request_done", e)))
+        else:
+            self._take_result(tally, settled, result)
 
     def _give_up(self, request: Request, done: RequestDone, error: str) -> str:  # noqa: ARG002  what others set aside
         """Note that the end of a request can never be handled; return the error that its result names."""
@@ -376,6 +378,13 @@ class Lane(abc.ABC):
     ) -> bool:
         """Return whether the consumer's thread will handle a request whose Future failed. Called on any thread."""
         return False
+
+    def _take_result(self, tally: Tally, settled: Callable[[], None] | None, result: CaptureResult | None) -> None:
+        """Take the consumer's own result of a request, and log the error in it."""
+        if result is not None and result.error is not None:
+            request = tally.request
+            self._losses.tell_failed(request.id, result.error, engine=request.engine, status=result.status)
+        self._settle(tally, settled, result)
 
     def _settle(self, tally: Tally, settled: Callable[[], None] | None, result: CaptureResult | None) -> None:
         if tally.opening not in (None, self.restarts):
