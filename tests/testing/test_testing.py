@@ -10,7 +10,7 @@ from capflow.capture.spec import CaptureSpec
 from capflow.errors import CapflowError
 from capflow.plugins.configure import ConfiguredConsumer
 from capflow.steering.action import Abort
-from capflow.testing import MemoryHub, conformance
+from capflow.testing import MemoryHub, checks, conformance
 from capflow.testing.conformance import Conformance
 from tests.kit.broken import BROKEN, Counting, Slow, ThreadsStay, lines
 from tests.kit.waiting import eventually
@@ -33,8 +33,9 @@ def rules_of(consumer):
 
 
 @pytest.mark.parametrize("consumer", BROKEN, ids=lambda consumer: consumer.__name__)
-def test_a_broken_consumer_fails_at_the_rule_that_it_breaks(consumer, tmp_path):
+def test_a_broken_consumer_fails_at_the_rule_that_it_breaks(consumer, tmp_path, monkeypatch):
     rule, message = BROKEN[consumer]
+    monkeypatch.setattr(checks, "_ENDS_S", 1.0)  # for threads that never end
     with pytest.raises(Exception) as failed:
         getattr(rules_of(consumer), rule)(tmp_path)
     assert message in str(failed.value)
