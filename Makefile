@@ -8,7 +8,7 @@ RUN := .venv/bin/capflow run --model demo --prompts examples/prompts.jsonl --eng
 
 .DEFAULT_GOAL := help
 export NO_MKDOCS_2_WARNING := 1
-.PHONY: help demo check test-one test proof simulate fuzz chaos soak soak-requests architectures lint format bench docs docs-serve proto env system compiler lock sbom audit clean
+.PHONY: help demo check test-one test proof simulate fuzz chaos soak soak-requests architectures lint format bench docs docs-serve metrics proto env system compiler lock sbom audit clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -80,6 +80,9 @@ docs: env  ## build the documentation site into site/
 
 docs-serve: env  ## serve the documentation site at http://127.0.0.1:8000 and rebuild it after each change
 	$(PYTHON) -m mkdocs serve
+
+metrics: env  ## renew the table of metrics in docs/operations.md
+	$(PYTHON) -m capflow.hub.monitor.metrics docs/operations.md
 
 proto: env  ## generate the Python code of the gRPC schema
 	cd engine_ext && ../$(PYTHON) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \

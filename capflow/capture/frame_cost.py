@@ -3,7 +3,7 @@
 A span has a row of its own at each site of its block, so a frame cannot have more spans than its payload has rows.
 
 Invariant: the objects of a header take at most `limits.STATE_PER_BYTE_MAX` bytes of memory for each byte of the header.
-Usual headers take 4 to 13.
+Usual headers take 4 to 13 bytes for each.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def decoded_bytes(header: bytes | memoryview) -> int:
 
 
 def check_cost(header: bytes | memoryview, payload_bytes: int) -> None:
-    """Raise RemoteProtocolError if a header has more spans, tokens or texts than a frame with this payload can have.
+    """Raise RemoteProtocolError if a large header has more spans, tokens or texts than its payload allows.
 
-    Raises msgspec.MsgspecError if it is not a header.
+    Raises msgspec.MsgspecError if a large header is not one. Small headers are not checked.
     """
     if not is_large(header):
         return

@@ -62,7 +62,7 @@ def _print(described: list[dict[str, Any]]) -> None:
             for option in plugin["options"]
         ]
         doc = plugin["doc"].partition("\n")[0]
-        details = plugin["config_doc"].partition("\n\n")[2].replace("\n", " ")
+        details = " ".join(plugin["config_doc"].partition("\n\n")[2].split())
         lacks = f"missing: {', '.join(plugin['missing'])}; {plugin['install']}" if plugin["missing"] else ""
         cells = (
             plugin["name"],

@@ -20,7 +20,7 @@ class Counts:
     tokens: int = 0
     duplicates: int = 0
     protocol_errors: int = 0
-    # Messages of peers that broke the protocol too often.
+    # Messages of peers that broke the protocol too often, or that had no session and sent too many at once.
     ignored: int = 0
     sessions_lost: int = 0
     # Peers, by reason.

@@ -1,7 +1,7 @@
 """Builders of valid frames. The values of a row identify its place.
 
 The row of a request at a position and site is `row_of(request, site, position, hidden)`. A row that is misplaced,
-repeated or taken from another request differs from the expected row.
+repeated or taken from another request differs from the expected row, but for one in 2,039.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ FIRST = Rank(0, 0, 0)
 def row_of(
     request: str, site: Site | tuple[int, str], position: int, hidden: int = 8, dtype: str = "float32"
 ) -> npt.NDArray[Any]:
-    """Return the row `[hidden]` of a request at a site and a position; exact in each dtype but bfloat16."""
+    """Return the row `[hidden]` of a request at a site and a position; dtypes of 16 bits round it."""
     layer, hook = site
-    where = zlib.crc32(f"{request}/{hook}/{layer}/{position}".encode()) % 2039  # exact in float16
+    where = zlib.crc32(f"{request}/{hook}/{layer}/{position}".encode()) % 2039
     row = np.arange(hidden, dtype=np.float32) / 16 + where / 8
     return row.astype(DTYPES[dtype])
 

@@ -1,4 +1,4 @@
-"""Short reprs on one line: bytes and arrays by their size, long collections by their first items.
+"""Short reprs on one line: bytes and arrays by their size, long lists, tuples and mappings by their first items.
 
 A class uses it with `__repr__ = brief` in its body.
 """
@@ -17,7 +17,10 @@ _LENGTH_MAX = 1_000
 
 
 def brief(value: Any) -> str:
-    """Return `Class(field=…, …)` of a struct, dataclass or named tuple, without None, False and empty fields."""
+    """Return `Class(field=…, …)` of a struct, dataclass or named tuple, without None, False and empty fields.
+
+    Fields of a dataclass with `repr=False` are left out, too.
+    """
     held = ((name, getattr(value, name)) for name in _fields(value))
     fields = ", ".join(f"{name}={_shown(each)}" for name, each in held if not _empty(each))
     if len(fields) > _LENGTH_MAX:

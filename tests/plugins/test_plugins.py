@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import re
 import sys
 import types
@@ -10,12 +11,14 @@ from typing import Literal
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 
 import capflow
 from capflow import extras, limits
 from capflow.buffers.policy import FALLBACKS, POLICIES_OF_WORKERS, WhenFull
 from capflow.buffers.spool import default_root
 from capflow.capture.spec import CaptureSpec
+from capflow.cli import cli
 from capflow.cli.engine.run import run
 from capflow.errors import CapflowError, UsageError
 from capflow.plugins.configure import (
@@ -381,6 +384,22 @@ def test_options_are_told_with_types_and_defaults():
         "spill_fallback": ("block or drop", False, "block"),
     }
     assert [option.name for option in options_of(Watch)] == ["threshold"]
+
+
+def test_each_option_has_a_line_in_the_docstring():
+    for name, plugin in load_plugins().items():
+        assert (name, set(plugin.Config.__struct_fields__) - described(plugin.Config)) == (name, set())
+
+
+def described(config):
+    """Return the options that have a line in the docstring of a `Config`: `name: …`, or `name, other: …`."""
+    lines = re.findall(r"^([a-z_, ]+): ", inspect.getdoc(config) or "", re.MULTILINE)
+    return {field for line in lines for field in line.split(", ")}
+
+
+def test_the_list_shows_descriptions_without_their_indentation():
+    listed = CliRunner().invoke(cli, ["plugins"], env={"COLUMNS": "10000"})
+    assert "max_rows 0 sets no bound" in listed.output
 
 
 def test_the_defaults_of_policies_are_written_in_one_place():

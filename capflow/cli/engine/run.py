@@ -136,7 +136,7 @@ def run(
     """Run a hub with consumers.
 
     Alone it waits for engines until Ctrl-C; with --model and --prompts it runs that model and ends when all its
-    prompts are through. The exit code is 1 when rows were lost.
+    prompts are through. The exit code is 1 when rows were lost or a consumer failed.
     """
     from capflow.cli.hub.running import HubRun
     from capflow.errors import UsageError, explain

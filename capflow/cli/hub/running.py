@@ -1,4 +1,4 @@
-"""A hub that a command runs: starts the consumers, shows the rates, drains, and prints a summary at the end."""
+"""Runs a hub for a command: starts the consumers, shows the rates, drains, and prints a summary at the end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ from capflow.transport.outbox import left_behind
 
 _LIVE_S = 0.5  # between two drawings of the live line
 _RATE_S = 5.0  # the window of the rates
-_COLLECT_AT = (20_000, 50, 100)  # new objects, then collections of a generation before the next one is collected
+# As in `gc.set_threshold`: new objects, collections of generation 0, collections of generation 1.
+_COLLECT_AT = (20_000, 50, 100)
 _PLAIN_S = 10.0  # between two plain lines, without a terminal
 
 
@@ -52,11 +53,11 @@ class HubRun:
     drain_s: how long consumers may take at the end; by default `limits.DRAIN_S_MAX` with `ends`, else
     `DRAIN_S_DEFAULT`.
     memory_bytes_max: as in `Hub`.
-    ends: True if no hub continues this run: consumers that spill then handle all their frames before the end.
-        Otherwise frames that are not handled stay in the inbox for the next hub.
+    ends: whether this run is the last on its inboxes: consumers that spill then handle all their frames before the
+        end. Otherwise frames that are not handled stay in the inbox for the next hub.
     metrics: the host and port at which to serve metrics and health.
     log_format: `json` logs every event and prints nothing.
-    live: whether a terminal shows a line that changes in place.
+    live: whether the rates are shown in one line that changes in place, if the output is a terminal.
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class HubRun:
     def took_all(self) -> bool:
         """Whether every consumer handled all its frames; final at the end of the run.
 
-        Rows that the replayed recording does not have do not count as a failure.
+        Rows that a replayed recording does not have, `not_recorded`, are no failure.
         """
         lanes = self.hub.lanes
         failed = any(lane.errors or lane.unkept or lane.gave_up or lane.results["error"] for lane in lanes)
@@ -322,7 +323,7 @@ def rare_collections() -> Iterator[None]:
     """Run the collector of reference cycles less often.
 
     Frames in flight are thousands of small objects without cycles. With Python's defaults the collector scans them
-    again and again, which takes a quarter of a hub's time per frame.
+    again and again, which takes a quarter of the time that a hub spends on a frame.
     """
     before = gc.get_threshold()
     gc.collect()

@@ -21,7 +21,7 @@ LEFT = CaptureResult("pending", "the hub stopped; the next hub gives the result 
 class Answers:
     """The results of requests, and the clients that wait for them.
 
-    state: the memory that names of requests share.
+    state: the memory that the names of awaited requests share.
     """
 
     def __init__(self, index: RequestIndex, roster: Roster, state: Shares, effects: Effects) -> None:
@@ -35,7 +35,12 @@ class Answers:
         return peer in self._waiters
 
     def settle(self, named: Request | RequestName, consumer: int, result: CaptureResult) -> None:
-        """Take a consumer's result of a request. Of several results of one request, the first counts."""
+        """Take a consumer's result of a request. Of several results of one request, the first counts.
+
+        After `LEFT`, which says that the result comes later, the next one is counted and not stored.
+
+        consumer: the number of its lane.
+        """
         request = self._index.over(named)
         before = None if request is None else request.results[consumer]
         if before not in (None, LEFT):
@@ -46,7 +51,10 @@ class Answers:
             self.answer(request)
 
     def ask(self, peer: bytes, client: Peer, question: Await) -> Iterator[None]:
-        """Answer a client with the results that are final, and have it wait for the others. Yields between slices."""
+        """Answer a client with the results that are final, and have it wait for the others. Yields between slices.
+
+        A client that does not wait gets all results now, final or not.
+        """
         for number, request in enumerate(question.requests, 1):
             if not number % limits.SLICE_REQUESTS:
                 yield
@@ -79,7 +87,10 @@ class Answers:
         self._waiters.gone(peer)
 
     def _results(self, request: str, engine: str) -> tuple[Results, bool]:
-        """Return the results of a request, and whether they are final."""
+        """Return the results of a request, and whether they are final.
+
+        If several engines have a request of this id, the answer names them, has no results, and is final.
+        """
         requests = self._index.named(request, engine)
         names = tuple(each.key[0] for each in requests[: limits.ENGINES_TOLD_MAX])
         if len(requests) == 1:

@@ -1,8 +1,6 @@
 """The metrics of a hub, for Prometheus: the rows of `capflow.hub.monitor.table`, read when someone asks.
 
-`markdown` is the table in docs/operations.md. This renews it there:
-
-    python -m capflow.hub.monitor.metrics docs/operations.md
+`markdown` is the table in docs/operations.md; `make metrics` renews it there.
 """
 
 from __future__ import annotations

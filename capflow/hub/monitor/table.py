@@ -133,7 +133,7 @@ HUB = (
     counter("protocol_errors", "Peers that were cut off for what they sent.", "counts.protocol_errors"),
     counter("log_left_out_lines", "Lines about peers that were too many for the log.", "log_lines_left_out"),
     counter("log_dropped_lines", "Lines of the log that nobody read in time.", lambda hub: hub.log_lines_dropped()),
-    counter("actions", "Actions that engines answered.", _actions, "outcome"),
+    counter("actions", "Actions that are over, by outcome; unknown if the engine did not answer.", _actions, "outcome"),
     gauge("waiting_actions", "Actions that engines have not answered.", lambda hub: len(hub.relay)),
     gauge("credit_window_bytes", "What each worker may have under way now.", "roster.pool.window_bytes"),
     gauge(

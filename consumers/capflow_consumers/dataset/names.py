@@ -6,8 +6,8 @@ Invariants:
   cannot leave its directory.
 * Two different ids have different slugs, also on a file system that ignores case.
 
-An id that is a plain name already is its own slug, and holds no `~`. The slug of every other id ends in `~` and a hash
-of the whole id.
+An id of at most 100 characters that is a plain name already is its own slug, and holds no `~`. The slug of every other
+id ends in `~` and a hash of the whole id. Later captures of one id have its slug and a number: `NAME~2`, `NAME~3`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LATER = re.compile(r"(.+)~([1-9][0-9]*)")
 
 
 def split(name: str) -> tuple[str, int]:
-    """Split a directory's name into the name before its number, and the number; 1 where there is none."""
+    """Split a directory's name into the slug and the number of the capture, which is 1 if there is no number."""
     later = _LATER.fullmatch(name) if "~" in name else None
     return (later[1], int(later[2])) if later else (name, 1)
 
@@ -57,7 +57,9 @@ class Numbered:
         self._later: dict[str, tuple[int, ...]] = {}
 
     def look(self) -> Iterator[Path]:
-        """List the root; return the entries that are not hidden, by name and number. Raises OSError.
+        """List the root, and remember the numbers; return the entries that are not hidden, sorted by name and number.
+
+        Raises OSError.
 
         The time it takes grows with the number of entries.
         """

