@@ -16,7 +16,7 @@ from capflow.steering.request import Steering
 from capflow_engine.compat import engine as compat
 from capflow_engine.hubs import hubs_at
 from capflow_engine.settings import Settings
-from tests.kit.engines import GREEDY, VOCABULARY, answers, engine, prompts, save_tiny
+from tests.kit.engines import GREEDY, LAYERS, VOCABULARY, answers, engine, prompts, save_tiny
 from tests.kit.sources import KIT
 from tests.kit.steered import LOGITS_MAX, RAW, SteeredReference, cases, lengths, logits, prove, vector
 
@@ -106,6 +106,12 @@ def test_every_operation_in_one_batch_compiled(model, steered):
 def test_every_operation_in_two_processes(model, steered, arguments):
     with engine(model, sites=["*:*"], in_process=False, **arguments, **RAW) as llm:
         prove(llm, steered)
+        # Alone, so that a stage without the layer has nothing to steer in the step.
+        for layer in range(LAYERS):
+            fields = {"steering_patches": {"post_block": {layer: {"positions": [3], "vector": vector(7)}}}}
+            given = prompts((8,), seed=layer)
+            (output,) = llm.generate(given, [capflow.sampling_params(**asks(**fields))], use_tqdm=False)
+            right(steered, output, fields)
 
 
 @pytest.mark.long

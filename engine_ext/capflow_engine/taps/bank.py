@@ -33,7 +33,7 @@ class Steered(NamedTuple):
 
     prefill: the slot of prompt positions.
     decode: the slot of generated positions.
-    patched: the slots of single positions, in ascending order.
+    patched: the slots of single positions, in ascending order, without positions where this worker does nothing.
     """
 
     prefill: int
@@ -100,7 +100,7 @@ class Bank:
             return Steered(
                 slot(configured.prefill),
                 slot(configured.decode),
-                {position: slot(one) for position, one in configured.patched.items()},
+                {p: number for p, one in configured.patched.items() if (number := slot(one)) != NONE},
             )
         except CapflowError:
             for number in taken:

@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 
 from capflow.capture.site import Site
 from capflow.errors import CapflowError
+from capflow.steering.patch import Patch
 from capflow.steering.program import program_of
 from capflow.steering.request import Steering, Tier
 from capflow.steering.vector import SteeringVector
 from capflow_engine.steering.budget import Holdings, Size, needs_of
-from capflow_engine.taps.bank import NONE, Bank
+from capflow_engine.taps.bank import NONE, NOTHING, Bank
+from capflow_engine.taps.plan import Planner, Scheduled, SlotRange, Tracked
 
 WIDTH = 16
 SITES = [Site(layer, "post_block") for layer in range(3)]
@@ -55,6 +57,23 @@ def test_a_row_of_two_configurations_is_kept_once():
     it.acquire(program(vector(1), decode=(vector(2, SITES[1]),)), 5)
     it.acquire(program(vector(1), decode=(vector(2, SITES[2]),)), 5)
     assert len(it) == 2
+
+
+def test_a_stage_without_the_sites_of_a_patch_has_no_slot_of_its_position():
+    it = bank(sites=SITES[:2])
+    row = np.ones(WIDTH, np.float32).tobytes()
+    patches = tuple(Patch(layer, "post_block", (position,), row) for layer, position in ((0, 3), (2, 1), (2, 3)))
+    only_elsewhere = it.acquire(program_of(WIDTH, [Steering(patches=patches[1:2])]), 5)
+    assert only_elsewhere == NOTHING
+    everywhere = it.acquire(program_of(WIDTH, [Steering(base=Tier((vector(1, SITES[1]),)), patches=patches)]), 5)
+    assert list(everywhere.patched) == [1, 3]
+    assert NONE not in everywhere.patched.values()
+    planner = Planner(2)
+    request = Tracked("1", "r1", 5, planner.nothing, planner.nothing, steered=[SlotRange(0, 5, only_elsewhere)])
+    assert planner.plan([Scheduled(request, 0, 0, 5)]).idle
+    it.release(only_elsewhere)
+    it.release(everywhere)
+    assert len(it) == 0
 
 
 def test_what_a_freed_slot_had_is_taken_again_and_what_is_held_is_not_touched():
