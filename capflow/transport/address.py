@@ -121,8 +121,7 @@ def held(address: str) -> Iterator[None]:
     """Reserve the address against other hubs on this machine.
 
     Raises CapflowError if a hub listens there already, and UsageError if others can enter the socket's directory. TCP
-    needs
-    no lock: the port is exclusive.
+    needs no lock: the port is exclusive.
     """
     if not address.startswith("ipc://"):
         yield

@@ -1,8 +1,8 @@
 """A lane in memory: what waits for the consumer is in a queue, and is lost with the hub.
 
 In the queue engines take turns, so that what one engine's worker sends holds up the rows of another by one item at
-most. Whatever the consumer does,
-what waits for it is bounded: rows by its policy, and what has no rows by `capflow.hub.lanes.notes`.
+most. Whatever the consumer does, what waits for it is bounded: rows by its policy, and what has no rows by
+`capflow.hub.lanes.notes`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The writer of an inbox: stores what a hub gives one consumer, on a thread of its own, and reports when it is durable.
 
 Invariant: a frame belongs to its worker until it is durable here, or until its rows are counted as lost. A disk that
-fails
-counts as a disk without room: frames wait or their rows are lost, as the fallback says, and the write is tried again.
+fails counts as a disk without room: frames wait or their rows are lost, as the fallback says, and the write is tried
+again.
 """
 
 from __future__ import annotations

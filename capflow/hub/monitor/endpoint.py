@@ -3,8 +3,7 @@
 Everything is read at the time of the request, on a thread of that request. The threads of the hub and of the consumers
 never wait for it. A client that sends nothing, or nonsense, costs one thread for at most `limits.HTTP_HEAD_S_MAX`.
 There are at most `limits.HTTP_CLIENTS_MAX` clients; the one that has waited longest with its request makes room for the
-next.
-The answers hold nothing that was captured, and no request changes anything.
+next. The answers hold nothing that was captured, and no request changes anything.
 
 Why this is not `prometheus_client.make_wsgi_app` on `wsgiref`: the bounds on clients are most of this file, and stay.
 Tried, that is 237 lines in the place of 232; wsgiref also sends a body with the answer to HEAD, and prints tracebacks.

@@ -5,9 +5,9 @@ that of the peer whose messages have taken the least time so far; a step is one 
 longer. Invariant: a peer that sends little waits for at most one step of another peer, however much the others send.
 
 What is read and not handled is bounded: a worker's frames by its credit, all else by a share of
-`limits.READ_AHEAD_BYTES_MAX`, and one large
-message beside: a frame that costs more than all credit is sent unpaid when nothing else is under way. Who sends more
-at once is to be cut off: the library has no way to read from some connections only.
+`limits.READ_AHEAD_BYTES_MAX`, and one large message beside: a frame that costs more than all credit is sent unpaid when
+nothing else is under way. Who sends more at once is to be cut off: the library has no way to read from some connections
+only.
 """
 
 from __future__ import annotations

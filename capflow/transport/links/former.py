@@ -24,8 +24,7 @@ class FormerLink(Link):
     """Sends the frames that an ended worker left on disk, in the worker's name, and ends when the hub has all of them.
 
     The frames in the worker's memory are lost. From the worker's promises this link sends the ends of their requests,
-    each
-    with its number of rows: the hub counts the rows that never came as missing. A request without an end ends with
+    each with its number of rows: the hub counts the rows that never came as missing. A request without an end ends with
     status `error`, in frames after all others.
 
     outbox: an open outbox; the link's thread closes it.
