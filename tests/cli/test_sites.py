@@ -1,6 +1,7 @@
 """`capflow sites`: a model's sites and the tapped ones, from its configuration alone, and each way to fail."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -96,6 +97,29 @@ def test_a_site_that_is_not_there_is_no_tap(parallel, site, why):
     layers = compat_model.structures(EngineArgs(model=str(parallel)))
     with pytest.raises(UsageError, match=f"--sites: got {site}.*{why}"):
         tapped_sites([site], layers)
+
+
+COMPILED_LAYERS = """
+import sys
+
+import torch
+
+torch.compile(lambda x: 2 * x + 1)(torch.ones(8))  # its threads are not in a fork of this process
+from vllm.engine.arg_utils import EngineArgs
+
+from capflow_engine.compat import model
+
+print(len(model.structures(EngineArgs(model=sys.argv[1]))))
+"""
+
+
+def test_a_model_with_compiled_parts_is_read_also_after_the_process_compiled_something(tmp_path):
+    config = transformers.CohereConfig(**SMALL, eos_token_id=2)
+    model = only_a_configuration(tmp_path / "cohere", config, "CohereForCausalLM")
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    command = [sys.executable, "-c", COMPILED_LAYERS, str(model)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False)
+    assert done.stdout.split()[-1:] == ["3"], done.stderr[-2000:]
 
 
 @pytest.mark.long

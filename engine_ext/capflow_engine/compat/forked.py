@@ -1,7 +1,8 @@
 """Work in a forked child process that returns a result; a child without progress is killed.
 
 A child makes progress when it reports a stage, or when it or a process that it started uses the CPU. So a child on a
-machine under load gets the time that it needs, and a child that hangs ends.
+machine under load gets the time that it needs, and a child that hangs ends, also if a thread of it looks around now and
+then.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ Report = Callable[[str], None]
 
 STILL_S_MAX = 60.0
 _POLL_S = 0.5
+# CPU time below this part of a processor is no progress.
+_BUSY_PART_MIN = 0.01
 
 
 class _Stage(NamedTuple):
@@ -83,7 +86,7 @@ def _outcome(receiver: Connection, child: Any, name: str, still_s_max: float) ->
             if not isinstance(message, _Stage):
                 return message
             stage, progress = message.name, time.monotonic()
-        elif (now := _cpu_s(child.pid)) > used:
+        elif (now := _cpu_s(child.pid)) > used + _BUSY_PART_MIN * still_s_max:
             used, progress = now, time.monotonic()
         elif time.monotonic() - progress > still_s_max:
             got = f"no progress for {still_s_max:g} s while {stage}"

@@ -58,6 +58,8 @@ def structures(engine_args: Any) -> tuple[Structure, ...]:
 
 
 def _structures(engine_args: Any, report: forked.Report) -> tuple[Structure, ...]:
+    import torch
+
     single = copy.copy(engine_args)
     single.tensor_parallel_size = single.pipeline_parallel_size = single.data_parallel_size = 1
     single.distributed_executor_backend = single.speculative_config = None
@@ -70,7 +72,8 @@ def _structures(engine_args: Any, report: forked.Report) -> tuple[Structure, ...
     num_layers = model_config.get_total_num_hidden_layers()
     report("making it without weights")
     try:
-        with _skeleton(config) as model:
+        # Compiled parts of a model run as Python: a fork has no threads of a compiler that its parent used.
+        with torch.compiler.set_stance("force_eager"), _skeleton(config) as model:
             layers = []
             for number, layer in decoder_layers(model, num_layers):
                 report(f"reading layer {number} of {num_layers}")

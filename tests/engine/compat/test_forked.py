@@ -64,6 +64,19 @@ def test_a_child_in_which_nothing_moves_is_given_up_with_what_it_was_at():
     assert time.monotonic() - begun < 15
 
 
+def test_a_child_that_hangs_while_a_thread_of_it_looks_around_is_given_up():
+    def work(say):
+        for _ in range(40):
+            # What this child is: stuck, but for what a thread does now and then.
+            time.sleep(0.5)
+            begun = time.process_time()
+            while time.process_time() < begun + 0.002:
+                pass
+
+    with pytest.raises(CapflowError, match="got no progress for 6 s while starting"):
+        result_of(work, 6.0)
+
+
 def test_a_child_that_is_killed_is_named():
     def work(say):
         say("making it")
