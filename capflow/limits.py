@@ -115,8 +115,9 @@ SHUTDOWN_S_DEFAULT = 20.0  # a stopped server waits so long for running requests
 SHUTDOWN_S_MAX = 3600.0
 ANSWERS_S = 5.0  # a stopped server has so long for its last answers, once its requests have ended or were aborted
 ENGINE_END_S_MAX = DRAIN_S_MAX + GIVE_UP_S  # an engine without requests has so long to send its rows
+JOB_STEP_S_MAX = 20.0  # an interrupted model job waits so long for its current step; a second signal ends it at once
 # An interrupted model job: its current step, the end of its engine, and the end of vLLM and Python.
-JOB_END_S_MAX = GIVE_UP_S + ENGINE_END_S_MAX + 2 * HANG_S_MAX
+JOB_END_S_MAX = JOB_STEP_S_MAX + ENGINE_END_S_MAX + 2 * HANG_S_MAX
 
 # The gRPC of one API server.
 RPC_CONNECTIONS_MAX = 1_024

@@ -36,14 +36,14 @@ def interrupted_between_steps() -> Iterator[Callable[[], None]]:
     """Delay SIGTERM in a block: the yielded function raises KeyboardInterrupt if the signal came.
 
     An engine of this process can be shut down in order only between two steps. A step that lasts longer than
-    `limits.GIVE_UP_S` after the signal is interrupted.
+    `limits.JOB_STEP_S_MAX` after the signal is interrupted, and its rows are lost.
     """
     came = False
 
     def hold(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a signal's handler
         nonlocal came
         came = True
-        signal.setitimer(signal.ITIMER_REAL, limits.GIVE_UP_S)
+        signal.setitimer(signal.ITIMER_REAL, limits.JOB_STEP_S_MAX)
 
     def check() -> None:
         if came:

@@ -352,6 +352,17 @@ class WorkerCapture:
         if plan is None:  # a dummy run
             yield
             return
+        try:
+            with self._tapped(plan, tokens):
+                yield
+        except BaseException:  # an interrupted job: the step's positions are not computed, and no row is promised
+            for request, _, start, _ in plan.batch:
+                request.computed = min(request.computed, start)
+            raise
+
+    @contextlib.contextmanager
+    def _tapped(self, plan: Plan, tokens: int) -> Iterator[None]:
+        """Have the taps follow a plan in a forward pass, and take its rows afterwards."""
         if self.tables.resident:
             if self._copied is not None:
                 torch.cuda.current_stream().wait_event(self._copied)
