@@ -52,6 +52,16 @@ def test_each_command_is_whole_and_on_a_line_of_its_own(run, out, tmp_path):
     assert "1 requests, 5 prompt and 3 generated" in out.getvalue()
 
 
+def test_a_command_has_the_path_of_a_program_that_the_shell_does_not_find(run, out, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["a dir/.venv/bin/capflow", "run"])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with run(f"filesystem:root={tmp_path / 'rows'}") as running:
+        print_summary(running, [DONE], 2.0, {})
+    lines = out.getvalue().splitlines()
+    command = shlex.split(lines[lines.index("to see the result:") + 1])
+    assert command == ["a dir/.venv/bin/capflow", "inspect", str(tmp_path / "rows")]
+
+
 def test_a_consumer_without_a_command_has_none(run, out):
     with run("log") as running:
         print_summary(running, [DONE], 2.0, {})

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -44,7 +48,16 @@ def print_summary(
     if commands:
         running.console.print("to see the result:")
     for command in commands:
-        running.console.print(Text(f"  {printable(command)}"), soft_wrap=True)
+        running.console.print(Text(f"  {printable(_runnable(command))}"), soft_wrap=True)
+
+
+def _runnable(command: str) -> str:
+    """Return a command of capflow with the path of this program, if the shell does not find `capflow` by its name."""
+    name, _, rest = command.partition(" ")
+    program = sys.argv[0]
+    if name != "capflow" or shutil.which(name) is not None or Path(program).name != name:
+        return command
+    return f"{shlex.quote(program)} {rest}"
 
 
 def _title(running: HubRun, done: Sequence[Done], seconds: float) -> str:

@@ -125,6 +125,11 @@ def _vllm_arguments(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace]:
         raise UsageError(str(e)) from e
     if args.model_tag is None:
         raise UsageError(explain("MODEL", got="none", expected="capflow serve MODEL"))
+    if args.model_tag == "demo":
+        from capflow_engine.jobs.demo import prepare
+
+        args.model_tag = str(prepare(progress=lambda stage: logger.info("capflow: %s", stage)))
+        args.served_model_name = args.served_model_name or ["demo"]
     args.model = args.model_tag
     for name in ("worker_cls", "scheduler_cls"):
         if getattr(args, name, None) not in (None, "auto"):
