@@ -42,6 +42,8 @@ _RESULTS_WAIT_S = 120.0
 _CAUSE = re.compile(r"^\(\w[^)]*\) ERROR [^\]]*\] (\w+(?:Error|Exception): .+)$", re.MULTILINE)
 # Between two lines of progress where there is no terminal.
 _PLAIN_S = 10.0
+# Lines about what is missing; the rest is counted.
+_MISSING_MAX = 20
 
 
 def parse_pairs(pairs: tuple[str, ...], option: str) -> dict[str, Any]:
@@ -258,7 +260,12 @@ def run_job(running: HubRun, job: ModelJob) -> int:
     missing = _missing(running, job, results)
     assert job.generated_s is not None
     print_summary(running, job.done, job.generated_s, results)
-    for line in missing[:20]:
+    shown = (
+        missing
+        if len(missing) <= _MISSING_MAX
+        else [*missing[:_MISSING_MAX], f"and {len(missing) - _MISSING_MAX} more"]
+    )
+    for line in shown:
         running.tell("missing", line, style="red")
     return 1 if missing else running.exit_code
 
@@ -383,7 +390,7 @@ def _missing(running: HubRun, job: ModelJob, results: dict[str, dict[str, Captur
             if result is not None and _only_skipped(result):
                 continue
             if rows and (result is None or result.status != "ok"):
-                why = "no result" if result is None else f"{result.status}: {result.error}"
+                why = "no result" if result is None else ": ".join(filter(None, (result.status, result.error)))
                 lines.append(f"request {prompt.id}, {name}: {why}")
             elif result is not None and result.payload.get("rows", rows) != rows:
                 lines.append(f"request {prompt.id}, {name}: got {result.payload['rows']} rows, expected {rows}")
