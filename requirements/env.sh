@@ -24,6 +24,7 @@ for candidate in python3.11 python3; do
 done
 [ -n "$python" ] || fail "no Python 3.11 or newer: got $(python3 --version 2>/dev/null || echo none); install python3.11"
 
+torch_index="set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels"
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 begun=$SECONDS
@@ -39,7 +40,12 @@ pip_install() {
                              else if (n % 30 == 0) printf "  fetched %d of %d\n", n, total; fflush() }
             /^Installing collected/ && total > 1 { printf "%s  installing, a minute or two\n", terminal ? "\r\033[K" : ""; fflush() }
         ' || status=$?
-    [ "$status" -eq 0 ] || { tail -n 15 "$log" >&2; fail "pip failed; its last lines are above"; }
+    [ "$status" -eq 0 ] && return
+    tail -n 15 "$log" >&2
+    # pip suspects that someone changed the file when an index has another build only.
+    ! grep -A 5 'DO NOT MATCH THE HASHES' "$log" | grep -q '^ *torch==' ||
+        fail "got another build of torch, expected the CPU build; $torch_index"
+    fail "pip failed; its last lines are above"
 }
 
 if [ ! -e "$lock_stamp" ]; then
@@ -50,7 +56,7 @@ if [ ! -e "$lock_stamp" ]; then
     # pip takes the CUDA build of torch where it finds no other, and the lock has not what that needs.
     for library in .venv/lib/python3*/site-packages/torch/lib/libtorch_cuda.so; do
         [ ! -e "$library" ] ||
-            fail "got a CUDA build of torch, expected a CPU build; set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels"
+            fail "got a CUDA build of torch, expected a CPU build; $torch_index"
     done
 fi
 rm -f .venv/project-*
