@@ -204,6 +204,23 @@ def test_nothing_is_left_of_a_worker_that_ended_well(address, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_nothing_is_left_of_a_worker_whose_last_acknowledgement_came_with_the_end_of_the_hub(
+    address, tmp_path, monkeypatch
+):
+    """The link does not get to its outbox between the two."""
+    outbox = Outbox.of(tmp_path, make_hello(), limits.SPOOL_BYTES_DEFAULT)
+    with contextlib.ExitStack() as stack:
+        with running_hub(address, Recorder()):
+            link = stack.enter_context(worker_link(address, policy="spill", outbox=outbox))
+            monkeypatch.setattr(outbox, "acknowledge", lambda _: None)
+            made = make_frame([("r1", 4, 0, 4)], finished=[make_finished("r1")])
+            assert link.send(made.header, made.payload) is None
+            eventually(lambda: not link.counters["unacked_frames"] and not link.counters["queued_frames"])
+        eventually(lambda: not link.connected)
+        monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("policy", ["block", "spill"])
 def test_a_request_that_ended_with_its_worker_is_not_ended_again_by_its_promises(tmp_path, policy):
     recorder = Recorder()

@@ -110,6 +110,7 @@ class FormerLink(Link):
     def _close_outbox(self) -> None:
         if self._is_outbox_open:
             self._is_outbox_open = False
+            self.outbox.acknowledge(self._session.acked)  # also what came together with the hub's Bye
             self._frames_left = not self.outbox.close()
 
     def _drained(self) -> bool:
