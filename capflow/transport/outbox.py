@@ -161,11 +161,14 @@ class Outbox:
         if number:
             self._spool.acknowledge(number)
 
-    def close(self) -> bool:
+    def close(self, acked: int = 0) -> bool:
         """Close the outbox; remove it if every frame is acknowledged. Return whether no frame is left.
 
         A later process sends the frames that are left.
+
+        acked: the last frame that the hub acknowledged, also if that came together with the hub's Bye.
         """
+        self.acknowledge(acked)
         broken = self.promises.broken or self.broken.ends or self.broken.running
         self.promises.close()
         clean = self._spool.close() if len(self._spool) or broken else self._spool.remove([_HELLO, _HUB, promises.NAME])

@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 from capflow.errors import UsageError, explain
 from capflow.extras import require
+from capflow_engine.jobs import demo
 from capflow_models.model import SteerableModel
 
 Backend = Literal["vllm", "transformers"]
@@ -24,10 +25,7 @@ def open_model(backend: Backend, model: str, arguments: dict[str, Any]) -> Steer
     if backend not in BACKENDS:
         raise UsageError(explain("--backend", got=backend, expected=f"one of {', '.join(BACKENDS)}"))
     require("vllm", f"--backend {backend}", backend, "torch")
-    if model == "demo":
-        from capflow_engine.jobs.demo import prepare
-
-        model = str(prepare())
+    model = demo.resolved(model)
     try:
         if backend == "vllm":
             from capflow_models.vllm_model import VLLMSteerableModel

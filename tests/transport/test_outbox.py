@@ -220,11 +220,11 @@ def test_what_a_worker_left_is_gone_before_its_hub_forgets_the_worker(address, t
     with running_hub(address, Recorder()) as hub:
         close = outbox.close
 
-        def slow_close():
+        def slow_close(acked):
             # What this outbox is: slow to close.
             time.sleep(0.3)
             engines.extend(hub.roster.engines)
-            return close()
+            return close(acked)
 
         outbox.close = slow_close
         link = FormerLink(str(address), outbox)

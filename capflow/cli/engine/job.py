@@ -260,13 +260,10 @@ def run_job(running: HubRun, job: ModelJob) -> int:
     missing = _missing(running, job, results)
     assert job.generated_s is not None
     print_summary(running, job.done, job.generated_s, results)
-    shown = (
-        missing
-        if len(missing) <= _MISSING_MAX
-        else [*missing[:_MISSING_MAX], f"and {len(missing) - _MISSING_MAX} more"]
-    )
-    for line in shown:
+    for line in missing[:_MISSING_MAX]:
         running.tell("missing", line, style="red")
+    if (more := len(missing) - _MISSING_MAX) > 0:
+        running.tell("missing", f"and {more} more", style="red")
     return 1 if missing else running.exit_code
 
 

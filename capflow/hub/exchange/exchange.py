@@ -146,7 +146,7 @@ class Exchange:
         session = member.session if member is not None else HubSession(now=now, user=user)
         try:
             frame = None
-            if member is not None and self._waits(member, parts):
+            if member is not None and len(parts) == limits.MESSAGE_PARTS_MAX:
                 frame = yield from self._prepared(member, parts)
                 if self.roster.peers.get(peer) is not member:
                     return  # it left meanwhile, or said Hello again
@@ -162,11 +162,6 @@ class Exchange:
             self.sessions.turn_down(peer, member, session, e)
         except Exception as e:  # noqa: BLE001  it is logged, with its traceback
             self._fail(peer, session, e)
-
-    def _waits(self, member: Peer, parts: Parts) -> bool:
-        """Return whether a message is a frame that is large, or that departures of its engine go before."""
-        is_frame = len(parts) == limits.MESSAGE_PARTS_MAX
-        return is_frame and (is_large(parts[0]) or member.hello.engine in self.departures)
 
     def _prepared(self, member: Peer, parts: Parts) -> Generator[None, None, Frame | None]:
         """Decode a large frame, and finish the departures of its engine, in slices; return the frame, None if small."""

@@ -143,12 +143,10 @@ class Tallies:
             share, blocks = arrival.shares[consumer], frame.header.blocks
             if share is None:
                 return None
-            for block in blocks:
-                if not share.wants_all(block.sites):
-                    if not any(share.groups(each.sites) for each in blocks):
-                        return None
-                    counts = _count(frame.header, requests, consumer)
-                    break
+            if not all(share.wants_all(block.sites) for block in blocks):
+                if not any(share.groups(block.sites) for block in blocks):
+                    return None
+                counts = _count(frame.header, requests, consumer)
         rows = sum(counts)
         if not rows:
             return None

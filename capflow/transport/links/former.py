@@ -110,8 +110,7 @@ class FormerLink(Link):
     def _close_outbox(self) -> None:
         if self._is_outbox_open:
             self._is_outbox_open = False
-            self.outbox.acknowledge(self._session.acked)  # also what came together with the hub's Bye
-            self._frames_left = not self.outbox.close()
+            self._frames_left = not self.outbox.close(self._session.acked)
 
     def _drained(self) -> bool:
         return not (self.outbox.waiting or self._spilled or self._ends or self._session.unacked)

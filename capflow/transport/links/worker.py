@@ -236,8 +236,7 @@ class WorkerLink(Link):
         with self._close_lock:
             if self.outbox is not None and not self._outbox_closed:
                 self._outbox_closed = True
-                self.outbox.acknowledge(self._session.acked)  # also what came together with the hub's Bye
-                self._frames_left = not self.outbox.close()
+                self._frames_left = not self.outbox.close(self._session.acked)
             return not self._frames_left
 
     def _fill(self, dealer: Dealer, now: float) -> None:

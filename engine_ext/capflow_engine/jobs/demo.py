@@ -34,6 +34,11 @@ def cache_directory() -> Path:
     return Path(base) / "capflow" / "models"
 
 
+def resolved(model: str, *, progress: Callable[[str], None] = lambda _: None) -> str:
+    """Return the directory of the demo model for the name `demo`, as `prepare` does; any other model as it is."""
+    return str(prepare(progress=progress)) if model == "demo" else model
+
+
 def prepare(cache: Path | None = None, *, progress: Callable[[str], None] = lambda _: None) -> Path:
     """Return the directory of the demo model. If it is not in the cache it is made, in about 20 seconds.
 

@@ -16,6 +16,7 @@ import sys
 
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import model as compat_model
+from capflow_engine.jobs import demo
 from capflow_engine.jobs.child import Tell, work_for_parent
 from capflow_engine.settings import SITES_DEFAULT, tapped_sites
 
@@ -34,11 +35,7 @@ def _tell_sites(args: argparse.Namespace, tell: Tell) -> None:
     compat.prepare_environment({})
     from vllm.engine.arg_utils import EngineArgs
 
-    model = args.model
-    if model == "demo":
-        from capflow_engine.jobs.demo import prepare
-
-        model = str(prepare())
+    model = demo.resolved(args.model)
     with compat_model.explaining(model):
         engine_args = EngineArgs(model=model, trust_remote_code=args.trust_remote_code)
     layers = compat_model.structures(engine_args)

@@ -20,6 +20,7 @@ from capflow.capture.site import HOOKS, Site
 from capflow.steering.report import RELATIVE_NORM, AppliedCheck, Cost, Fired, Mates, Report
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import model as compat_model
+from capflow_engine.jobs import demo
 from capflow_engine.jobs.child import Tell, work_for_parent
 from capflow_engine.jobs.trial import (
     GREEDY,
@@ -227,11 +228,7 @@ def check(job: CheckJob, say: Say) -> Report:
     import capflow
 
     directory = Path(job.directory)
-    model = job.model
-    if model == "demo":
-        from capflow_engine.jobs.demo import prepare
-
-        model = str(prepare(progress=say))
+    model = demo.resolved(job.model, progress=say)
     setup = Setup(model, job.dtype, job.eager, both=job.turns > 0)
     say("inspecting the model")
     with compat_model.explaining(model):

@@ -32,6 +32,7 @@ from capflow_engine.compat import engine as compat
 from capflow_engine.compat import model as compat_model
 from capflow_engine.compat import processor
 from capflow_engine.hubs import hubs_at
+from capflow_engine.jobs import demo
 from capflow_engine.serve import api_keys
 from capflow_engine.serve.command import Command
 from capflow_engine.serve.ending import Ending
@@ -125,12 +126,10 @@ def _vllm_arguments(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace]:
         raise UsageError(str(e)) from e
     if args.model_tag is None:
         raise UsageError(explain("MODEL", got="none", expected="capflow serve MODEL"))
-    if args.model_tag == "demo":
-        from capflow_engine.jobs.demo import prepare
-
-        args.model_tag = str(prepare(progress=lambda stage: logger.info("capflow: %s", stage)))
-        args.served_model_name = args.served_model_name or ["demo"]
-    args.model = args.model_tag
+    args.model = demo.resolved(args.model_tag, progress=lambda stage: logger.info("capflow: %s", stage))
+    if args.model != args.model_tag:
+        args.served_model_name = args.served_model_name or [args.model_tag]
+        args.model_tag = args.model
     for name in ("worker_cls", "scheduler_cls"):
         if getattr(args, name, None) not in (None, "auto"):
             flag = "--" + name.replace("_", "-")
