@@ -36,6 +36,7 @@ STEERING_MODULES_MAX = 64  # modules that one request names
 # Clamps of one request at one site and position, with those of its modules and of the global state. Each costs a pass
 # over the row.
 CLAMPS_AT_SITE_MAX = 64
+GATES_MAX = 8  # gates of one request, with those of its modules and of the global state
 # Operations of one request at one site and position: patches, clamps, and sums of vectors (the request's, of actions
 # and of controllers).
 SITE_OPS_MAX = 128
@@ -142,7 +143,7 @@ ACTIONS_KNOWN_MAX = 65_536
 assert HEADER_BYTES_MAX < PAYLOAD_BYTES_MAX
 assert FRAME_HEADER_BYTES_MAX <= HEADER_BYTES_MAX
 # A position can be patched by its number from either end.
-assert CLAMPS_AT_SITE_MAX + 2 + 3 <= SITE_OPS_MAX
+assert CLAMPS_AT_SITE_MAX + 2 + 3 + GATES_MAX <= SITE_OPS_MAX
 assert CREDIT_BYTES_DEFAULT <= UNACKED_BYTES_MAX
 assert CREDIT_BYTES_DEFAULT <= CREDIT_BYTES_TOTAL
 assert QUEUE_BYTES_DEFAULT <= QUEUE_BYTES_MAX

@@ -4,10 +4,18 @@ For a position, at each steered site, a program lists the operations on the stre
 
 | operation | effect |
 |---|---|
+| `SCORE_DOT` | `margins[gate] ← x · row + amount` |
+| `SCORE_COSINE` | `margins[gate] ← x · row / (‖x‖ ‖row‖) + amount` |
+| `SCORE_CAST` | `margins[gate] ← cos(x, tanh(proj x)) + amount`, `proj x = (x · row) / (row · row) · row` |
 | `PATCH` | `x ← x + amount · (row - x)` |
 | `RELATIVE` | `x ← x + amount · ‖x‖ · row` |
 | `ADD` | `x ← x + amount · row` |
 | `CLAMP` | `x ← x + amount · (min(max(x · row, low), high) - x · row) · row` |
+
+Scores come first, so they read the stream before anything steers it there. A gate's margin is its score minus its
+threshold. The operation of a gate multiplies its amount by the gate's value: with the margin `m` of the position, that
+is 1 or 0 (`m >= 0`) for a hard gate and `sigmoid(sharpness · m)` for another. For a latched gate, `m` is the largest
+margin of the position and all scored positions before it.
 
 Two requests that ask for the same steering in different forms have equal programs.
 """
@@ -35,6 +43,9 @@ from capflow.steering.vector import SteeringVector
 from capflow.text.brief import brief
 
 ADD, CLAMP, PATCH, RELATIVE = 0, 1, 2, 3
+SCORE_DOT, SCORE_COSINE, SCORE_CAST = 4, 5, 6
+SCORES = frozenset((SCORE_DOT, SCORE_COSINE, SCORE_CAST))
+UNGATED = -1
 DIGEST_BYTES = 16
 
 Row = npt.NDArray[np.float32]
@@ -65,13 +76,48 @@ class SiteError(UsageError):
 
 
 class Op(NamedTuple):
-    """One operation, with row `row` of its program's rows."""
+    """One operation, with row `row` of its program's rows.
+
+    amount: of a score, the probe's bias minus the gate's threshold.
+    gate: the gate of the program that multiplies the amount; of a score, the gate that it scores.
+    owner: the number of its owner in the program's `owners`.
+    """
 
     kind: int
     row: int
     amount: float = 1.0
     low: float = -math.inf
     high: float = math.inf
+    gate: int = UNGATED
+    owner: int = 0
+
+
+# The number of fields of an `Op` before its gate.
+_UNGATED_FIELDS = 5
+
+
+class ProgramGate(NamedTuple):
+    """A gate of a program; its scores are operations.
+
+    name: `NAME` of a request's gate; `OWNER/NAME` of another owner's.
+    sharpness: inf for a hard gate.
+    latched: whether the gate keeps its largest margin for the rest of the request.
+    threshold: a score is a margin plus this.
+    layer, hook: the site of the probe.
+    score: the kind of score: `dot`, `cosine` or `cast`.
+    positions: the scored positions: `all`, `prompt`, `generated` or `last_prompt`.
+    label: as in the request.
+    """
+
+    name: str
+    sharpness: float = math.inf
+    latched: bool = False
+    threshold: float = 0.0
+    layer: int = 0
+    hook: str = ""
+    score: str = "dot"
+    positions: str = "all"
+    label: str = ""
 
 
 class SiteOps(NamedTuple):
@@ -91,8 +137,10 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     rows: `[n, hidden_size]` float32 little-endian; all rows differ.
     digests: the digest of each row, `DIGEST_BYTES` long.
     prefill, decode: the operations at each prompt position and at each generated one.
-    patched: the patches of single positions, which come before these; negative positions count from the end of the
-        prompt.
+    patched: the patches and scores of single positions, which come before these; negative positions count from the end
+        of the prompt.
+    gates: the gates, at most `limits.GATES_MAX`.
+    owners: the names of the owners of operations: `request`, `global` or `module NAME`. They are not part of a key.
     """
 
     hidden_size: int
@@ -101,6 +149,8 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     prefill: tuple[SiteOps, ...] = ()
     decode: tuple[SiteOps, ...] = ()
     patched: tuple[tuple[int, tuple[SiteOps, ...]], ...] = ()
+    gates: tuple[ProgramGate, ...] = ()
+    owners: tuple[str, ...] = ()
 
     __repr__ = brief
 
@@ -118,13 +168,20 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
     def _by_content(self, ops: Sequence[SiteOps]) -> list[Any]:
         """Return operations with the digests of their rows in the place of row numbers."""
-        return [
-            (layer, hook, [(op.kind, self.digests[op.row], op.amount, op.low, op.high) for op in each])
-            for layer, hook, each in ops
-        ]
+        return [(layer, hook, [self._op_by_content(op) for op in each]) for layer, hook, each in ops]
+
+    def _op_by_content(self, op: Op) -> tuple[Any, ...]:
+        return (op.kind, self.digests[op.row], *op[2:_UNGATED_FIELDS], *self._gate_content(op))
+
+    def _gate_content(self, op: Op) -> tuple[Any, ...]:
+        """Return an operation's gate with its parameters; nothing without a gate, so that its key has no gate."""
+        if op.gate == UNGATED:
+            return ()
+        gate = self.gates[op.gate]
+        return (op.gate, gate.sharpness, gate.latched)
 
     def patches(self, prompt_length: int) -> dict[int, tuple[SiteOps, ...]]:
-        """Return all operations at patched positions: the patches, then those of the position's phase.
+        """Return all operations at patched positions: the scores, the patches, then those of the position's phase.
 
         prompt_length: of the request.
         """
@@ -155,6 +212,7 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
             expected = f"rows of 0..{len(self.digests) - 1}" if self.digests else "no operations, as there are no rows"
             do = "make the program with capflow.steering.program.program_of"
             raise UsageError(explain("steering", got="an operation on no row", expected=expected, do=do))
+        self._check_gates(sites)
         longest = max((len(site.ops) for site in sites), default=0)
         if longest > limits.SITE_OPS_MAX:
             expected = f"at most {limits.SITE_OPS_MAX} at one site"
@@ -165,10 +223,43 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
         for site in sorted(self.sites & set(info.fixed)):
             raise UsageError(refusal_of_fixed("steering", site))
 
+    def _check_gates(self, sites: Sequence[SiteOps]) -> None:
+        """Raise UsageError unless the gates are valid and every operation names one of them."""
+        count = len(self.gates)
+        if count > limits.GATES_MAX:
+            expected = f"at most {limits.GATES_MAX} of one request, with those of modules and of the global state"
+            raise UsageError(explain("steering_gates", got=f"{count} gates", expected=expected, do="use fewer gates"))
+        for gate in self.gates:
+            field = f"steering_gates.{gate.name}"
+            if not gate.sharpness > 0:
+                raise UsageError(explain(f"{field}.sharpness", got=gate.sharpness, expected="a number above 0"))
+            if not math.isfinite(gate.threshold):
+                raise UsageError(explain(f"{field}.threshold", got=gate.threshold, expected="a finite number"))
+        for site in sites:
+            for op in site.ops:
+                lowest = 0 if op.kind in SCORES else UNGATED
+                if not lowest <= op.gate < count:
+                    expected = f"one of the {count} gates of the program"
+                    raise UsageError(explain("steering", got=f"an operation with gate {op.gate}", expected=expected))
+
     @property
     def sites(self) -> frozenset[Site]:
         """Every site with an operation."""
         return frozenset(Site(layer, hook) for ops in self._phases for layer, hook, _ in ops)
+
+    @property
+    def id(self) -> str:
+        """An id of the whole program; equal for equal programs, whoever owns their operations."""
+
+        def content(sites: Sequence[SiteOps]) -> list[Any]:
+            return [
+                (layer, hook, [(*op[:_UNGATED_FIELDS], *self._gate_content(op)) for op in ops])
+                for layer, hook, ops in sites
+            ]
+
+        patched = [(position, content(ops)) for position, ops in self.patched]
+        # The digests stand for the rows.
+        return _id((self.hidden_size, b"", self.digests, content(self.prefill), content(self.decode), patched))
 
     @property
     def _phases(self) -> tuple[tuple[SiteOps, ...], ...]:
@@ -182,7 +273,14 @@ def _id(content: Any) -> str:
 def _chained(first: Mapping[Site, tuple[Op, ...]], then: Sequence[SiteOps]) -> tuple[SiteOps, ...]:
     second = {Site(layer, hook): ops for layer, hook, ops in then}
     sites = sorted({*first, *second})
-    return tuple(SiteOps(*site, (*first.get(site, ()), *second.get(site, ()))) for site in sites)
+    return tuple(
+        SiteOps(*site, tuple(sorted((*first.get(site, ()), *second.get(site, ())), key=_comes_after_scores)))
+        for site in sites
+    )
+
+
+def _comes_after_scores(op: Op) -> bool:
+    return op.kind not in SCORES
 
 
 def digest(row: bytes | memoryview) -> bytes:
@@ -335,9 +433,11 @@ def with_vectors(
     decode = {Site(layer, hook): ops for layer, hook, ops in old.decode}
     for site, total in relative.items():
         ops = decode.get(site, ())
-        held = [given[op.row] for op in ops if op.kind == RELATIVE]
-        number = rows.number(np.sum([total, *held], axis=0, dtype=np.float32))
-        decode[site] = (Op(RELATIVE, number), *(op for op in ops if op.kind != RELATIVE))
+        summed = [op for op in ops if op.kind == RELATIVE and op.gate == UNGATED]
+        number = rows.number(np.sum([total, *(given[op.row] for op in summed)], axis=0, dtype=np.float32))
+        rest = [op for op in ops if op not in summed]
+        begins = sum(op.kind in SCORES for op in rest)
+        decode[site] = (*rest[:begins], Op(RELATIVE, number), *rest[begins:])
     for site, add in more.items():
         ops = decode.get(site, ())
         begins = next((n for n, op in enumerate(ops) if op.kind == CLAMP), len(ops))
@@ -349,4 +449,6 @@ def with_vectors(
         old.prefill,
         tuple(SiteOps(*site, ops) for site, ops in sorted(decode.items())),
         old.patched,
+        old.gates,
+        old.owners,
     )

@@ -31,7 +31,7 @@ def done(program, ops):
     """Return, by site, each operation with its row in the place of the row's number."""
     rows = program.array()
     return {
-        str(Site(layer, hook)): [(op.kind, rows[op.row].tolist(), *op[2:]) for op in each] for layer, hook, each in ops
+        str(Site(layer, hook)): [(op.kind, rows[op.row].tolist(), *op[2:5]) for op in each] for layer, hook, each in ops
     }
 
 

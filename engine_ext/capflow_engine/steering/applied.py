@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from capflow.steering.program import DIGEST_BYTES, SiteOps, SteeringProgram
+from capflow.steering.program import SiteOps, SteeringProgram
 from capflow.steering.request import Steering
 
 NOTHING_KEY = "none"
@@ -104,10 +103,7 @@ def dynamic_key(key: str | None) -> str:
 
 def key_of(program: SteeringProgram | None) -> str:
     """Return the key of a program, equal for equal programs; `none` for None."""
-    if program is None:
-        return NOTHING_KEY
-    content = msgspec.msgpack.encode(msgspec.structs.replace(program, rows=b""))  # the digests stand for the rows
-    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).hexdigest()
+    return NOTHING_KEY if program is None else program.id
 
 
 def _counts(sites: Iterable[SiteOps]) -> dict[str, int]:
