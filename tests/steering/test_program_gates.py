@@ -29,7 +29,10 @@ INFO = ModelInfo("m", 3, 2, "float32", (Site(1, "post_block"),))
 GATE = ProgramGate("rude", threshold=0.5, layer=1, hook="post_block")
 
 
-def gated(*gates, score=Op(SCORE_DOT, 0, -0.5, gate=0), add=Op(ADD, 1, gate=0), patched=()):
+SCORE, GATED = Op(SCORE_DOT, 0, -0.5, gate=0), Op(ADD, 1, gate=0)
+
+
+def gated(*gates, score=SCORE, add=GATED, patched=()):
     ops = (SiteOps(1, "post_block", (score, add)),)
     return SteeringProgram(2, ROWS.tobytes(), tuple(digest(row.tobytes()) for row in ROWS), ops, (), patched, gates)
 
