@@ -128,12 +128,18 @@ class Dropped(msgspec.Struct, frozen=True, omit_defaults=True):
     gaps: Annotated[tuple[Gap, ...], msgspec.Meta(max_length=limits.GAPS_MAX)] = ()
 
 
-class Acted(msgspec.Struct, frozen=True):
-    """A change to a request's steering, made inside its worker; it applies from step `step` on.
+class Acted(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An event of a request's steering inside its worker: a change of its steering, or a gate that opened or closed.
 
-    by: `request` for the steering that it came with, or `controller NAME`.
-    kind: `steer` or `unsteer`.
-    time_ns: the wall clock of the change.
+    by: `request` for what the request came with, `controller NAME`, or the owner of an action.
+    kind: what happened: one of `EVENT_KINDS`.
+    sites: the sites that it concerns.
+    step: the step in which it takes effect.
+    time_ns: the wall clock of the event.
+    position: the first position of the request at which it holds; None in frames of earlier versions.
+    score: the score that caused it, if a score did.
+    threshold: the threshold that the score was compared with.
+    label: the label of the gate or of the action.
     """
 
     by: Name
@@ -141,6 +147,24 @@ class Acted(msgspec.Struct, frozen=True):
     sites: Annotated[tuple[Site, ...], msgspec.Meta(max_length=limits.SITES_MAX)]
     step: Count
     time_ns: Nanoseconds
+    position: Position | None = None
+    score: float | None = None
+    threshold: float | None = None
+    label: Name = ""
+
+
+EVENT_KINDS = (
+    "steer",
+    "unsteer",
+    "gain",
+    "set_gate",
+    "gate",
+    "abort",
+    "lease_end",
+    "freeze",
+    "unfreeze",
+)
+"""The kinds of events. A consumer passes over kinds that it does not know."""
 
 
 class Finished(msgspec.Struct, frozen=True):

@@ -103,17 +103,22 @@ Outcome = ActionApplied | Rejected | Unknown
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """An action on a request with its answer, as consumers get it. It came through a hub or from inside the worker.
+    """An event of a request's steering, as consumers get it: an action with its answer, or an event inside the worker.
 
     id: unique among actions.
     engine: the engine that runs the request; empty if the hub does not know it.
-    kind: `steer`, `unsteer` or `abort`.
-    sites: the sites of the added vectors.
+    kind: one of `capflow.capture.frame.EVENT_KINDS`.
+    sites: the sites of the added vectors, or of the gate.
     asked_by: the consumer's name; or `client`, followed by a space and the public half of its key if it has one; inside
         the worker `controller NAME`, or `request` for the steering that it came with.
     time_ns: the wall clock of the answer.
     step: the step in which it was applied; None if it was rejected or this is unknown.
     reason: why `step` is None; else empty.
+    position: the first position of the request at which it holds; None if it does not hold or this is unknown.
+    score: the score that caused it, if a score did.
+    threshold: the threshold that the score was compared with.
+    label: the label of the gate or of the action.
+    incarnation: differs between requests that use the same id one after another; empty if it is unknown.
     """
 
     id: str
@@ -125,6 +130,11 @@ class Answered(msgspec.Struct, frozen=True):
     time_ns: int
     step: int | None
     reason: str
+    position: int | None = None
+    score: float | None = None
+    threshold: float | None = None
+    label: str = ""
+    incarnation: str = ""
 
     @classmethod
     def of(cls, action: Action, outcome: Outcome, *, engine: str, asked_by: str) -> Answered:
@@ -139,4 +149,5 @@ class Answered(msgspec.Struct, frozen=True):
             time.time_ns(),
             outcome.step if isinstance(outcome, ActionApplied) else None,
             "" if isinstance(outcome, ActionApplied) else outcome.reason,
+            incarnation=action.incarnation,
         )

@@ -202,6 +202,15 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
         """Return the first patched position; None if there is none."""
         return next(iter(self.patches(prompt_length)), None)
 
+    def first_steered(self, prompt_length: int, split: int) -> int:
+        """Return the first position that a request with this prompt length steers.
+
+        split: the first position that is steered like a generated one.
+        """
+        patched = self.first_patched(prompt_length)
+        firsts = ([0] if self.prefill else [split]) + ([] if patched is None else [patched])
+        return min(firsts)
+
     def check(self, info: ModelInfo) -> None:
         """Raise UsageError unless the program fits this model and its sites are tapped."""
         check_width(self.hidden_size, info.hidden_size, "steering")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from capflow import limits
 from capflow.capture import frame_cost
 from capflow.capture.dtypes import DTYPES
-from capflow.capture.frame import Block, Dropped, Frame, FrameHeader, Rank, RequestRows, Span
+from capflow.capture.frame import Acted, Block, Dropped, Frame, FrameHeader, Rank, RequestRows, Span
 from capflow.capture.positions import Positions
 from capflow.capture.site import HOOKS, Site
 from capflow.capture.spec import CaptureSpec, Want
@@ -56,6 +56,15 @@ HEADER_HEX = (
     "656490ab737465705f746f6b656e7304ad737465705f726571756573747302ad7061796c6f61645f627974657308a4787868"
     "33cf41c67facec6b5567"
 )
+EVENT_HEX = (
+    "85a26279af636f6e74726f6c6c65722067617465a46b696e64a57374656572a57369746573919202aa706f73745f626c6f63"
+    "6ba47374657005a774696d655f6e7307"
+)
+WHOLE_EVENT_HEX = (
+    "89a26279a9676174652072756465a46b696e64a467617465a57369746573919202aa706f73745f626c6f636ba47374657005"
+    "a774696d655f6e7307a8706f736974696f6e29a573636f7265cb3ff8000000000000a97468726573686f6c64cb3ff0000000"
+    "000000a56c6162656ca472756465"
+)
 PAYLOAD_HEX = "003c004000420044"
 
 
@@ -69,6 +78,15 @@ class TestTheWire:
         frame = Frame.decode(bytes.fromhex(HEADER_HEX), bytes.fromhex(PAYLOAD_HEX))
         assert frame.header == golden().header
         assert [(c.request.id, c.start, c.rows.shape) for c in frame.chunks()] == [("r1", 2, (1, 2, 2))]
+
+    def test_the_bytes_of_an_event_are_pinned_and_earlier_ones_decode(self):
+        sites = (Site(2, "post_block"),)
+        plain = Acted("controller gate", "steer", sites, 5, 7)
+        whole = Acted("gate rude", "gate", sites, 5, 7, 41, 1.5, 1.0, "rude")
+        for event, golden_hex in ((plain, EVENT_HEX), (whole, WHOLE_EVENT_HEX)):
+            assert msgspec.msgpack.encode(event).hex() == golden_hex
+            assert msgspec.msgpack.decode(bytes.fromhex(golden_hex), type=Acted) == event
+        assert plain.position is None
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_round_trip(self, dtype):

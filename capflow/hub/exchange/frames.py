@@ -115,7 +115,7 @@ class Frames:
         if engine.full and not was_full:
             self._note_full(engine)
         for over in header.acted:
-            for answered in answered_by(engine.name, over.id, header.rank.pp, over.acted):
+            for answered in answered_by(engine.name, over.id, over.incarnation, header.rank.pp, over.acted):
                 self._effects.add(Tell(answered))
 
     def release(self, hold: Hold) -> None:

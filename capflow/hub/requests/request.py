@@ -153,7 +153,7 @@ class Request:
         answered_all = [
             answered
             for stage, finished in self.finished.items()
-            for answered in answered_by(self.engine, self.id, stage, finished.acted)
+            for answered in answered_by(self.engine, self.id, finished.incarnation, stage, finished.acted)
         ]
         return sorted(answered_all, key=lambda answered: answered.time_ns)
 
@@ -169,8 +169,8 @@ class Request:
         return max((finished.computed_length for finished in self.finished.values()), default=0)
 
 
-def answered_by(engine: str, request: str, stage: int, acts: Sequence[Acted]) -> list[Answered]:
-    """Return the changes of a request's steering that the worker of a stage made. Each always has the same id."""
+def answered_by(engine: str, request: str, incarnation: str, stage: int, acts: Sequence[Acted]) -> list[Answered]:
+    """Return the events of a request's steering in the worker of a stage. Each always has the same id."""
     return [
         Answered(
             xxhash.xxh3_128_hexdigest(repr((engine, request, stage, number, acted.time_ns)).encode()),
@@ -182,6 +182,11 @@ def answered_by(engine: str, request: str, stage: int, acts: Sequence[Acted]) ->
             acted.time_ns,
             acted.step,
             "",
+            acted.position,
+            acted.score,
+            acted.threshold,
+            acted.label,
+            incarnation,
         )
         for number, acted in enumerate(acts)
     ]

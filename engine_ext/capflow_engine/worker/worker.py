@@ -223,7 +223,9 @@ class WorkerCapture:
         if options.program is not None:
             self.histories.admit(tracked, options.program)
             if self.rank.pp == 0:  # one record is enough: the other stages have the same program
-                self._note(key, "request", "steer", tuple(sorted(options.program.sites)))
+                sites = tuple(sorted(options.program.sites))
+                first = options.program.first_steered(prompt_length, tracked.steered_from)
+                self._note(key, "request", "steer", sites, position=first)
 
     def _wanted(self, specs: Sequence[Capture | None]) -> Wanted:
         info = self.info
@@ -247,14 +249,34 @@ class WorkerCapture:
             controllers.done(order, e)
             return
         controllers.done(order, None)
+        tracked = self.requests[key]
         sites = tuple(vector.site for vector in action.vectors) if isinstance(action, Steer) else ()
-        self._note(key, f"controller {controllers.owner(order).name}", str(action.__struct_config__.tag), sites)
+        kind, first = str(action.__struct_config__.tag), max(tracked.computed, tracked.prompt_length)
+        self._note(key, f"controller {controllers.owner(order).name}", kind, sites, position=first)
 
-    def _note(self, key: str, by: str, kind: str, sites: tuple[Site, ...]) -> None:
-        """Record a change of a request's steering for the request's end, if such changes are recorded."""
+    def _note(
+        self,
+        key: str,
+        by: str,
+        kind: str,
+        sites: tuple[Site, ...],
+        *,
+        position: int,
+        score: float | None = None,
+        threshold: float | None = None,
+        label: str = "",
+        step: int | None = None,
+    ) -> None:
+        """Record an event of a request's steering, if its events are recorded.
+
+        position: the first position at which it holds.
+        step: the step whose event it is; None: the step that begins or runs.
+        """
         tracked = self.requests[key]
         if tracked.noted and len(tracked.acted) < limits.ACTED_MAX:
-            tracked.acted.append(Acted(by, kind, sites, self._step, time.time_ns()))
+            step = self._step if step is None else step
+            event = Acted(by, kind, sites, step, time.time_ns(), position, score, threshold, label)
+            tracked.acted.append(event)
 
     def _run_controllers(self, cuts: Mapping[str, int]) -> list[Decided]:
         """Show the previous step to the controllers and return their decisions, which are the same on each rank."""
