@@ -61,7 +61,7 @@ def check_cases() -> int:
     done = 0
     for case in tap_cases.CASES:
         for seed in range(1 if SMOKE else 20):
-            tap_cases.check(case, seed, tap_cases.run_kernel, truncate=SMOKE, device=DEVICE)
+            tap_cases.check(case, seed, tap_cases.start_kernel, truncate=SMOKE, device=DEVICE)
             done += 1
     return done
 
@@ -133,7 +133,7 @@ class Stack:
                         ]
             for source, length, slot in plan.steered:
                 half, other = (part[source : source + length].float() for part in (hidden, residual))
-                kind, row, _ = self.bank.op_ints[self.bank.heads[slot, number]].tolist()
+                kind, row, *_ = self.bank.op_ints[self.bank.heads[slot, number]].tolist()
                 change = self.bank.rows[row] if kind == ADD else self.bank.rows[row] - (half + other)
                 hidden[source : source + length] = _rounded(half + change, hidden.dtype)
         return rows, hidden

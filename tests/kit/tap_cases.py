@@ -12,6 +12,7 @@ from capflow.capture.site import Site
 from capflow.steering.program import ADD, CLAMP, PATCH, RELATIVE, Op, SiteOps, SteeringProgram, digest
 from capflow_engine.steering.budget import Size
 from capflow_engine.taps.bank import Bank
+from capflow_engine.taps.gates import Gating
 from capflow_engine.taps.plan import Plan, Planner, Scheduled, SlotRange, Tracked
 from capflow_engine.taps.step import Step
 
@@ -151,7 +152,7 @@ def reference(made, sites, truncate):
         given = torch.from_numpy(program.array().copy()).double()
         for site, ops in by_site.items():
             x = stream[token].clone()
-            for kind, number, amount, low, high in ops:
+            for kind, number, amount, low, high, *_ in ops:
                 row = given[number]
                 if kind == PATCH:
                     x += amount * (row - x)
@@ -171,16 +172,20 @@ ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """How far a norm, which is not exact in float32, may take a value from the reference, of the largest value."""
 
 
-def check(case, seed, run_site, *, truncate=False, device=CPU, relative=False):
-    """Hold a tap against the reference; to the bit, unless operations relative to the norm are among the others."""
+def check(case, seed, start, *, truncate=False, device=CPU, relative=False):
+    """Hold a tap against the reference; to the bit, unless operations relative to the norm are among the others.
+
+    start: `start_cpu` or `start_kernel`.
+    """
     made = make(case, seed, device, kinds=4 if relative else 3)
     sites, rows_made = case[0], made.plan.rows
     rows = torch.full((rows_made + 2, made.hidden.shape[1]), POISON, dtype=made.hidden.dtype, device=device)
     expected_rows, expected_after = reference(made, sites, truncate)
+    tap = start(made, rows)
     for site in range(sites):
         mine = made.hidden.clone()
         kept = None if made.residual is None else made.residual.clone()
-        run_site(made.plan, site, mine, made.residual, rows, made.bank, made.scale)
+        tap(site, mine)
         if relative:
             expected, bound = expected_after[site].double(), ROUNDING[mine.dtype]
             apart = (mine.cpu().double() - expected).abs().amax(1)
@@ -193,29 +198,44 @@ def check(case, seed, run_site, *, truncate=False, device=CPU, relative=False):
     return made.plan
 
 
-def run_kernel(plan, site, hidden, residual, rows, bank, scale):
+def start_kernel(made, rows, carried=None, received=None):
+    """Start a step of the kernel, with tables full of what an earlier step left; return its tap at a site."""
     from capflow_engine.taps.kernel import launch
     from capflow_engine.taps.tables import Tables
 
     tables = Tables(
-        sites=bank.heads.shape[1],
-        tokens=hidden.shape[0] + 5,
+        sites=made.bank.heads.shape[1],
+        tokens=made.hidden.shape[0] + 5,
         rows=1,
-        hidden=hidden.shape[1],
-        dtype=hidden.dtype,
-        device=hidden.device,
+        hidden=made.hidden.shape[1],
+        dtype=made.hidden.dtype,
+        device=made.hidden.device,
         resident=True,
+        requests=len(made.plan.batch) + 2,
     )
-    tables.load(plan, hidden.shape[0])
-    here = torch.tensor([site], dtype=torch.int32, device=hidden.device)
-    launch(
-        hidden, residual, here, tables.site_line, tables.site_base, tables.token_row, tables.token_steer, rows,
-        *bank.device_tensors().values(), scale,
-    )  # fmt: skip
+    for table in (tables.margins, tables.carried, tables.first, tables.token_latch):
+        table.fill_(-POISON)
+    tables.load(made.plan, made.hidden.shape[0], carried, received)
+    tensors = tables.device_tensors() | {"staging": rows} | made.bank.device_tensors()
+
+    def tap(site, hidden):
+        here = torch.tensor([site], dtype=torch.int32, device=hidden.device)
+        launch(hidden, made.residual, here, *tensors.values(), made.scale)
+        return tables.margins
+
+    return tap
 
 
-def run_cpu(plan, site, hidden, residual, rows, bank, scale):
-    Step(plan, rows, bank).tap(site, hidden, residual, scale)
+def start_cpu(made, rows, carried=None, received=None):
+    """Start a step on the CPU; return its tap at a site."""
+    gating = Gating(made.plan, made.hidden.shape[0], carried, received) if made.plan.gates else None
+    step = Step(made.plan, rows, made.bank, gating)
+
+    def tap(site, hidden):
+        step.tap(site, hidden, made.residual, made.scale)
+        return None if gating is None else gating.margins
+
+    return tap
 
 
 def chained(width, tokens, chains):
@@ -259,8 +279,8 @@ def clamp_seconds(tokens, chains, width=640, rounds=15):
 def run_all_kernel_cases():
     cases = [(case, seed) for case in CASES for seed in range(3)]
     for case, seed in cases:
-        check(case, seed, run_kernel, truncate=True)
-        check(case, seed, run_kernel, truncate=True, relative=True)
+        check(case, seed, start_kernel, truncate=True)
+        check(case, seed, start_kernel, truncate=True, relative=True)
     print("kernel cases", len(cases))
 
 

@@ -6,8 +6,10 @@ Taps read these tensors, which never move:
 |---|---|---|
 | rows | float32 [rows, hidden] | vectors, directions and patches |
 | heads | int32 [slots, sites] | the first operation of a configuration at each site; -1: none |
-| op_ints | int32 [ops, 3] | per operation: its kind, its row, the next operation (-1: none) |
-| op_floats | float32 [ops, 3] | per operation: its amount, its lower and its upper bound |
+| op_ints | int32 [ops, 4] | per operation: its kind, its row, the next operation (-1: none), its gate code (-1: none) |
+| op_floats | float32 [ops, 4] | per operation: its amount, its lower and its upper bound, the sharpness of its gate |
+
+The code of gate `g` is `2 * g`, plus 1 if the gate is latched (`capflow_engine.taps.gates`).
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ import torch
 from capflow.capture.site import Site
 from capflow.errors import CapflowError, explain
 from capflow.limits import SITE_OPS_MAX
-from capflow.steering.program import Op, SteeringProgram
+from capflow.steering.program import UNGATED, Op, SteeringProgram
 from capflow_engine.steering.budget import Configuration, Configured, Size
 
 NONE = -1
+OP_WIDTH = 4
+"""The number of columns of `op_ints`, and of `op_floats`."""
 
 
 class Steered(NamedTuple):
@@ -68,8 +72,8 @@ class Bank:
         self.size = size
         self.rows = torch.empty((size.rows, hidden), dtype=torch.float32, device=device)
         self.heads = torch.full((size.slots, max(len(index), 1)), NONE, dtype=torch.int32, device=device)
-        self.op_ints = torch.empty((size.ops, 3), dtype=torch.int32, device=device)
-        self.op_floats = torch.empty((size.ops, 3), dtype=torch.float32, device=device)
+        self.op_ints = torch.empty((size.ops, OP_WIDTH), dtype=torch.int32, device=device)
+        self.op_floats = torch.empty((size.ops, OP_WIDTH), dtype=torch.float32, device=device)
         self._index = index
         self._slots: dict[int, _Slot] = {}
         # The slot of each configuration, by the configuration's key.
@@ -161,15 +165,16 @@ class Bank:
         for digest in digests:
             self._row_holders[digest] = self._row_holders.get(digest, 0) + 1
         heads = np.full(self.heads.shape[1], NONE, np.int32)
-        ints = np.empty((len(numbers), 3), np.int32)
-        floats = np.empty((len(numbers), 3), np.float32)
+        ints = np.empty((len(numbers), OP_WIDTH), np.int32)
+        floats = np.empty((len(numbers), OP_WIDTH), np.float32)
         done = 0
         for site, each in ops:
             heads[site] = numbers[done]
             for place, op in enumerate(each):
                 following = numbers[done + 1] if place + 1 < len(each) else NONE
-                ints[done] = op.kind, self._row_of[program.digests[op.row]], following
-                floats[done] = op.amount, op.low, op.high
+                code, sharpness = _gating(program, op)
+                ints[done] = op.kind, self._row_of[program.digests[op.row]], following, code
+                floats[done] = op.amount, op.low, op.high, sharpness
                 done += 1
         self._upload(self.op_ints, numbers, ints)
         self._upload(self.op_floats, numbers, floats)
@@ -204,6 +209,14 @@ class Bank:
         # A copy from memory that is not page-locked waits for the device.
         source = source.pin_memory().to(target.device, non_blocking=True)
         target.index_copy_(0, index.pin_memory().to(target.device, non_blocking=True), source)
+
+
+def _gating(program: SteeringProgram, op: Op) -> tuple[int, float]:
+    """Return the gate code of an operation, and the sharpness of its gate."""
+    if op.gate == UNGATED:
+        return NONE, 0.0
+    gate = program.gates[op.gate]
+    return 2 * op.gate + gate.latched, gate.sharpness
 
 
 class _Free:

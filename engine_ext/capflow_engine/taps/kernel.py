@@ -3,6 +3,10 @@
 `launch` checks the layout of the tables of `capflow_engine.taps.tables` and `capflow_engine.taps.bank`. A captured row
 of a split stream is summed and scaled in float32 and rounded once, to the model's dtype. Steering operations work on
 the stream in float32; their total change is added to `hidden` and rounded once.
+
+A score is written to `margins` for later launches; later operations of the same launch read it from a register. A
+latched gate reads the margins of earlier tokens, which other programs of this launch may be writing: so the scores of a
+latched gate come from an earlier launch.
 """
 
 from __future__ import annotations
@@ -11,48 +15,110 @@ import torch
 import triton
 import triton.language as tl
 
-from capflow.limits import SITE_OPS_MAX
-from capflow.steering.program import CLAMP, PATCH, RELATIVE
+from capflow.limits import GATES_MAX, SITE_OPS_MAX
+from capflow.steering.program import CLAMP, PATCH, RELATIVE, SCORE_CAST, SCORE_COSINE, SCORE_DOT
+from capflow_engine.taps.bank import OP_WIDTH
+from capflow_engine.taps.scores import NORM_MIN
 from capflow_engine.taps.tables import CHANNELS
+
+SCANNED = 128
+"""How many earlier tokens a latched gate reads at once."""
+
+# A cosine's error is about that of tanh divided by its largest value, so small arguments need a small error.
+_SERIES_BELOW = 0.05
 
 
 @triton.jit
-def _tap_kernel(
+def _tanh(x, SERIES_BELOW: tl.constexpr):
+    small = tl.abs(x) < SERIES_BELOW
+    square = x * x
+    series = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+    decay = tl.exp(-2.0 * tl.abs(x))
+    exact = (1.0 - decay) / (1.0 + decay)
+    return tl.where(small, series, tl.where(x < 0.0, -exact, exact))
+
+
+@triton.jit
+def _score(
+    kind,
+    stream,
+    vector,
+    along,
+    COSINES: tl.constexpr,
+    CASTS: tl.constexpr,
+    NORM_LEAST: tl.constexpr,
+    SERIES_BELOW: tl.constexpr,
+):
+    """Return a score; `along` is the product of stream and probe."""
+    score = along
+    if kind >= COSINES:
+        direction = vector
+        if kind == CASTS:
+            square = tl.sum(vector * vector, axis=0)
+            direction = _tanh(along / tl.maximum(square, NORM_LEAST) * vector, SERIES_BELOW)
+        lengths = tl.sqrt(tl.sum(stream * stream, axis=0)) * tl.sqrt(tl.sum(direction * direction, axis=0))
+        score = tl.sum(stream * direction, axis=0) / tl.maximum(lengths, NORM_LEAST)
+    return score
+
+
+@triton.jit
+def _gate_value(
+    code,
+    sharpness,
+    own,
+    token,
+    margins,
+    first,
+    token_latch,
+    carried,
+    tokens_max,
+    latches_max,
+    GATES: tl.constexpr,
+    SCAN: tl.constexpr,
+):
+    """Return the value of a gate at a token; `own` holds the margins that this launch scored."""
+    gate = code // 2
+    here = margins + gate * tokens_max
+    margin = tl.maximum(
+        tl.load(here + token), tl.max(tl.where(tl.arange(0, GATES) == gate, own, -float("inf")), axis=0)
+    )
+    if code % 2 == 1:
+        column = tl.load(token_latch + token)
+        if column >= 0:
+            margin = tl.maximum(margin, tl.load(carried + gate * latches_max + column))
+            begin = tl.load(first + token)
+            while begin < token:
+                places = begin + tl.arange(0, SCAN)
+                earlier = tl.load(here + places, mask=places < token, other=-float("inf"))
+                margin = tl.maximum(margin, tl.max(earlier, axis=0))
+                begin += SCAN
+    soft = 1.0 / (1.0 + tl.exp(-sharpness * margin))
+    return tl.where(sharpness == float("inf"), tl.where(margin >= 0.0, 1.0, 0.0), soft)
+
+
+@triton.jit
+def _capture(
     hidden,
     residual,
-    site,
+    token,
+    here,
+    columns,
+    inside,
     site_line,
     site_base,
     token_row,
-    token_steer,
     staging,
-    heads,
-    op_ints,
-    op_floats,
-    rows,
     scale,
     hidden_stride,
     residual_stride,
     sites,
     tokens_max,
     width: tl.constexpr,
-    BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
     SCALED: tl.constexpr,
     CHANNEL_COUNT: tl.constexpr,
-    CLAMPS: tl.constexpr,
-    PATCHES: tl.constexpr,
-    RELATIVES: tl.constexpr,
-    OPS_MAX: tl.constexpr,
 ):
-    token = tl.program_id(0)
-    here = tl.load(site)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < width
-    slot = tl.load(token_steer + token)
-    op = -1
-    if slot >= 0:
-        op = tl.load(heads + slot * sites + here)
+    """Copy a token's row to the staging buffer, for each channel that wants it."""
     for channel in tl.static_range(CHANNEL_COUNT):
         block = tl.load(site_line + channel * sites + here)
         if block >= 0:
@@ -67,6 +133,79 @@ def _tap_kernel(
                     value *= scale
                 target = (tl.load(site_base + channel * sites + here) + row).to(tl.int64)
                 tl.store(staging + target * width + columns, value.to(staging.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _tap_kernel(
+    hidden,
+    residual,
+    site,
+    site_line,
+    site_base,
+    token_row,
+    token_steer,
+    staging,
+    margins,
+    first,
+    token_latch,
+    carried,
+    heads,
+    op_ints,
+    op_floats,
+    rows,
+    scale,
+    hidden_stride,
+    residual_stride,
+    sites,
+    tokens_max,
+    latches_max,
+    width: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SCALED: tl.constexpr,
+    CHANNEL_COUNT: tl.constexpr,
+    CLAMPS: tl.constexpr,
+    PATCHES: tl.constexpr,
+    RELATIVES: tl.constexpr,
+    DOTS: tl.constexpr,
+    COSINES: tl.constexpr,
+    CASTS: tl.constexpr,
+    OPS_MAX: tl.constexpr,
+    OP_COLUMNS: tl.constexpr,
+    GATES: tl.constexpr,
+    SCAN: tl.constexpr,
+    NORM_LEAST: tl.constexpr,
+    SERIES_BELOW: tl.constexpr,
+):
+    token = tl.program_id(0)
+    here = tl.load(site)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    slot = tl.load(token_steer + token)
+    op = -1
+    if slot >= 0:
+        op = tl.load(heads + slot * sites + here)
+    _capture(
+        hidden,
+        residual,
+        token,
+        here,
+        columns,
+        inside,
+        site_line,
+        site_base,
+        token_row,
+        staging,
+        scale,
+        hidden_stride,
+        residual_stride,
+        sites,
+        tokens_max,
+        width,
+        SPLIT,
+        SCALED,
+        CHANNEL_COUNT,
+    )
     if op >= 0:
         place = hidden + token.to(tl.int64) * hidden_stride + columns
         half = tl.load(place, mask=inside).to(tl.float32)
@@ -76,20 +215,45 @@ def _tap_kernel(
         if SCALED:
             stream *= scale
         change = tl.zeros([BLOCK], tl.float32)
+        own = tl.full([GATES], -float("inf"), tl.float32)
         done = 0
         while (op >= 0) & (done < OPS_MAX):
-            kind = tl.load(op_ints + op * 3)
-            row = tl.load(op_ints + op * 3 + 1).to(tl.int64)
+            kind = tl.load(op_ints + op * OP_COLUMNS)
+            row = tl.load(op_ints + op * OP_COLUMNS + 1).to(tl.int64)
+            code = tl.load(op_ints + op * OP_COLUMNS + 3)
+            amount = tl.load(op_floats + op * OP_COLUMNS)
             vector = tl.load(rows + row * width + columns, mask=inside, other=0.0)
             steered = tl.where(inside, stream + change, 0.0)
             projection = tl.sum(steered * tl.where(kind == RELATIVES, steered, vector), axis=0)
-            low = tl.load(op_floats + op * 3 + 1)
-            high = tl.load(op_floats + op * 3 + 2)
-            bounded = tl.minimum(tl.maximum(projection, low), high)
-            times = tl.where(kind == CLAMPS, bounded - projection, 1.0)
-            along = tl.where(kind == RELATIVES, tl.sqrt(tl.abs(projection)), times) * vector
-            change += tl.load(op_floats + op * 3) * tl.where(kind == PATCHES, vector - steered, along)
-            op = tl.load(op_ints + op * 3 + 2)
+            if kind >= DOTS:
+                margin = amount + _score(kind, steered, vector, projection, COSINES, CASTS, NORM_LEAST, SERIES_BELOW)
+                margin = tl.where(margin >= -float("inf"), margin, -float("inf"))  # without NaN
+                own = tl.where(tl.arange(0, GATES) == code // 2, margin, own)
+                tl.store(margins + (code // 2) * tokens_max + token, margin)
+            else:
+                if code >= 0:
+                    sharpness = tl.load(op_floats + op * OP_COLUMNS + 3)
+                    amount *= _gate_value(
+                        code,
+                        sharpness,
+                        own,
+                        token,
+                        margins,
+                        first,
+                        token_latch,
+                        carried,
+                        tokens_max,
+                        latches_max,
+                        GATES,
+                        SCAN,
+                    )
+                low = tl.load(op_floats + op * OP_COLUMNS + 1)
+                high = tl.load(op_floats + op * OP_COLUMNS + 2)
+                bounded = tl.minimum(tl.maximum(projection, low), high)
+                times = tl.where(kind == CLAMPS, bounded - projection, 1.0)
+                along = tl.where(kind == RELATIVES, tl.sqrt(tl.abs(projection)), times) * vector
+                change += amount * tl.where(kind == PATCHES, vector - steered, along)
+            op = tl.load(op_ints + op * OP_COLUMNS + 2)
             done += 1
         if SCALED:
             change /= scale
@@ -105,6 +269,10 @@ def launch(
     token_row: torch.Tensor,
     token_steer: torch.Tensor,
     staging: torch.Tensor,
+    margins: torch.Tensor,
+    first: torch.Tensor,
+    token_latch: torch.Tensor,
+    carried: torch.Tensor,
     heads: torch.Tensor,
     op_ints: torch.Tensor,
     op_floats: torch.Tensor,
@@ -122,6 +290,10 @@ def launch(
     assert site_line.shape == site_base.shape == (CHANNELS, sites)
     assert token_row.shape == (CHANNELS, sites, token_steer.shape[0])
     assert tokens <= token_steer.shape[0]
+    assert margins.shape == (GATES_MAX, token_steer.shape[0])
+    assert first.shape == token_latch.shape == token_steer.shape
+    assert carried.shape[0] == GATES_MAX
+    assert heads.is_contiguous()
     other = hidden if residual is None else residual
     _tap_kernel[(tokens,)](
         hidden,
@@ -132,6 +304,10 @@ def launch(
         token_row,
         token_steer,
         staging,
+        margins,
+        first,
+        token_latch,
+        carried,
         heads,
         op_ints,
         op_floats,
@@ -141,6 +317,7 @@ def launch(
         other.stride(0),
         sites,
         token_steer.shape[0],
+        carried.shape[1],
         width=width,
         BLOCK=triton.next_power_of_2(width),
         SPLIT=residual is not None,
@@ -149,6 +326,14 @@ def launch(
         CLAMPS=CLAMP,
         PATCHES=PATCH,
         RELATIVES=RELATIVE,
+        DOTS=SCORE_DOT,
+        COSINES=SCORE_COSINE,
+        CASTS=SCORE_CAST,
         OPS_MAX=SITE_OPS_MAX,
+        OP_COLUMNS=OP_WIDTH,
+        GATES=GATES_MAX,
+        SCAN=SCANNED,
+        NORM_LEAST=NORM_MIN,
+        SERIES_BELOW=_SERIES_BELOW,
         num_warps=4 if width <= 4096 else 8,
     )

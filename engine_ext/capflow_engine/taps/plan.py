@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +34,7 @@ from capflow.capture.frame import Acted, Block, Span
 from capflow.capture.positions import Positions
 from capflow.capture.site import Site
 from capflow.capture.spec import Capture
+from capflow.steering.program import ProgramGate
 from capflow_engine.taps.bank import Steered
 
 SHIP, VIEW = 0, 1
@@ -148,6 +149,8 @@ class Tracked:
     incarnation: differs between requests that use the same id one after another.
     watched: whether any pipeline stage ships rows of it. Then every stage reports its end.
     noted: whether `acted` records the changes of its steering.
+    gates: the gates of its program.
+    latched: whether one of them is latched.
     """
 
     key: str
@@ -164,6 +167,8 @@ class Tracked:
     incarnation: str = ""
     watched: bool = True
     noted: bool = False
+    gates: tuple[ProgramGate, ...] = ()
+    latched: bool = False
     ship_progress: RequestProgress | None = field(init=False, repr=False)
     view_progress: RequestProgress | None = field(init=False, repr=False)
 
@@ -243,6 +248,9 @@ class Plan:
     rows: the number of rows of the buffer.
     ship_rows: the number of rows for consumers, which come first.
     steered: the token rows that are steered; if two entries name the same row, the later one applies.
+    gated: the requests with gates, by their index in `batch`.
+    latched: those with a latched gate.
+    gates: the largest number of gates of a request; 0 if none has a gate.
     """
 
     batch: tuple[Scheduled, ...]
@@ -251,6 +259,9 @@ class Plan:
     ship_rows: int
     steered: tuple[Slotted, ...]
     tokens: int
+    gated: tuple[int, ...] = ()
+    latched: tuple[int, ...] = ()
+    gates: int = 0
 
     @property
     def idle(self) -> bool:
@@ -313,10 +324,13 @@ class Planner:
         view: _Taken = {}
         tokens = 0
         steered = False
+        gated: list[int] = []
         for number, (request, row, start, length) in enumerate(batch):
             tokens += length
             if request.steered is not None:
                 steered = True
+                if request.gates:
+                    gated.append(number)
             end = start + length
             computed = request.computed
             if computed >= end:
@@ -340,7 +354,14 @@ class Planner:
         ship_rows = _end(shipped, 0)
         viewed = _blocks(view, VIEW, ship_rows)
         slotted = _slotted(batch) if steered else ()
-        return Plan(tuple(batch), (*shipped, *viewed), _end(viewed, ship_rows), ship_rows, slotted, tokens)
+        plan = Plan(tuple(batch), (*shipped, *viewed), _end(viewed, ship_rows), ship_rows, slotted, tokens)
+        return _with_gates(plan, gated) if gated else plan
+
+
+def _with_gates(plan: Plan, gated: Sequence[int]) -> Plan:
+    latched = tuple(number for number in gated if plan.batch[number].request.latched)
+    gates = max(len(plan.batch[number].request.gates) for number in gated)
+    return replace(plan, gated=tuple(gated), latched=latched, gates=gates)
 
 
 _Taken = dict[SiteSet, list[tuple[int, int, int, int]]]

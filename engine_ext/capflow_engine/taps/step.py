@@ -14,19 +14,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from capflow.steering.program import ADD, CLAMP, PATCH, RELATIVE
+from capflow.steering.program import ADD, SCORE_DOT
 from capflow_engine.taps.bank import Bank
+from capflow_engine.taps.chains import INDEXED_RUNS_MIN, changed, few_or_long
+from capflow_engine.taps.gates import Factor, Gating, Tokens
 from capflow_engine.taps.plan import Plan, token_rows
+from capflow_engine.taps.scores import Score, scores_of
 
-_INDEXED_RUNS_MIN = 8  # with fewer runs, copying slice by slice is faster than gathering by index
-_SLICED_LENGTH_MIN = 16  # so it is with runs of this many tokens on average, when rows of the bank are added
 _NO_LENGTHS = np.empty(0, np.int64)
+
+_Gates = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
+"""The code of each run's gate, and its sharpness."""
 
 
 class _Run(NamedTuple):
     """Adds `amount` times a row of the bank to token rows `begin .. end`.
 
     wide: float32 scratch memory for at least as many rows.
+    factor: the gate that multiplies the amount; None if there is none.
     """
 
     begin: int
@@ -34,16 +39,32 @@ class _Run(NamedTuple):
     row: int
     amount: float
     wide: torch.Tensor
+    factor: Factor | None
 
-    def add_to(self, hidden: torch.Tensor, bank: Bank, scale: float) -> None:
+    def add_to(self, hidden: torch.Tensor, bank: Bank, scale: float, gating: Gating | None) -> None:
         """Add it in float32 and round once; the stream is `scale` times a sum of which `hidden` is one part."""
+        value = None
+        if self.factor is not None and gating is not None:
+            value = self.factor.of(gating)
+            if value is None:
+                return
         row = bank.rows[self.row]
         vector = row if self.amount == scale else row * self.amount / scale
         tokens = hidden[self.begin : self.end]
         if tokens.dtype == torch.float32:
-            tokens.add_(vector)
+            _add(tokens, vector, value)
         else:  # otherwise torch allocates memory for each sum, and the system spends time on clearing it
-            tokens.copy_(self.wide[: self.end - self.begin].copy_(tokens).add_(vector))
+            wide = self.wide[: self.end - self.begin].copy_(tokens)
+            _add(wide, vector, value)
+            tokens.copy_(wide)
+
+
+def _add(tokens: torch.Tensor, vector: torch.Tensor, value: torch.Tensor | None) -> None:
+    """Add a vector to each token, times the token's value."""
+    if value is None:
+        tokens.add_(vector)
+    else:
+        tokens.addr_(value, vector)
 
 
 class _Gathered(NamedTuple):
@@ -52,15 +73,24 @@ class _Gathered(NamedTuple):
     tokens: the token rows; a slice if they are contiguous.
     rows: the row of the bank for each token row.
     amounts: the factor of each row, `[tokens, 1]`; None if all are 1.
+    factor: the gates that multiply the amounts; None if there are none.
     """
 
-    tokens: slice | torch.Tensor
+    tokens: Tokens
     rows: torch.Tensor
     amounts: torch.Tensor | None
+    factor: Factor | None
 
-    def add_to(self, hidden: torch.Tensor, bank: Bank, scale: float) -> None:
+    def add_to(self, hidden: torch.Tensor, bank: Bank, scale: float, gating: Gating | None) -> None:
         """Add them in float32 and round once; the stream is `scale` times a sum of which `hidden` is one part."""
+        value = None
+        if self.factor is not None and gating is not None:
+            value = self.factor.of(gating)
+            if value is None:
+                return
         change = bank.rows.index_select(0, self.rows)
+        if value is not None:
+            change.mul_(value.unsqueeze(1))
         if self.amounts is not None:
             change.mul_(self.amounts)
         if scale != 1.0:
@@ -78,12 +108,14 @@ class Step:
     """One step on the CPU.
 
     buffer: the memory for captured rows, `[plan.rows, hidden]` in the model's dtype; None if nothing is captured.
+    gating: the gates of the step; None if it has none.
     """
 
-    def __init__(self, plan: Plan, buffer: torch.Tensor | None, bank: Bank) -> None:
+    def __init__(self, plan: Plan, buffer: torch.Tensor | None, bank: Bank, gating: Gating | None = None) -> None:
         self.plan = plan
         self.buffer = buffer
         self.bank = bank
+        self.gating = gating
         # See `_runs`.
         self._runs: list[tuple[int, int, int]] = []
         # The length of each run.
@@ -92,6 +124,12 @@ class Step:
         self._sums: dict[int, Sequence[_Run | _Gathered]] = {}
         # Any other steered site → the first operation of each run.
         self._heads: dict[int, npt.NDArray[np.int32]] = {}
+        # Site → its scores.
+        self._scores: dict[int, list[Score]] = {}
+        # The token rows of runs, by the mask of the runs, which most sites share.
+        self._masked: dict[bytes, Tokens] = {}
+        # The gates of some tokens, by the mask of their runs and by the runs' codes and sharpness.
+        self._factors: dict[bytes, Factor] = {}
         if plan.steered:
             self._plan_steering()
         # Site → (the block's runs or token rows, first row of the buffer, number of rows).
@@ -124,45 +162,105 @@ class Step:
                         torch.add(hidden[begin : begin + length], residual[begin : begin + length], out=out)
             if scale != 1.0:
                 self.buffer[row : row + rows].mul_(scale)
+        if self.gating is not None:
+            for score in self._scores.get(site, ()):
+                score.put(hidden, residual, scale, self.bank, self.gating)
         for sum_ in self._sums.get(site, ()):
-            sum_.add_to(hidden, self.bank, scale)
+            sum_.add_to(hidden, self.bank, scale, self.gating)
         if site in self._heads:
             self._steer(site, hidden, residual, scale)
 
     def _plan_steering(self) -> None:
         """Choose the way to steer each site; done once per step."""
         self._runs = _runs(self.plan.slots(max(source + length for source, length, _ in self.plan.steered)))
+        self._lengths = np.array([end - begin for begin, end, _ in self._runs])
         heads = self.bank.heads.numpy()[[slot for _, _, slot in self._runs]].T  # [sites, runs]
-        kinds, numbers, following = np.moveaxis(self.bank.op_ints.numpy()[heads], -1, 0)
-        amounts = self.bank.op_floats.numpy()[heads, 0]
+        if self.gating is not None:
+            heads = self._plan_scores(heads)
+        kinds, numbers, following, codes = np.moveaxis(self.bank.op_ints.numpy()[heads], -1, 0)
+        floats = self.bank.op_floats.numpy()[heads]
         lone = ((heads < 0) | ((kinds == ADD) & (following < 0))).all(axis=1)
-        lengths = self._lengths = np.array([end - begin for begin, end, _ in self._runs])
-        sliced = _few_or_long(len(lengths), int(lengths.sum()))
-        wide = torch.empty((int(lengths.max()) if sliced else 0, self.bank.rows.shape[1]))
-        # The steered tokens by the mask of steered runs, which most sites share.
-        tokens: dict[bytes, slice | torch.Tensor] = {}
+        sliced = few_or_long(len(self._lengths), int(self._lengths.sum()))
+        wide = torch.empty((int(self._lengths.max()) if sliced else 0, self.bank.rows.shape[1]))
         for site in np.flatnonzero((heads >= 0).any(axis=1)).tolist():
             if not lone[site]:
                 self._heads[site] = heads[site]
-            elif sliced:
-                each = zip(self._runs, heads[site], numbers[site].tolist(), amounts[site].tolist(), strict=True)
-                self._sums[site] = [_Run(*run[:2], row, amount, wide) for run, head, row, amount in each if head >= 0]
-            else:
-                steered = heads[site] >= 0
-                if (key := steered.tobytes()) not in tokens:
-                    tokens[key] = self._tokens(steered)
-                times = np.where(steered, lengths, 0)
-                rows, factors = torch.from_numpy(numbers[site].repeat(times)), amounts[site].repeat(times)
-                amount = None if (factors == 1.0).all() else torch.from_numpy(factors).unsqueeze(1)
-                self._sums[site] = [_Gathered(tokens[key], rows, amount)]
+                continue
+            steered = heads[site] >= 0
+            gates = (codes[site], floats[site, :, 3]) if self.gating is not None else None
+            self._sums[site] = (
+                self._sliced(steered, numbers[site], floats[site, :, 0], gates, wide)
+                if sliced
+                else [self._gathered(steered, numbers[site], floats[site, :, 0], gates)]
+            )
 
-    def _tokens(self, steered: npt.NDArray[np.bool_]) -> slice | torch.Tensor:
+    def _sliced(
+        self,
+        steered: npt.NDArray[np.bool_],
+        numbers: npt.NDArray[np.int32],
+        amounts: npt.NDArray[np.float32],
+        gates: _Gates | None,
+        wide: torch.Tensor,
+    ) -> list[_Run]:
+        """Return the additions of one site, run by run.
+
+        numbers, amounts: the row of the bank and its factor, of each run.
+        """
+        factors: list[Factor | None] = [None] * len(steered)
+        if gates is not None:
+            each_run = np.eye(len(steered), dtype=bool)
+            factors = [self._factor(run, gates) for run in each_run]
+        each = zip(self._runs, steered.tolist(), numbers.tolist(), amounts.tolist(), factors, strict=True)
+        return [_Run(*run[:2], row, amount, wide, factor) for run, use, row, amount, factor in each if use]
+
+    def _gathered(
+        self,
+        steered: npt.NDArray[np.bool_],
+        numbers: npt.NDArray[np.int32],
+        amounts: npt.NDArray[np.float32],
+        gates: _Gates | None,
+    ) -> _Gathered:
+        """Return the additions of one site, of all runs at once."""
+        times = np.where(steered, self._lengths, 0)
+        rows, factors = torch.from_numpy(numbers.repeat(times)), amounts.repeat(times)
+        amount = None if (factors == 1.0).all() else torch.from_numpy(factors).unsqueeze(1)
+        return _Gathered(self._tokens(steered), rows, amount, self._factor(steered, gates))
+
+    def _factor(self, steered: npt.NDArray[np.bool_], gates: _Gates | None) -> Factor | None:
+        """Return the gates of some runs; None if they have none."""
+        if gates is None or (gates[0][steered] < 0).all():
+            return None
+        codes, sharpness = gates[0][steered], gates[1][steered]
+        key = steered.tobytes() + codes.tobytes() + sharpness.tobytes()
+        if key not in self._factors:
+            times = self._lengths[steered]
+            self._factors[key] = Factor(codes.repeat(times), sharpness.repeat(times), self._tokens(steered))
+        return self._factors[key]
+
+    def _plan_scores(self, heads: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Plan the scores of each site; return the first operations after them."""
+        ints, floats = self.bank.op_ints.numpy(), self.bank.op_floats.numpy()
+        heads = heads.copy()
+        while (scored := (heads >= 0) & (ints[heads, 0] >= SCORE_DOT)).any():
+            for site in np.flatnonzero(scored.any(axis=1)).tolist():
+                kinds, rows, _, codes = ints[heads[site]].T
+                amounts = floats[heads[site], 0]
+                self._scores.setdefault(site, []).extend(
+                    scores_of(kinds, rows, codes, amounts, scored[site], self._lengths, self._tokens, few_or_long)
+                )
+            heads[scored] = ints[heads[scored], 2]
+        return heads
+
+    def _tokens(self, steered: npt.NDArray[np.bool_]) -> Tokens:
         """Return the token rows of the steered runs; a slice if they are contiguous."""
-        runs = [run[:2] for run, use in zip(self._runs, steered.tolist(), strict=True) if use]
-        begin, end = runs[0][0], runs[-1][1]
-        if end - begin == sum(stop - start for start, stop in runs):
-            return slice(begin, end)
-        return torch.from_numpy(np.concatenate([np.arange(*run) for run in runs]))
+        key = steered.tobytes()
+        if key not in self._masked:
+            runs = [run[:2] for run, use in zip(self._runs, steered.tolist(), strict=True) if use]
+            begin, end = runs[0][0], runs[-1][1]
+            contiguous = end - begin == sum(stop - start for start, stop in runs)
+            every = (np.arange(*run) for run in runs)
+            self._masked[key] = slice(begin, end) if contiguous else torch.from_numpy(np.concatenate([*every]))
+        return self._masked[key]
 
     def _steer(self, site: int, hidden: torch.Tensor, residual: torch.Tensor | None, scale: float) -> None:
         """Apply a site's operations to every steered token in float32; round once."""
@@ -172,7 +270,8 @@ class Step:
         tokens = torch.from_numpy(np.concatenate(runs))
         half = hidden.index_select(0, tokens).float()
         stream = half.clone() if residual is None else half + residual.index_select(0, tokens).float()
-        change = _changed(self.bank, heads, stream if scale == 1.0 else stream.mul_(scale))
+        stream = stream if scale == 1.0 else stream.mul_(scale)
+        change = changed(self.bank, heads, stream, self.gating, tokens)
         hidden.index_copy_(0, tokens, (half + (change if scale == 1.0 else change / scale)).to(hidden.dtype))
 
 
@@ -182,104 +281,9 @@ def _runs(slots: npt.NDArray[np.int32]) -> list[tuple[int, int, int]]:
     return [(begin, end, int(slots[begin])) for begin, end in pairwise(bounds) if slots[begin] >= 0]
 
 
-def _few_or_long(count: int, tokens: int) -> bool:
-    """Whether `count` runs or chains with `tokens` tokens in all are faster one by one than gathered by index."""
-    return count < _INDEXED_RUNS_MIN or tokens >= _SLICED_LENGTH_MIN * count
-
-
-def _changed(bank: Bank, heads: npt.NDArray[np.int32], stream: torch.Tensor) -> torch.Tensor:
-    """Return the change that the operations make, `[tokens, hidden]` float32.
-
-    Tokens with the same first operation have the same chain of operations. If the chains are few or have many tokens,
-    each chain is applied on its own, with one product per operation. Many short chains are applied together, operation
-    by operation, until few are left.
-
-    heads: the first operation of each token.
-    stream: the site's value, `[tokens, hidden]` float32; changed too.
-    """
-    change = torch.zeros_like(stream)
-    ops, on = heads, np.arange(len(heads))  # the next operation of each unfinished token, and the tokens' indices
-    while len(ops) and not _few_or_long(len(np.unique(ops)), len(ops)):
-        _do_next(bank, ops, None if len(on) == len(heads) else torch.from_numpy(on), stream, change)
-        following = bank.op_ints.numpy()[ops, 2]
-        going = following >= 0
-        ops, on = following[going], on[going]
-    order = np.argsort(ops, kind="stable")
-    ends = np.flatnonzero(np.diff(ops[order])) + 1
-    for some in np.split(order, ends) if len(ops) else ():
-        mine, op = on[some], int(ops[some[0]])
-        first, length = int(mine[0]), len(mine)
-        if int(mine[-1]) - first + 1 == length:
-            _do_chain(bank, op, stream[first : first + length], change[first : first + length])
-        else:
-            tokens = torch.from_numpy(mine)
-            changed = torch.zeros((length, stream.shape[1]))
-            _do_chain(bank, op, stream.index_select(0, tokens), changed)
-            change.index_add_(0, tokens, changed)
-    return change
-
-
-def _do_next(
-    bank: Bank, ops: npt.NDArray[np.int32], tokens: torch.Tensor | None, stream: torch.Tensor, change: torch.Tensor
-) -> None:
-    """Apply one operation to each token and add its effect to `stream` and `change`.
-
-    ops: the operation of each token.
-    tokens: the rows of `stream` and `change`; None for all rows.
-    """
-    kinds, numbers, _ = bank.op_ints.numpy()[ops].T
-    rows = bank.rows.index_select(0, torch.from_numpy(numbers.copy()))
-    amount, low, high = torch.from_numpy(bank.op_floats.numpy()[ops]).unsqueeze(2).unbind(1)
-    x = stream if tokens is None else stream.index_select(0, tokens)
-    if (kinds == CLAMP).any():
-        projection = (x * rows).sum(1, keepdim=True)
-        bounded = torch.minimum(torch.maximum(projection, low), high)
-        clamps = torch.from_numpy(kinds == CLAMP).unsqueeze(1)
-        amount = torch.where(clamps, amount * (bounded - projection), amount)
-    if (kinds == RELATIVE).any():
-        norms = torch.linalg.vector_norm(x, dim=1, keepdim=True)
-        amount = torch.where(torch.from_numpy(kinds == RELATIVE).unsqueeze(1), amount * norms, amount)
-    if (kinds == PATCH).any():
-        rows.sub_(x * torch.from_numpy(kinds == PATCH).unsqueeze(1))
-    rows.mul_(amount)
-    for target in (stream, change):
-        if tokens is None:
-            target.add_(rows)
-        else:
-            target.index_add_(0, tokens, rows)
-
-
-def _do_chain(bank: Bank, op: int, stream: torch.Tensor, change: torch.Tensor) -> None:
-    """Apply an operation and all that follow it to all rows of `stream`, and add the total effect to `change`."""
-    ints, floats = bank.op_ints.numpy(), bank.op_floats.numpy()
-    vectors, times = [], []  # the rows that were added, and the factor of each token
-    while op >= 0:
-        amount, low, high = floats[op].tolist()
-        kind, number, op = ints[op].tolist()
-        row = bank.rows[number]
-        if kind == PATCH:
-            moved = (row - stream).mul_(amount)
-            stream.add_(moved)
-            change.add_(moved)
-        elif kind == ADD:
-            stream.add_(row, alpha=amount)
-            change.add_(row, alpha=amount)
-        else:
-            if kind == CLAMP:
-                projection = stream.mv(row)
-                times.append(projection.clamp(low, high).sub_(projection).mul_(amount))
-            else:
-                assert kind == RELATIVE
-                times.append(torch.linalg.vector_norm(stream, dim=1).mul_(amount))
-            vectors.append(row)
-            stream.addr_(times[-1], row)
-    if vectors:
-        change.addmm_(torch.stack(times, 1), torch.stack(vectors))
-
-
 def _source(runs: Any) -> Any:
     """Return the runs; if there are many, one index tensor."""
-    if len(runs) < _INDEXED_RUNS_MIN:
+    if len(runs) < INDEXED_RUNS_MIN:
         return runs
     return torch.from_numpy(token_rows(runs))
 

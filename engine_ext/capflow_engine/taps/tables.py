@@ -9,6 +9,12 @@ All tensors are allocated once, before CUDA graphs are captured, and never move.
 | token_row | int32 [2, lines, tokens] | the staging row of each token minus `site_base` of the site; -1: not wanted |
 | token_steer | int32 [tokens] | the slot of the bank that steers each token; -1: none |
 | staging | [rows, hidden] | the rows of the step, in the order of the plan |
+| margins | float32 [gates, tokens] | the margin of each gate at each token; -inf: not scored |
+| first | int32 [tokens] | the first token row of the token's request |
+| token_latch | int32 [tokens] | the column of `carried` of the token's request; -1: none |
+| carried | float32 [gates, requests] | the largest margin of each gate in the request's earlier steps |
+
+The last four are read only by operations with a gate, and written before each step that has gates.
 
 The steering operations are in the bank (`capflow_engine.taps.bank`). On the CPU, the taps read the plan itself; the
 tensors then have one element per dimension (`resident` is False).
@@ -16,15 +22,19 @@ tensors then have one element per dimension (`resident` is False).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from capflow import limits
 from capflow_engine.taps.plan import Plan, PlannedBlock, counted, token_rows
 
 CHANNELS = 2
+
+_GATE_TABLES = ("margins", "first", "token_latch", "carried")
 
 _NOTHING = np.empty(0, np.int32)
 
@@ -35,6 +45,7 @@ class Tables:
     sites: the number of tapped sites.
     tokens: the maximum number of tokens of a step.
     rows: the maximum number of rows of a step.
+    requests: the maximum number of requests of a step.
     device: where the model is.
     resident: whether the taps read the tables.
     """
@@ -49,16 +60,22 @@ class Tables:
         dtype: torch.dtype,
         device: torch.device,
         resident: bool,
+        requests: int = 1,
     ) -> None:
         self.resident = resident
+        gates = limits.GATES_MAX
         if not resident:
-            sites = tokens = rows = hidden = 1
+            sites = tokens = rows = hidden = requests = gates = 1
         self.sites = sites
         self.site_line = torch.full((CHANNELS, sites), -1, dtype=torch.int32, device=device)
         self.site_base = torch.zeros((CHANNELS, sites), dtype=torch.int32, device=device)
         self.token_row = torch.full((CHANNELS, sites, tokens), -1, dtype=torch.int32, device=device)
         self.token_steer = torch.full((tokens,), -1, dtype=torch.int32, device=device)
         self.staging = torch.empty((rows, hidden), dtype=dtype, device=device)
+        self.margins = torch.full((gates, tokens), -math.inf, dtype=torch.float32, device=device)
+        self.first = torch.zeros((tokens,), dtype=torch.int32, device=device)
+        self.token_latch = torch.full((tokens,), -1, dtype=torch.int32, device=device)
+        self.carried = torch.full((gates, requests), -math.inf, dtype=torch.float32, device=device)
         # The values last uploaded to each table.
         self._written: dict[str, npt.NDArray[np.int32]] = {}
         # Whether the uploaded tables are those of an idle plan.
@@ -68,11 +85,24 @@ class Tables:
 
     def device_tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that every tap holds, by the names of the op's arguments."""
-        names = ("site_line", "site_base", "token_row", "token_steer", "staging")
+        names = ("site_line", "site_base", "token_row", "token_steer", "staging", *_GATE_TABLES)
         return {name: getattr(self, name) for name in names}
 
-    def load(self, plan: Plan, padded_tokens: int) -> None:
-        """Copy a plan to the tables, for model tensors of `padded_tokens` rows; asynchronous on a GPU."""
+    def load(
+        self,
+        plan: Plan,
+        padded_tokens: int,
+        carried: torch.Tensor | None = None,
+        received: torch.Tensor | None = None,
+    ) -> None:
+        """Copy a plan to the tables, for model tensors of `padded_tokens` rows; asynchronous on a GPU.
+
+        carried: what latched gates carry, `[gates, latched requests]`, in the order of `plan.latched`; None if there
+            are none.
+        received: the margins that earlier pipeline stages scored, for the first token rows; None at the first stage.
+        """
+        if plan.gates:
+            self._load_gates(plan, padded_tokens, carried, received)
         if plan.idle and self._idle:
             return
         self._idle = plan.idle
@@ -86,6 +116,23 @@ class Tables:
         self._write("site_line", self.site_line, line_of)
         self._write("site_base", self.site_base, base_of)
         self._load_steering(plan)
+
+    def _load_gates(
+        self, plan: Plan, padded_tokens: int, carried: torch.Tensor | None, received: torch.Tensor | None
+    ) -> None:
+        self.margins[: plan.gates, :padded_tokens].fill_(-math.inf)
+        if received is not None:
+            self.margins[: plan.gates, : received.shape[1]].copy_(received, non_blocking=True)
+        if carried is None:
+            return
+        first = np.zeros(self.first.shape[0], np.int32)
+        latch = np.full(self.first.shape[0], -1, np.int32)
+        for column, number in enumerate(plan.latched):
+            _, row, _, length = plan.batch[number]
+            first[row : row + length], latch[row : row + length] = row, column
+        self._write("first", self.first, first)
+        self._write("token_latch", self.token_latch, latch)
+        self.carried[: carried.shape[0], : carried.shape[1]].copy_(carried, non_blocking=True)
 
     def _load_steering(self, plan: Plan) -> None:
         if not plan.steered:

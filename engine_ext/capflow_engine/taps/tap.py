@@ -2,10 +2,11 @@
 
 `install` puts a tap at a hook point that `capflow_engine.structure` found: before or after a module of the layer.
 
-`capflow::tap` copies wanted rows of the residual stream to the staging buffer and steers the stream in place. It is
-declared to mutate `hidden` only. The compiler does not know of the writes to the staging buffer, and nothing in the
-graph reads it. Besides the stream, a tap reads only tensors that never move, so a graph that is captured once serves
-every later plan. The index of the site is in a tensor too, so the graphs of two layers are the same graph.
+`capflow::tap` copies wanted rows of the residual stream to the staging buffer, scores gates, and steers the stream in
+place. It is declared to mutate `hidden` only. The compiler does not know of the writes to the staging buffer and to the
+margins of gates; only taps read the margins, and taps run in the order of the stream. Besides the stream, a tap reads
+only tensors that never move, so a graph that is captured once serves every later plan. The index of the site is in a
+tensor too, so the graphs of two layers are the same graph.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ def tap(
     token_row: torch.Tensor,
     token_steer: torch.Tensor,
     staging: torch.Tensor,
+    margins: torch.Tensor,
+    first: torch.Tensor,
+    token_latch: torch.Tensor,
+    carried: torch.Tensor,
     heads: torch.Tensor,
     op_ints: torch.Tensor,
     op_floats: torch.Tensor,
@@ -80,6 +85,10 @@ class Tap(nn.Module):
     token_row: torch.Tensor
     token_steer: torch.Tensor
     staging: torch.Tensor
+    margins: torch.Tensor
+    first: torch.Tensor
+    token_latch: torch.Tensor
+    carried: torch.Tensor
     heads: torch.Tensor
     op_ints: torch.Tensor
     op_floats: torch.Tensor
@@ -115,6 +124,10 @@ class Tap(nn.Module):
             self.token_row,
             self.token_steer,
             self.staging,
+            self.margins,
+            self.first,
+            self.token_latch,
+            self.carried,
             self.heads,
             self.op_ints,
             self.op_floats,

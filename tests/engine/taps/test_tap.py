@@ -19,19 +19,19 @@ from capflow_engine.taps.bank import Bank
 from capflow_engine.taps.plan import Planner, Scheduled, SlotRange, Tracked
 from capflow_engine.taps.step import Step
 from tests.kit.sources import KIT, ROOT
-from tests.kit.tap_cases import CASES, CPU, chained, check, clamp_seconds, exact, make, run_cpu
+from tests.kit.tap_cases import CASES, CPU, chained, check, clamp_seconds, exact, make, start_cpu
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("seed", range(5))
 def test_the_cpu_tap_equals_the_reference(case, seed):
-    check(case, seed, run_cpu)
+    check(case, seed, start_cpu)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("seed", range(5))
 def test_the_cpu_tap_adds_relative_to_the_norm_as_the_reference_does(case, seed):
-    check(case, seed, run_cpu, relative=True)
+    check(case, seed, start_cpu, relative=True)
 
 
 def test_the_cases_add_relative_to_the_norm_among_other_operations():

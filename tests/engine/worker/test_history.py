@@ -55,7 +55,7 @@ class Worker:
         for slot in slots:
             here, op = [], -1 if slot < 0 else int(self.bank.heads[slot, 0])
             while op >= 0:
-                _, row, op_after = self.bank.op_ints[op].tolist()
+                _, row, op_after, _ = self.bank.op_ints[op].tolist()
                 here.append(int(self.bank.rows[row].argmax()))
                 op = op_after
             added.append(tuple(here))

@@ -1,0 +1,141 @@
+"""The chains of operations of one step on the CPU: for a token, the operations that follow one another at a site."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from capflow.steering.program import ADD, CLAMP, PATCH, RELATIVE
+from capflow_engine.taps.bank import Bank
+from capflow_engine.taps.gates import Gating
+
+INDEXED_RUNS_MIN = 8
+"""With fewer runs, copying slice by slice is faster than gathering by index."""
+
+_SLICED_LENGTH_MIN = 16  # so it is with runs of this many tokens on average, when rows of the bank are added
+
+
+def few_or_long(count: int, tokens: int) -> bool:
+    """Whether `count` runs or chains with `tokens` tokens in all are faster one by one than gathered by index."""
+    return count < INDEXED_RUNS_MIN or tokens >= _SLICED_LENGTH_MIN * count
+
+
+def changed(
+    bank: Bank, heads: npt.NDArray[np.int32], stream: torch.Tensor, gating: Gating | None, rows: torch.Tensor
+) -> torch.Tensor:
+    """Return the change that the operations make, `[tokens, hidden]` float32.
+
+    Tokens with the same first operation have the same chain of operations. If the chains are few or have many tokens,
+    each chain is applied on its own, with one product per operation. Many short chains are applied together, operation
+    by operation, until few are left.
+
+    heads: the first operation of each token.
+    stream: the site's value, `[tokens, hidden]` float32; changed too.
+    gating: the gates of the step; None if it has none.
+    rows: the row of each token in the model's tensors.
+    """
+    change = torch.zeros_like(stream)
+    ops, on = heads, np.arange(len(heads))  # the next operation of each unfinished token, and the tokens' indices
+    while len(ops) and not few_or_long(len(np.unique(ops)), len(ops)):
+        some = None if len(on) == len(heads) else torch.from_numpy(on)
+        _do_next(bank, ops, some, stream, change, gating, rows)
+        following = bank.op_ints.numpy()[ops, 2]
+        going = following >= 0
+        ops, on = following[going], on[going]
+    order = np.argsort(ops, kind="stable")
+    ends = np.flatnonzero(np.diff(ops[order])) + 1
+    for alike in np.split(order, ends) if len(ops) else ():
+        mine, op = on[alike], int(ops[alike[0]])
+        first, length = int(mine[0]), len(mine)
+        if int(mine[-1]) - first + 1 == length:
+            here = slice(first, first + length)
+            _do_chain(bank, op, stream[here], change[here], gating, rows[here])
+        else:
+            tokens = torch.from_numpy(mine)
+            effect = torch.zeros((length, stream.shape[1]))
+            _do_chain(bank, op, stream.index_select(0, tokens), effect, gating, rows[tokens])
+            change.index_add_(0, tokens, effect)
+    return change
+
+
+def _do_next(
+    bank: Bank,
+    ops: npt.NDArray[np.int32],
+    tokens: torch.Tensor | None,
+    stream: torch.Tensor,
+    change: torch.Tensor,
+    gating: Gating | None,
+    token_rows: torch.Tensor,
+) -> None:
+    """Apply one operation to each token and add its effect to `stream` and `change`.
+
+    ops: the operation of each token.
+    tokens: the rows of `stream` and `change`; None for all rows.
+    token_rows: the row of each token of `stream` in the model's tensors.
+    """
+    kinds, numbers, _, codes = bank.op_ints.numpy()[ops].T
+    rows = bank.rows.index_select(0, torch.from_numpy(numbers.copy()))
+    amount, low, high, sharpness = torch.from_numpy(bank.op_floats.numpy()[ops]).unsqueeze(2).unbind(1)
+    if gating is not None and (codes >= 0).any():
+        places = token_rows if tokens is None else token_rows[tokens]
+        amount = amount * gating.values(codes, sharpness.squeeze(1).numpy(), places).unsqueeze(1)
+    x = stream if tokens is None else stream.index_select(0, tokens)
+    if (kinds == CLAMP).any():
+        projection = (x * rows).sum(1, keepdim=True)
+        bounded = torch.minimum(torch.maximum(projection, low), high)
+        clamps = torch.from_numpy(kinds == CLAMP).unsqueeze(1)
+        amount = torch.where(clamps, amount * (bounded - projection), amount)
+    if (kinds == RELATIVE).any():
+        norms = torch.linalg.vector_norm(x, dim=1, keepdim=True)
+        amount = torch.where(torch.from_numpy(kinds == RELATIVE).unsqueeze(1), amount * norms, amount)
+    if (kinds == PATCH).any():
+        rows.sub_(x * torch.from_numpy(kinds == PATCH).unsqueeze(1))
+    rows.mul_(amount)
+    for target in (stream, change):
+        if tokens is None:
+            target.add_(rows)
+        else:
+            target.index_add_(0, tokens, rows)
+
+
+def _do_chain(
+    bank: Bank,
+    op: int,
+    stream: torch.Tensor,
+    change: torch.Tensor,
+    gating: Gating | None,
+    token_rows: torch.Tensor,
+) -> None:
+    """Apply an operation and all that follow it to all rows of `stream`, and add the total effect to `change`.
+
+    token_rows: the row of each token in the model's tensors.
+    """
+    ints, floats = bank.op_ints.numpy(), bank.op_floats.numpy()
+    vectors, times = [], []  # the rows that were added, and the factor of each token
+    while op >= 0:
+        amount, low, high, sharpness = floats[op].tolist()
+        kind, number, op, code = ints[op].tolist()
+        row = bank.rows[number]
+        value = None if gating is None or code < 0 else gating.value(code, sharpness)[token_rows]
+        if kind == PATCH:
+            moved = (row - stream).mul_(amount if value is None else (value * amount).unsqueeze(1))
+            stream.add_(moved)
+            change.add_(moved)
+        elif kind == ADD and value is None:
+            stream.add_(row, alpha=amount)
+            change.add_(row, alpha=amount)
+        else:
+            if kind == CLAMP:
+                projection = stream.mv(row)
+                factor = projection.clamp(low, high).sub_(projection).mul_(amount)
+            elif kind == RELATIVE:
+                factor = torch.linalg.vector_norm(stream, dim=1).mul_(amount)
+            else:
+                assert kind == ADD
+                factor = torch.full((len(stream),), amount)
+            times.append(factor if value is None else factor.mul_(value))
+            vectors.append(row)
+            stream.addr_(times[-1], row)
+    if vectors:
+        change.addmm_(torch.stack(times, 1), torch.stack(vectors))
