@@ -175,8 +175,7 @@ class Finished(msgspec.Struct, frozen=True):
     rows: the number of rows (positions times sites) that this worker sent for it, over all frames.
     dropped: the rows that this worker did not send.
     capture: the capture that the request itself asked for, if any.
-    acted: the changes to its steering made inside the worker, in order; actions that came through a hub are not among
-        them.
+    acted: the changes to its steering, in order, as workers of earlier versions send them: with the request's end.
     incarnation: differs between requests that use the same id one after another.
     """
 
@@ -193,15 +192,17 @@ class Finished(msgspec.Struct, frozen=True):
     __repr__ = brief
 
 
-class ActedOn(msgspec.Struct, frozen=True):
-    """A request without wanted rows is over.
+class ActedOn(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The events of a request's steering in one step, whether or not anybody wants its rows.
 
-    acted: the changes to its steering made inside the worker, in order.
+    acted: the events, in order.
+    lost: further events of the step, for which there was no room.
     """
 
     id: Name
     incarnation: Name
     acted: Annotated[tuple[Acted, ...], msgspec.Meta(max_length=limits.ACTED_MAX)]
+    lost: Count = 0
 
 
 class FrameHeader(msgspec.Struct, frozen=True, tag="frame", kw_only=True):
@@ -213,7 +214,7 @@ class FrameHeader(msgspec.Struct, frozen=True, tag="frame", kw_only=True):
     requests: the requests with rows in the frame.
     blocks: the sites and spans of the rows.
     finished: the requests that are over.
-    acted: the requests that are over and have no wanted rows, with the changes to their steering.
+    acted: the requests with events of their steering in the step.
     step_tokens: the number of tokens that the whole step computed, captured or not.
     step_requests: the number of requests in the step, captured or not.
     xxh3: the hash of the payload.

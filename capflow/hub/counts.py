@@ -19,6 +19,9 @@ class Counts:
     bytes: int = 0
     tokens: int = 0
     duplicates: int = 0
+    # Events of requests' steering, and those that had no room in their worker.
+    events: int = 0
+    events_lost: int = 0
     protocol_errors: int = 0
     # Messages of peers that broke the protocol too often, or that had no session and sent too many at once.
     ignored: int = 0

@@ -300,6 +300,8 @@ class Hub:
             "tokens": counts.tokens,
             "last_frame_age_s": age_s(counts.frame_at, now),
             "duplicate_frames": counts.duplicates,
+            "steering_events": counts.events,
+            "steering_events_lost": counts.events_lost,
             "protocol_errors": counts.protocol_errors,
             "ignored_messages": counts.ignored,
             "log_lines_left_out": self.log_lines_left_out,

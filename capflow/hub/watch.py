@@ -185,7 +185,7 @@ class _Worker:
             self._given.update(rows)
         else:
             note_frame(self._lost, header, reason)
-            if header.finished:
+            if header.finished or header.acted:
                 self._send(msgspec.structs.replace(header, requests=(), blocks=()), b"", Counter())
         for finished in header.finished:
             self._given.pop(finished.id, None)

@@ -146,11 +146,12 @@ class Consumer(Named, ABC):
         return None
 
     def on_action(self, answered: Answered) -> None:
-        """An action on a request was applied or rejected. Called at once for actions that came through this hub.
+        """An event of a request's steering: an action was applied or rejected, a gate opened, a lease ended.
 
-        For the steering that a request brings, and for actions of controllers in the workers, it is called when the
-        request ends, before `on_request_done`, also if no rows of the request are captured. After a kill, a consumer
-        with policy `spill` may get an action again, with the same id.
+        Called for all requests, also for those of which no rows are captured. An action that came through this hub is
+        reported when it is answered. An event of a worker (the steering that a request brings, the actions of
+        controllers, gates) follows the rows of its step, and comes before `on_request_done`. After a kill, a consumer
+        with policy `spill` may get an event again, with the same id.
         """
 
     def look(self) -> tuple[str, str] | None:

@@ -49,6 +49,17 @@ class Keeper(Consumer):
         self.done = {}
         self.twice = []
         self.late = []
+        # The events, in order.
+        self.events = []
+
+    def on_action(self, answered):
+        self.events.append(answered)
+        if answered.request in self.done:
+            self.late.append(answered.request)
+
+    def events_of(self, name):
+        """Return the events of a request, in order."""
+        return [event for event in self.events if event.request == name]
 
     def on_frame(self, frame):
         for chunk in frame.chunks():

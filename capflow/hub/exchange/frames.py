@@ -32,7 +32,7 @@ from capflow.hub.exchange.watchers import Watchers
 from capflow.hub.peers.departures import FAILED, Departures
 from capflow.hub.peers.roster import Peer, WorkerState
 from capflow.hub.requests.index import RequestIndex
-from capflow.hub.requests.request import KnownEngine, Request, answered_by
+from capflow.hub.requests.request import KnownEngine, Request
 from capflow.protocol.session import Parts, cost
 
 
@@ -100,12 +100,15 @@ class Frames:
         counts.frames += 1
         counts.rows += rows
         counts.bytes += header.payload_bytes
+        for on in header.acted:
+            counts.events += len(on.acted)
+            counts.events_lost += on.lost
         if header.step > source.engine.step_last.get(header.rank.dp, -1):  # every stage sends the same step
             source.engine.step_last[header.rank.dp] = header.step
             counts.tokens += header.step_tokens
 
     def _hand_out(self, frame: Frame, engine: KnownEngine, hold: Hold) -> None:
-        """Give a frame, and the ends of requests in it, to the lanes."""
+        """Give a frame with its events, and the ends of requests in it, to the lanes."""
         header, was_full = frame.header, engine.full
         self._effects.add(Give(self._index.take(frame, engine), hold))
         if header.finished:
@@ -114,9 +117,6 @@ class Frames:
                 self.end(request, hold)
         if engine.full and not was_full:
             self._note_full(engine)
-        for over in header.acted:
-            for answered in answered_by(engine.name, over.id, over.incarnation, header.rank.pp, over.acted):
-                self._effects.add(Tell(answered))
 
     def release(self, hold: Hold) -> None:
         """Note that one lane fewer needs a frame."""

@@ -40,7 +40,7 @@ from capflow.hub.lanes.notes import weight
 from capflow.hub.lanes.tally import NOT_ENDED, Delivery, Tallies, Tally
 from capflow.hub.lanes.writer import Greeting, InboxWriter, QueuedFrame, Taken
 from capflow.hub.requests.index import Arrival, RequestIndex
-from capflow.hub.requests.request import KnownEngine, Request, RequestName
+from capflow.hub.requests.request import KnownEngine, Request, RequestName, events_of
 from capflow.plugins.configure import ConfiguredConsumer
 from capflow.steering.action import Answered
 
@@ -214,7 +214,7 @@ class DurableLane(Lane):
 
         `taken` is called, on any thread, when the frame is durable.
         """
-        if not arrival.concerns(self.index):
+        if not (arrival.concerns(self.index) or (self.minds_actions and arrival.events)):
             return False
         frame = arrival.frame
         if self._gone:
@@ -295,7 +295,8 @@ class DurableLane(Lane):
 
     def status(self) -> dict[str, Any]:
         """Return the lane's counters."""
-        spool = self.inbox.status() | {"requests_unkept": self.requests_unkept} if self.inbox.is_open else None
+        own = {"requests_unkept": self.requests_unkept, "events_lost": self.writer.events_lost}
+        spool = self.inbox.status() | own if self.inbox.is_open else None
         dead = {"directory": str(self.dead.directory), "letters": self.dead.letters, "refused": self.dead.refused}
         return super().status() | {"spool": spool, "dead_letters": dead}
 
@@ -701,6 +702,9 @@ class DurableLane(Lane):
         )
 
     def _finish_all(self, engine: KnownEngine, header: FrameHeader, number: int) -> None:
+        if self.minds_actions:
+            for event in events_of(header):
+                self._guard("on_action", self.consumer.on_action, event)
         if header.finished:
             engine.full = engine.full or engine.name in self._full
             untold = {}

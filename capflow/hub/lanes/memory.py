@@ -86,7 +86,12 @@ class MemoryLane(Lane):
         The memory of a `block` lane is bounded by the workers' credit, that of a `drop` or `skip` lane by its queue.
         """
         delivery = self._tallies.of(arrival)
-        return delivery is not None and self._deliver(delivery, taken if self.policy is WhenFull.BLOCK else None)
+        waited_for = taken if self.policy is WhenFull.BLOCK else None
+        waits = delivery is not None and self._deliver(delivery, waited_for)
+        if self.minds_actions:
+            for event in arrival.events:
+                self.tell(event)
+        return waits
 
     def _deliver(self, delivery: Delivery, waited_for: Callable[[], None] | None) -> bool:
         for tally, rows in delivery.parts:

@@ -75,6 +75,8 @@ class InboxWriter:
         self.failed = False
         # How often something went wrong that is no disk without room.
         self.failures = 0
+        # Events that found no room.
+        self.events_lost = 0
         # Whether a record was lost of which nobody knows what it held.
         self.lost_unknown = False
         self._inbox = inbox
@@ -88,7 +90,7 @@ class InboxWriter:
         # Rows that did not get in, by engine and pipeline stage, and request, until the stage's end of the request says
         # so.
         self._lost: defaultdict[tuple[str, int], dict[str, Losses]] = defaultdict(dict)
-        # The ends of requests without room.
+        # The ends and events of requests without room.
         self._owed: deque[FrameHeader] = deque()
         # Guards the next.
         self._pending_lock = threading.Lock()
@@ -297,7 +299,10 @@ class InboxWriter:
         keep_newest(lost, limits.RESULTS_KEPT_MAX)
         self._dropped[reason] += rows_of(header).total()
         self._inbox.skip(header)
-        if header.finished:
+        if header.acted and len(self._owed) >= limits.EVENTS_OWED_MAX:
+            self.events_lost += sum(len(on.acted) for on in header.acted)
+            header = msgspec.structs.replace(header, acted=())
+        if header.finished or header.acted:
             bare = msgspec.structs.replace(self._lessened(header), requests=(), blocks=())
             self._owed.append(Frame.seal(bare, b"").header)
 
@@ -377,8 +382,13 @@ def _stage_of(header: FrameHeader) -> tuple[str, int]:
 
 
 def _smaller(header: FrameHeader) -> list[FrameHeader]:
-    """Split the ends of a header that does not fit: into halves, or one without places; empty if none is smaller."""
+    """Return headers that are smaller than one that does not fit; empty if none is.
+
+    Events are left out; ends are split into halves, or one loses its places.
+    """
     ends = header.finished
+    if header.acted:
+        return [msgspec.structs.replace(header, acted=())] if ends else []
     if len(ends) > 1:
         half = len(ends) // 2
         return [msgspec.structs.replace(header, finished=part) for part in (ends[:half], ends[half:])]

@@ -107,6 +107,8 @@ HUB = (
         lambda hub: _wall(hub.counts.frame_at),
     ),
     counter("duplicate_frames", "Frames that came again after a reconnect, not delivered.", "counts.duplicates"),
+    counter("steering_events", "Events of requests' steering that workers sent.", "counts.events"),
+    counter("lost_steering_events", "Events that had no room in their worker.", "counts.events_lost"),
     counter(
         "lost_rows",
         "Rows lost before the hub, and those that each consumer lost; rows that live consumers skip are not lost.",

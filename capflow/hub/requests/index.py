@@ -27,8 +27,9 @@ from capflow.capture.result import CaptureResult
 from capflow.capture.site import Site
 from capflow.capture.spec import Capture, CaptureByConsumer, CaptureSpec
 from capflow.errors import RemoteProtocolError, UsageError, explain
-from capflow.hub.requests.request import REQUEST_BYTES, KnownEngine, Request, RequestName
+from capflow.hub.requests.request import REQUEST_BYTES, KnownEngine, Request, RequestName, events_of
 from capflow.hub.requests.share import Groups, Share
+from capflow.steering.action import Answered
 from capflow.text.engine_name import is_of, name_of
 
 # The size of the memo of which sites of a block each consumer wants.
@@ -61,6 +62,7 @@ class Arrival(NamedTuple):
     requests: that of each part of its header.
     ends: what each consumer wants of each request that the frame ends.
     shares: what each consumer wants of every request of it; None when they differ.
+    events: its events, in order.
     """
 
     frame: Frame
@@ -68,6 +70,7 @@ class Arrival(NamedTuple):
     requests: Sequence[Request]
     ends: Sequence[tuple[Share | None, ...]]
     shares: tuple[Share | None, ...] | None
+    events: Sequence[Answered] = ()
 
     def concerns(self, consumer: int) -> bool:
         """Return whether a consumer wants something of a request that the frame names."""
@@ -188,7 +191,7 @@ class RequestIndex:
         alike = bool(shares) and shares.count(shares[0]) == len(shares)  # the usual case: they want the same
         # Only lanes with an inbox read the ends. Requests that are opened for them take room.
         ends = [self._wanted_of(finished, engine, rank) for finished in header.finished] if self._has_inbox else []
-        return Arrival(frame, engine.model, requests, ends, shares[0] if alike else None)
+        return Arrival(frame, engine.model, requests, ends, shares[0] if alike else None, events_of(header))
 
     def miss(self, header: FrameHeader, engine: KnownEngine, reason: str, *, placed: bool = True) -> int:
         """Note that the rows of a frame are lost; return how many of them a consumer wants.

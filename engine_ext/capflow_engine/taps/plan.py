@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from capflow.capture.frame import Acted, Block, Span
+from capflow.capture.frame import Block, Span
 from capflow.capture.positions import Positions
 from capflow.capture.site import Site
 from capflow.capture.spec import Capture
@@ -145,10 +145,9 @@ class Tracked:
     computed: positions below this one were planned.
     steered: the slots that steer the request, in order of position; None if nothing ever steered it.
     hub: the index of the request's hub.
-    acted: the changes of its steering, which are sent with its end.
     incarnation: differs between requests that use the same id one after another.
     watched: whether any pipeline stage ships rows of it. Then every stage reports its end.
-    noted: whether `acted` records the changes of its steering.
+    noted: whether consumers get the events of its steering.
     gates: the gates of its program.
     latched: whether one of them is latched.
     """
@@ -163,7 +162,6 @@ class Tracked:
     computed: int = 0
     steered: list[SlotRange] | None = None
     hub: int = 0
-    acted: list[Acted] = field(default_factory=list)
     incarnation: str = ""
     watched: bool = True
     noted: bool = False

@@ -21,6 +21,11 @@ EMPTY_PLAN = Plan((), (), 0, 0, (), 0)
 READY: Callable[[], None] = lambda: None  # noqa: E731
 
 
+def bare(number: int) -> Computed:
+    """Return a step without rows."""
+    return Computed(number, time.time_ns(), EMPTY_PLAN, None, np.empty(0), READY)
+
+
 class Pending:
     """The unsettled steps of one worker, oldest first, and the finished requests that have a part in them."""
 
@@ -31,6 +36,10 @@ class Pending:
     def add(self, step: Computed) -> None:
         """Add a step that was just launched."""
         self._steps.append(step)
+
+    def step(self, number: int) -> Computed | None:
+        """Return an unsettled step; None if it is settled or was not added."""
+        return next((step for step in self._steps if step.number == number), None)
 
     def cut(self, key: str, limit: int) -> None:
         """Drop a request's rows at position `limit` and later from every step."""
@@ -51,7 +60,7 @@ class Pending:
         if ended:
             self._finished = [end for end in self._finished if end not in ended]
             if not steps:
-                steps.append(Computed(settled, time.time_ns(), EMPTY_PLAN, None, np.empty(0), READY))
+                steps.append(bare(settled))
             steps[-1].ended = ended
         return steps
 

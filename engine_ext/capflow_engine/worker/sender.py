@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from capflow import limits
 from capflow.capture.dtypes import DTYPES
-from capflow.capture.frame import ActedOn, Block, Finished, FrameHeader, Rank, RequestRows, Span
+from capflow.capture.frame import Acted, ActedOn, Block, Finished, FrameHeader, Rank, RequestRows, Span
 from capflow.capture.losses import Losses, LossLog
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site
@@ -33,6 +33,20 @@ from capflow_engine.scheduler.orders import Ended
 from capflow_engine.taps.plan import Plan, PlannedBlock, Tracked, block_of
 
 logger = logging.getLogger("vllm.capflow.sender")
+
+# About the size of an event in a header, and of each of its sites.
+_EVENT_BYTES, _EVENT_SITE_BYTES = 512, 24
+
+
+class Noted(NamedTuple):
+    """An event of a request's steering.
+
+    decided: the positions that decided it are those before this one.
+    """
+
+    request: Tracked
+    event: Acted
+    decided: int
 
 
 @dataclass
@@ -46,6 +60,8 @@ class Computed:
     ended: the finished requests whose end leaves with this step.
     limits: by vLLM's id, the end of the positions that belong to the request; without an entry, all do.
     lent: the bytes that the worker's ring lent for the rows.
+    events: the events of the step, in order.
+    events_lost: by request, how many events of the step had no room.
     """
 
     number: int
@@ -58,14 +74,29 @@ class Computed:
     ended: list[tuple[Tracked, Ended]] = field(default_factory=list)
     limits: dict[str, int] = field(default_factory=dict)
     lent: int = 0
+    events: list[Noted] = field(default_factory=list)
+    events_lost: Counter[Tracked] = field(default_factory=Counter)
+
+    def note(self, noted: Noted) -> None:
+        """Add an event; count it only if the request has too many in this step."""
+        if sum(other.request is noted.request for other in self.events) < limits.EVENTS_PER_STEP_MAX:
+            self.events.append(noted)
+        else:
+            self.events_lost[noted.request] += 1
 
     def cut(self, key: str, limit: int) -> None:
-        """Drop the rows of a request at position `limit` and later."""
+        """Drop the rows of a request at position `limit` and later, and the events that these decided."""
         self.limits[key] = min(limit, self.limits.get(key, limit))
 
     def holds(self, key: str) -> bool:
         """Return whether a request has a part in the step."""
-        return any(part.request.key == key for part in self.plan.batch)
+        batch = any(part.request.key == key for part in self.plan.batch)
+        return batch or any(noted.request.key == key for noted in self.events)
+
+    @property
+    def true_events(self) -> list[Noted]:
+        """The events that no cut has undone."""
+        return [noted for noted in self.events if noted.decided <= self.limits.get(noted.request.key, noted.decided)]
 
 
 class FrameSink(Protocol):
@@ -161,9 +192,12 @@ class Sender:
         spans = _trimmed(step, shipped)
         counts = _count(step.plan, shipped, spans)
         reason = step.lost
+        *before, events = _events(step, hub) or [()]
+        for some in before:
+            link.send(self._header(hub, step, (), (), (), {}, some), b"")
         if step.rows is not None and counts:
             blocks, requests = self._describe(step, shipped, spans)
-            header = self._header(hub, step, requests, blocks, ended[: limits.FINISHED_PER_FRAME_MAX], counts)
+            header = self._header(hub, step, requests, blocks, ended[: limits.FINISHED_PER_FRAME_MAX], counts, events)
             reason = link.send(header, self._payload(step.rows, shipped))
             if reason is None:
                 for key, rows in counts.items():
@@ -171,7 +205,10 @@ class Sender:
         if reason is not None:
             self.dropped[hub][reason] += sum(counts.values())
             self._lose(step.plan, shipped, spans, reason)
-        rest = ended if reason is not None or not counts else ended[limits.FINISHED_PER_FRAME_MAX :]
+        is_sent = reason is None and bool(counts)
+        if events and not is_sent:
+            link.send(self._header(hub, step, (), (), (), {}, events), b"")
+        rest = ended[limits.FINISHED_PER_FRAME_MAX :] if is_sent else ended
         for begin in range(0, len(rest), limits.FINISHED_PER_FRAME_MAX):
             ends = rest[begin : begin + limits.FINISHED_PER_FRAME_MAX]
             link.send(self._header(hub, step, (), (), ends, {}), b"")
@@ -233,7 +270,6 @@ class Sender:
                 rows=self._sent.get(request.key, 0) + counts.get(request.key, 0),
                 dropped=lost.dropped if (lost := self._lost.get(request.key)) is not None else (),
                 capture=request.capture,
-                acted=tuple(request.acted),
                 incarnation=request.incarnation,
             )
             for request, end in ended
@@ -248,11 +284,13 @@ class Sender:
         blocks: tuple[Block, ...],
         ended: Sequence[tuple[Tracked, Ended]],
         counts: Mapping[str, int],
+        events: Sequence[ActedOn] = (),
     ) -> FrameHeader:
         """Return a frame's header.
 
         ended: the finished requests whose end is in the frame.
         counts: the rows of each request in the frame, by vLLM's id.
+        events: the events in the frame, by request.
         """
         return FrameHeader(
             engine=self.engine,
@@ -266,14 +304,30 @@ class Sender:
             requests=requests,
             blocks=blocks,
             finished=self._finished(ended, counts),
-            acted=tuple(
-                ActedOn(request.id, request.incarnation, tuple(request.acted))
-                for request, _ in ended
-                if not request.watched
-            ),
+            acted=tuple(events),
             step_tokens=step.plan.tokens,
             step_requests=len(step.plan.batch),
         )
+
+
+def _events(step: Computed, hub: int) -> list[tuple[ActedOn, ...]]:
+    """Return the true events of a hub's requests, by request, in as many parts as frames need."""
+    by_request: dict[Tracked, list[Acted]] = {}
+    for noted in step.true_events:
+        if noted.request.hub == hub:
+            by_request.setdefault(noted.request, []).append(noted.event)
+    parts: list[tuple[ActedOn, ...]] = []
+    part: list[ActedOn] = []
+    nbytes = 0
+    for request, events in by_request.items():
+        size = sum(_EVENT_BYTES + _EVENT_SITE_BYTES * len(event.sites) for event in events)
+        full = nbytes + size > limits.EVENTS_PER_FRAME_BYTES_MAX or len(part) == limits.FINISHED_PER_FRAME_MAX
+        if part and full:
+            parts.append(tuple(part))
+            part, nbytes = [], 0
+        part.append(ActedOn(request.id, request.incarnation, tuple(events), step.events_lost[request]))
+        nbytes += size
+    return [*parts, tuple(part)] if part else parts
 
 
 def _trimmed(step: Computed, shipped: Sequence[PlannedBlock]) -> list[tuple[Span, ...]]:

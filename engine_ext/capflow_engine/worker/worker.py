@@ -46,10 +46,10 @@ from capflow_engine.taps.tap import Tap, install
 from capflow_engine.worker.controllers import Controllers, Decided, decode, encode
 from capflow_engine.worker.history import HUB, Histories
 from capflow_engine.worker.outlets import Outlets
-from capflow_engine.worker.pending import EMPTY_PLAN, READY, Pending
+from capflow_engine.worker.pending import EMPTY_PLAN, READY, Pending, bare
 from capflow_engine.worker.ring import Ring
 from capflow_engine.worker.runner import tap_runner
-from capflow_engine.worker.sender import Computed
+from capflow_engine.worker.sender import Computed, Noted
 
 logger = logging.getLogger("vllm.capflow.worker")
 
@@ -120,6 +120,8 @@ class WorkerCapture:
         # The previous step, until the next one begins.
         self._viewed: _Viewed | None = None
         self._step = 0
+        # The events of the step that begins or runs, until it is pending.
+        self._events = bare(0)
         # The step between `prepare` and the end of `forward`. All that is wanted of it:
         self._planned = EMPTY_PLAN
         # What the taps do, which is less if there is no room; None in a dummy run.
@@ -165,6 +167,7 @@ class WorkerCapture:
 
     def begin(self, orders: Orders | None, scheduler_output: Any) -> None:
         """Take the orders of the step that begins, and send the steps that they settle."""
+        self._end_events()
         orders = orders or Orders(self._step)
         cuts = orders.cuts | {key: ended.limit for key, ended in orders.ended.items()}
         actions = self._run_controllers(cuts)
@@ -273,10 +276,18 @@ class WorkerCapture:
         step: the step whose event it is; None: the step that begins or runs.
         """
         tracked = self.requests[key]
-        if tracked.noted and len(tracked.acted) < limits.ACTED_MAX:
-            step = self._step if step is None else step
-            event = Acted(by, kind, sites, step, time.time_ns(), position, score, threshold, label)
-            tracked.acted.append(event)
+        if tracked.noted:
+            number = self._step if step is None else step
+            event = Acted(by, kind, sites, number, time.time_ns(), position, score, threshold, label)
+            # A gate is decided by the row of its position, everything else by the rows before it.
+            noted = Noted(tracked, event, position + (kind == "gate"))
+            ((self._pending.step(number) if step is not None else None) or self._events).note(noted)
+
+    def _end_events(self) -> None:
+        """Keep the events of a step without a forward pass until it is settled."""
+        if self._events.events:
+            self._pending.add(self._events)
+        self._events = bare(self._step)
 
     def _run_controllers(self, cuts: Mapping[str, int]) -> list[Decided]:
         """Show the previous step to the controllers and return their decisions, which are the same on each rank."""
@@ -306,7 +317,7 @@ class WorkerCapture:
             return
         self.histories.forget(tracked)
         self.controllers[tracked.hub].forget(tracked.id)
-        if tracked.watched or tracked.acted:
+        if tracked.watched:
             self._pending.end(tracked, ended)
 
     def _end_unscheduled(self, requests: Mapping[str, Unscheduled]) -> None:
@@ -417,11 +428,14 @@ class WorkerCapture:
         """Keep the step that was just launched until it is settled."""
         if plan.rows > plan.ship_rows:
             self._viewed = _Viewed(self._step, plan, self._buffer, ready)
-        if self._planned.ship_rows:
+        if self._planned.ship_rows or self._events.events:
             rows = self._buffer[: plan.ship_rows * self.row_bytes] if plan.ship_rows else None
             now = time.time_ns()
             lent = self.ring.size_of(plan.rows * self.row_bytes) if plan.ship_rows else 0
-            self._pending.add(Computed(self._step, now, self._planned, rows, token_ids, ready, self._lost, lent=lent))
+            step = Computed(self._step, now, self._planned, rows, token_ids, ready, self._lost, lent=lent)
+            step.events, step.events_lost = self._events.events, self._events.events_lost
+            self._pending.add(step)
+        self._events = bare(self._step)
         self._buffer = None
 
     def _copy_out(self, plan: Plan) -> tuple[Callable[[], None], Any]:

@@ -448,7 +448,8 @@ def test_a_controller_runs_on_the_stage_of_what_it_reads_and_is_refused_what_lie
             (message,) = problems(hub, time.monotonic())
         tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
         hold_kept(keeper, reference, tokens, [Held(3, vector(3), 46, 1000)])
-        acted = [each.by for finished in keeper.done["r"].finished for each in finished.acted]
+        eventually(lambda: "r" in keeper.done)
+        acted = [event.by for event in keeper.events_of("r")]
     assert "controller faulty@1: " in message
     assert (
         "it steers at: got post_block:1, expected sites of one pipeline stage, such as this one with layers 2..3"
