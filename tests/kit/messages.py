@@ -23,7 +23,18 @@ from capflow.protocol.message import (
     Welcome,
     WorkerCounts,
 )
-from capflow.steering.action import Abort, ActionApplied, Rejected, Steer, Unsteer
+from capflow.steering.action import (
+    Abort,
+    ActionApplied,
+    Freeze,
+    Gain,
+    Rejected,
+    SetGate,
+    Steer,
+    Unfreeze,
+    Unsteer,
+)
+from capflow.steering.clamp import Clamp
 from capflow.steering.vector import SteeringVector
 from tests.kit.frames import make_hello, make_model
 
@@ -39,7 +50,14 @@ MESSAGES = [
     Act("1", Steer("r1", (SteeringVector.make(Site(1, "mlp_in"), [1.0, 2.0]),))),
     Act("2", Unsteer("r1")),
     Act("3", Abort("r1")),
+    Act("4", Steer("r1", (), clamps=(Clamp(3, "mlp_in", b"\0\0\x80?"),), gain=0.5, lease_s=2.5, lease_positions=7)),
+    Act("5", Abort("r1", as_="stop", reason="probe", label="why")),
+    Act("6", Gain("r1", "module calm", 0.5, lease_s=1.0)),
+    Act("7", SetGate("r1", "rude", threshold=1.5, enabled=True)),
+    Act("8", Freeze(engine="e")),
+    Act("9", Unfreeze()),
     ActionOutcome(ActionApplied("1", 5)),
+    ActionOutcome(ActionApplied("1", 5, 17)),
     ActionOutcome(Rejected("1", "why")),
     Await(("r1", "r2"), wait=False),
     Results("r1", {"duckdb": CaptureResult("ok", None, {"rows": 3})}),

@@ -10,13 +10,14 @@ from capflow.protocol import message
 from capflow.protocol.message import (
     Ack,
     Act,
+    ActionOutcome,
     Beat,
     Bye,
     Refused,
     Watched,
     WatchRequest,
 )
-from capflow.steering.action import Abort
+from capflow.steering.action import Abort, ActionApplied, Freeze, Gain, SetGate
 from tests.kit.messages import MESSAGES
 
 
@@ -38,6 +39,31 @@ def test_round_trip(sent):
         (
             Act("1", Abort("r1")),
             "83a474797065a3616374a26964a131a6616374696f6e82a474797065a561626f7274a772657175657374a27231",
+        ),
+        (
+            Act("1", Abort("r1", as_="stop", reason="x")),
+            "83a474797065a3616374a26964a131a6616374696f6e84a474797065a561626f7274a772657175657374a27231a26173"
+            "a473746f70a6726561736f6ea178",
+        ),
+        (
+            Act("1", Gain("r1", "global", 0.5)),
+            "83a474797065a3616374a26964a131a6616374696f6e84a474797065a46761696ea772657175657374a27231a56f776e"
+            "6572a6676c6f62616ca57363616c65cb3fe0000000000000",
+        ),
+        (
+            Act("1", SetGate("r1", "g", threshold=1.0, enabled=False)),
+            "83a474797065a3616374a26964a131a6616374696f6e85a474797065a87365745f67617465a772657175657374a27231"
+            "a467617465a167a97468726573686f6c64cb3ff0000000000000a7656e61626c6564c2",
+        ),
+        (Act("1", Freeze()), "83a474797065a3616374a26964a131a6616374696f6e81a474797065a6667265657a65"),
+        (
+            ActionOutcome(ActionApplied("1", 5)),
+            "82a474797065a76f7574636f6d65a76f7574636f6d6583a474797065a76170706c696564a26964a131a47374657005",
+        ),
+        (
+            ActionOutcome(ActionApplied("1", 5, 9)),
+            "82a474797065a76f7574636f6d65a76f7574636f6d6584a474797065a76170706c696564a26964a131a47374657005a8"
+            "706f736974696f6e09",
         ),
     ],
     ids=lambda value: type(value).__name__,

@@ -30,7 +30,7 @@ from capflow.capture.positions import Positions
 from capflow.capture.spec import join
 from capflow.errors import UsageError, explain
 from capflow.protocol.message import Act, Hello, Welcome
-from capflow.steering.action import Abort, ActionApplied, Rejected, Steer, Unsteer
+from capflow.steering.action import Abort, Action, ActionApplied, Rejected, Steer, Unsteer, check_action
 from capflow.steering.program import SteeringProgram, with_vectors
 from capflow.steering.request import Steering, Tier
 from capflow_engine.compat import cache as compat_cache
@@ -356,6 +356,11 @@ class Admission:
         if key is None or self._incarnations[action.request] != action.incarnation:
             return explain("request", got=action.request, expected="one that is running")
         request = scheduler.requests[key]
+        try:
+            check_action(action)
+            _check_supported(action)
+        except UsageError as e:
+            return str(e)
         if isinstance(action, Abort):
             if not compat.abort(scheduler, key):
                 return explain("request", got=action.request, expected="one that is running")
@@ -375,6 +380,7 @@ class Admission:
                     "steering bank", got=f"no room for more {lacking} beside those of the running requests", do=do
                 )
             self._fork_for_itself(request, max(request.num_computed_tokens, request.num_prompt_tokens))
+        assert isinstance(action, Steer | Unsteer)
         # A preempted request has computed nothing. The action holds from the position that the request had reached.
         computed = max(request.num_computed_tokens, request.num_tokens - 1)
         self.reports.act(key, action, max(computed, request.num_prompt_tokens))
@@ -395,6 +401,18 @@ class Admission:
             return self._held.lacking(needs)
         acted[needs] = name
         return None
+
+
+def _check_supported(action: Action) -> None:
+    """Raise UsageError for an action that this engine does not execute."""
+    supported = isinstance(action, Steer | Unsteer | Abort)
+    if isinstance(action, Steer):
+        supported = not action.clamps and action.gain == 1.0 and action.lease_s is action.lease_positions is None
+    elif isinstance(action, Abort):
+        supported = action.as_ == "abort"
+    if not supported:
+        expected = "steer with vectors, unsteer or abort; this engine executes no others"
+        raise UsageError(explain("action", got=str(action.__struct_config__.tag), expected=expected))
 
 
 def _drop_options(request: Any) -> None:

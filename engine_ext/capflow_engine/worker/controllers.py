@@ -24,7 +24,7 @@ from capflow.errors import CapflowError, UsageError, explain
 from capflow.plugins.configure import Plugin, load_plugins
 from capflow.plugins.consumer import Controller, StepRows
 from capflow.protocol.message import ControllerSpec
-from capflow.steering.action import Steer, Unsteer
+from capflow.steering.action import Steer, Unsteer, check_action
 from capflow.steering.request import Steering, Tier
 from capflow.steering.vector import SteeringVector
 from capflow_engine.taps.plan import VIEW, Plan
@@ -331,7 +331,11 @@ class Controllers:
     def _checked(self, action: Steer | Unsteer) -> Steer | Unsteer:
         """Return an action as other ranks get it; raise if it is malformed or does not fit the model or the stage."""
         decoded: Steer | Unsteer = _actions.decode(msgspec.msgpack.encode(action))
+        check_action(decoded)
         if isinstance(decoded, Steer):
+            if decoded.clamps or decoded.gain != 1.0 or decoded.lease_s or decoded.lease_positions:
+                got = "clamps, a gain or a lease"
+                raise UsageError(explain("on_step", got=got, expected="a Steer with vectors only"))
             Steering(base=Tier(decoded.vectors)).check(self.info)
             if elsewhere := frozenset(vector.site for vector in decoded.vectors) - self._own:
                 raise UsageError(_split("it steers at", elsewhere, self._own))
