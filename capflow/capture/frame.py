@@ -90,6 +90,9 @@ class RequestRows(msgspec.Struct, frozen=True):
     texts: the texts of these tokens; empty if the engine has no tokenizer.
     capture: the capture that the request itself asked for, if any.
     incarnation: differs between requests that use the same id one after another.
+    steered: the steered positions among these, as runs: `first, end, first, end, …`, in ascending order. A position is
+        steered if an operation acted there in this forward pass, at any site of the model. None in frames of earlier
+        versions, which do not say it.
     """
 
     id: Name
@@ -99,6 +102,7 @@ class RequestRows(msgspec.Struct, frozen=True):
     texts: tuple[str, ...] = ()
     capture: Capture | None = None
     incarnation: Name = ""
+    steered: tuple[Position, ...] | None = None
 
     __repr__ = brief
 
@@ -274,6 +278,27 @@ class Chunk(NamedTuple):
         first = self.start - self.request.start
         return self.request.texts[first : first + self.rows.shape[1]]
 
+    @property
+    def steered(self) -> npt.NDArray[np.bool_] | None:
+        """Whether each position of the chunk was steered, `[length]`; None in frames of earlier versions."""
+        if self.request.steered is None:
+            return None
+        return mask_of(self.request.steered, self.start, self.start + self.rows.shape[1])
+
+
+def mask_of(runs: Sequence[int], start: int, stop: int) -> npt.NDArray[np.bool_]:
+    """Return whether each of the positions `start .. stop` is in runs `first, end, first, end, …`."""
+    mask = np.zeros(stop - start, np.bool_)
+    for first, end in zip(runs[::2], runs[1::2], strict=True):
+        mask[max(first - start, 0) : max(end - start, 0)] = True
+    return mask
+
+
+def runs_of(mask: npt.NDArray[np.bool_], start: int) -> tuple[int, ...]:
+    """Return the positions of a mask that begins at position `start`, as runs `first, end, first, end, …`."""
+    padded = np.concatenate(([False], mask, [False]))
+    return tuple((np.flatnonzero(padded[1:] != padded[:-1]) + start).tolist())
+
 
 Wants = Callable[[RequestRows], Wanted]
 """Returns the want of a consumer at each site of a request."""
@@ -437,6 +462,8 @@ def _checked_rows(header: FrameHeader, counts: list[int]) -> int:
     for request in header.requests:
         if request.texts and len(request.texts) != len(request.token_ids):
             raise _broken("texts", len(request.texts), f"none or {len(request.token_ids)}")
+        if request.steered:
+            _check_steered(request)
     total = spans = 0
     for block in header.blocks:
         total += len(block.sites) * _checked_block(block, header, counts)
@@ -451,6 +478,15 @@ def _checked_rows(header: FrameHeader, counts: list[int]) -> int:
     if spans != len(counts):
         _check_positions(header)
     return total
+
+
+def _check_steered(request: RequestRows) -> None:
+    """Raise RemoteProtocolError unless the runs of steered positions rise and lie inside the request's part."""
+    runs, reach = request.steered or (), request.start
+    for first, end in itertools.zip_longest(runs[::2], runs[1::2], fillvalue=-1):
+        if not reach <= first < end <= request.start + len(request.token_ids):
+            raise _broken("steered positions", (first, end), f"runs of positions of request {request.id}")
+        reach = end
 
 
 def _checked_block(block: Block, header: FrameHeader, counts: list[int]) -> int:

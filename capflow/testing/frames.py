@@ -55,6 +55,7 @@ def make_frame(
     captures: dict[str, Capture] | None = None,
     incarnation: str = "",
     step_tokens: int | None = None,
+    steered: dict[str, tuple[int, ...]] | None = None,
 ) -> Frame:
     """Return a sealed frame of one block: `requests` are `(id, prompt_length, start, length)`.
 
@@ -62,6 +63,7 @@ def make_frame(
 
     captures: the requests' own specs.
     incarnation: the incarnation of each request.
+    steered: the runs of steered positions of each request; without it, frames do not say what was steered.
     """
     places = tuple(Site(*site) for site in sites)
     asked = [request for request in requests if request[3] > 0]
@@ -83,6 +85,7 @@ def make_frame(
                 texts=tuple(f" {token}" for token in tokens) if texts else (),
                 capture=(captures or {}).get(request),
                 incarnation=incarnation,
+                steered=None if steered is None else steered.get(request, ()),
             )
         )
         row += length

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from capflow import limits
 from capflow.capture import frame_cost
 from capflow.capture.dtypes import DTYPES
-from capflow.capture.frame import Acted, Block, Dropped, Frame, FrameHeader, Rank, RequestRows, Span
+from capflow.capture.frame import Acted, Block, Dropped, Frame, FrameHeader, Rank, RequestRows, Span, mask_of, runs_of
 from capflow.capture.positions import Positions
 from capflow.capture.site import HOOKS, Site
 from capflow.capture.spec import CaptureSpec, Want
@@ -25,7 +25,7 @@ GOLDEN_HEADER = (
 )
 
 
-def golden() -> Frame:
+def golden(steered: tuple[int, ...] | None = (3, 4)) -> Frame:
     header = FrameHeader(
         engine="e",
         boot="b",
@@ -35,7 +35,11 @@ def golden() -> Frame:
         time_ns=1_700_000_000_000_000_000,
         dtype="float16",
         hidden_size=2,
-        requests=(RequestRows("r1", 3, 2, (5, 6), ("x", "é"), CaptureSpec({"post_block": [1]}, {"last": 2}, 9)),),
+        requests=(
+            RequestRows(
+                "r1", 3, 2, (5, 6), ("x", "é"), CaptureSpec({"post_block": [1]}, {"last": 2}, 9), steered=steered
+            ),
+        ),
         blocks=(Block((Site(1, "post_block"),), 2, (Span(0, 2, 2, 0),)),),
         finished=(make_finished("r0", 3, 4, dropped=(Dropped(1, "queue_full"),)),),
         step_tokens=4,
@@ -44,7 +48,7 @@ def golden() -> Frame:
     return Frame.seal(header, np.array([[1, 2], [3, 4]], np.float16).view(np.uint8))
 
 
-HEADER_HEX = (
+EARLIER_HEADER_HEX = (
     "de0012a474797065a56672616d65a776657273696f6e01a6656e67696e65a165a4626f6f74a162a472616e6b93010200a373"
     "657107a47374657009a774696d655f6e73cf17979cfe362a0000a56474797065a7666c6f61743136ab68696464656e5f7369"
     "7a6502a872657175657374739187a26964a27231ad70726f6d70745f6c656e67746803a5737461727402a9746f6b656e5f69"
@@ -55,6 +59,18 @@ HEADER_HEX = (
     "726561736f6eaa71756575655f66756c6ca763617074757265c0a5616374656490ab696e6361726e6174696f6ea0a5616374"
     "656490ab737465705f746f6b656e7304ad737465705f726571756573747302ad7061796c6f61645f627974657308a4787868"
     "33cf41c67facec6b5567"
+)
+HEADER_HEX = (
+    "de0012a474797065a56672616d65a776657273696f6e01a6656e67696e65a165a4626f6f74a162a472616e6b93010200a373"
+    "657107a47374657009a774696d655f6e73cf17979cfe362a0000a56474797065a7666c6f61743136ab68696464656e5f7369"
+    "7a6502a872657175657374739188a26964a27231ad70726f6d70745f6c656e67746803a5737461727402a9746f6b656e5f69"
+    "6473920506a5746578747392a178a2c3a9a76361707475726583a5686f6f6b7381aa706f73745f626c6f636b9101a9706f73"
+    "6974696f6e7381a46c61737402a86d61785f726f777309ab696e6361726e6174696f6ea0a773746565726564920304a6626c"
+    "6f636b739193919201aa706f73745f626c6f636b02919400020200a866696e69736865649189a26964a27230a67374617475"
+    "73a473746f70ad70726f6d70745f6c656e67746803af636f6d70757465645f6c656e67746804a4726f777304a764726f7070"
+    "65649182a4726f777301a6726561736f6eaa71756575655f66756c6ca763617074757265c0a5616374656490ab696e636172"
+    "6e6174696f6ea0a5616374656490ab737465705f746f6b656e7304ad737465705f726571756573747302ad7061796c6f6164"
+    "5f627974657308a478786833cf41c67facec6b5567"
 )
 EVENT_HEX = (
     "85a26279af636f6e74726f6c6c65722067617465a46b696e64a57374656572a57369746573919202aa706f73745f626c6f63"
@@ -78,6 +94,24 @@ class TestTheWire:
         frame = Frame.decode(bytes.fromhex(HEADER_HEX), bytes.fromhex(PAYLOAD_HEX))
         assert frame.header == golden().header
         assert [(c.request.id, c.start, c.rows.shape) for c in frame.chunks()] == [("r1", 2, (1, 2, 2))]
+
+    def test_bytes_of_earlier_versions_decode(self):
+        frame = Frame.decode(bytes.fromhex(EARLIER_HEADER_HEX), bytes.fromhex(PAYLOAD_HEX))
+        assert frame.header == golden(steered=None).header
+        assert [chunk.steered for chunk in frame.chunks()] == [None]
+
+    def test_a_chunk_says_which_of_its_positions_were_steered(self):
+        frame = make_frame([("a", 3, 0, 6), ("b", 3, 2, 2)], steered={"a": (1, 3, 5, 6)})
+        again = Frame.decode(*frame.encode())
+        wants = {Site(0, "post_block"): Want(Positions.parse([2, 3, 5]))}
+        assert [chunk.steered.tolist() for chunk in again.chunks()] == [[0, 1, 1, 0, 0, 1], [0, 0]]
+        narrowed = [(c.start, c.steered.tolist()) for c in again.narrowed(lambda _: wants).chunks()]
+        assert narrowed == [(2, [1, 0]), (5, [1]), (2, [0, 0])]
+
+    @given(st.lists(st.booleans(), min_size=1), st.integers(0, 99))
+    def test_runs_of_a_mask_give_it_back(self, mask, start):
+        runs = runs_of(np.array(mask), start)
+        assert mask_of(runs, start, start + len(mask)).tolist() == mask
 
     def test_the_bytes_of_an_event_are_pinned_and_earlier_ones_decode(self):
         sites = (Site(2, "post_block"),)
@@ -135,6 +169,9 @@ class TestWhatIsRefused:
         ("fields", "message"),
         [
             ({"version": 2}, "version: got 2, expected 1"),
+            ({"requests": (msgspec.structs.replace(REQUEST, steered=(2, 6)),)}, "steered positions: got \\(2, 6\\)"),
+            ({"requests": (msgspec.structs.replace(REQUEST, steered=(3, 4, 3, 5)),)}, "steered positions: got \\(3, 5"),
+            ({"requests": (msgspec.structs.replace(REQUEST, steered=(3,)),)}, "steered positions: got \\(3, -1"),
             ({"dtype": "int8"}, "dtype: got int8"),
             ({"hidden_size": 0}, "hidden_size"),
             ({"hidden_size": -8}, "hidden_size"),

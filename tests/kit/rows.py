@@ -49,6 +49,8 @@ class Keeper(Consumer):
         self.done = {}
         self.twice = []
         self.late = []
+        # Request → position → whether it was steered.
+        self.steered = {}
         # The events, in order.
         self.events = []
 
@@ -64,6 +66,9 @@ class Keeper(Consumer):
     def on_frame(self, frame):
         for chunk in frame.chunks():
             name = chunk.request.id
+            steered = self.steered.setdefault(name, {})
+            for position, one in enumerate(chunk.steered.tolist(), chunk.start):
+                assert steered.setdefault(position, one) == one
             if name in self.done:
                 self.late.append(name)
             for number, site in enumerate(chunk.sites):

@@ -11,9 +11,10 @@ from capflow.capture.positions import Positions
 from capflow.capture.site import Site
 from capflow.steering.program import ADD, CLAMP, PATCH, RELATIVE, Op, SiteOps, SteeringProgram, digest
 from capflow_engine.steering.budget import Size
+from capflow_engine.taps.acting import SlotRange
 from capflow_engine.taps.bank import Bank
 from capflow_engine.taps.gates import Gating
-from capflow_engine.taps.plan import Plan, Planner, Scheduled, SlotRange, Tracked
+from capflow_engine.taps.plan import Plan, Planner, Scheduled, Tracked
 from capflow_engine.taps.step import Step
 
 CASES = [  # sites, width, dtype, split, tokens of each request

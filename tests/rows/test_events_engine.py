@@ -57,14 +57,13 @@ def test_each_event_has_the_position_from_which_it_holds(tiny, tmp_path, tmp_pat
     address = f"ipc://{tmp_path_factory.mktemp('h')}/h"
     keeper = Keeper()
     more = CROWDED if scheduling == "preempted" else {"async_scheduling": scheduling == "async"}
-    with running_hub(address, keeper, controllers=gate(tmp_path, threshold)):
-        with engine(tiny, hub=address, **more) as llm:
-            params = [
-                capflow.sampling_params(id=f"r{n}", capture=ALL if n < 5 else None, max_tokens=100, **GREEDY)
-                for n in range(6)
-            ]
-            llm.generate(prompts(LENGTHS), params, use_tqdm=False)
-            eventually(lambda: len(keeper.done) == 5)
+    with running_hub(address, keeper, controllers=gate(tmp_path, threshold)), engine(tiny, hub=address, **more) as llm:
+        params = [
+            capflow.sampling_params(id=f"r{n}", capture=ALL if n < 5 else None, max_tokens=100, **GREEDY)
+            for n in range(6)
+        ]
+        llm.generate(prompts(LENGTHS), params, use_tqdm=False)
+        eventually(lambda: len(keeper.done) == 5)
     assert not keeper.late
     fired = 0
     for n in range(5):
@@ -88,18 +87,43 @@ def test_an_event_comes_while_its_request_runs(tiny, tmp_path, tmp_path_factory)
     """The gate fires at once; the consumer has the event when the request still has most of its answer to make."""
     address = f"ipc://{tmp_path_factory.mktemp('h')}/h"
     keeper = Keeper()
-    with running_hub(address, keeper, controllers=gate(tmp_path, -1e9)):
-        with engine(tiny, hub=address) as llm:
-            core = llm.llm_engine
-            core.add_request("r", prompts((40,))[0], capflow.sampling_params(id="r", max_tokens=150, **GREEDY))
-            steps = 0
-            while not keeper.events and core.has_unfinished_requests():
-                core.step()
-                steps += 1
-            assert core.has_unfinished_requests()
-            core.abort_request(["r"])
-            while core.has_unfinished_requests():
-                core.step()
+    with running_hub(address, keeper, controllers=gate(tmp_path, -1e9)), engine(tiny, hub=address) as llm:
+        core = llm.llm_engine
+        core.add_request("r", prompts((40,))[0], capflow.sampling_params(id="r", max_tokens=150, **GREEDY))
+        steps = 0
+        while not keeper.events and core.has_unfinished_requests():
+            core.step()
+            steps += 1
+        assert core.has_unfinished_requests()
+        core.abort_request(["r"])
+        while core.has_unfinished_requests():
+            core.step()
     assert steps < 100
     (event,) = keeper.events
     assert (event.request, event.position) == ("r", 41)
+
+
+@pytest.mark.parametrize("scheduling", ["sync", "preempted"])
+def test_each_row_knows_whether_its_position_was_steered(tiny, tmp_path, tmp_path_factory, threshold, scheduling):
+    """By its request's vectors at generated positions and a patch, by nothing, or by a gate from a position on."""
+    address = f"ipc://{tmp_path_factory.mktemp('h')}/h"
+    keeper = Keeper()
+    more = CROWDED if scheduling == "preempted" else {}
+    decode = {"decode_steering_vectors": {"post_block": {3: vector(5)}}}
+    patch = {"steering_patches": {"post_block": {2: {"positions": [7], "vector": vector(6)}}}}
+    with running_hub(address, keeper, controllers=gate(tmp_path, threshold)), engine(tiny, hub=address, **more) as llm:
+        params = [
+            capflow.sampling_params(
+                id=f"r{n}", capture=ALL, max_tokens=100, **(decode if n == 5 else patch if n == 4 else {}), **GREEDY
+            )
+            for n in range(6)
+        ]
+        llm.generate(prompts(LENGTHS), params, use_tqdm=False)
+        eventually(lambda: len(keeper.done) == 6)
+    for n in range(6):
+        kept = keeper.steered[f"r{n}"]
+        steers = [event for event in keeper.events_of(f"r{n}") if event.asked_by == "controller gate"]
+        first = steers[0].position if steers else 1000
+        expected = {p for p in kept if p >= first or (n == 5 and p >= LENGTHS[n]) or (n == 4 and p == 7)}
+        assert {position for position, steered in kept.items() if steered} == expected
+    assert any(keeper.steered["r4"].values())

@@ -35,7 +35,7 @@ from capflow.capture.positions import Positions
 from capflow.capture.site import Site
 from capflow.capture.spec import Capture
 from capflow.steering.program import ProgramGate
-from capflow_engine.taps.bank import Steered
+from capflow_engine.taps.acting import SlotRange
 
 SHIP, VIEW = 0, 1
 
@@ -120,17 +120,6 @@ class RequestProgress:
             if self.sites is not None:
                 yield first, stop, self.sites
             first = stop
-
-
-class SlotRange(NamedTuple):
-    """The slots of the bank that steer a request from position `first` on, up to `first` of the next range.
-
-    split: the first position that is steered like a generated one. The slots for the prompt steer those before it.
-    """
-
-    first: int
-    split: int
-    steered: Steered
 
 
 @dataclass(eq=False, slots=True)
@@ -249,6 +238,7 @@ class Plan:
     gated: the requests with gates, by their index in `batch`.
     latched: those with a latched gate.
     gates: the largest number of gates of a request; 0 if none has a gate.
+    histories: the steering of each request that consumers want rows of, by index in `batch`, if it was ever steered.
     """
 
     batch: tuple[Scheduled, ...]
@@ -260,6 +250,7 @@ class Plan:
     gated: tuple[int, ...] = ()
     latched: tuple[int, ...] = ()
     gates: int = 0
+    histories: Mapping[int, tuple[SlotRange, ...]] = field(default_factory=dict)
 
     @property
     def idle(self) -> bool:
@@ -353,7 +344,17 @@ class Planner:
         viewed = _blocks(view, VIEW, ship_rows)
         slotted = _slotted(batch) if steered else ()
         plan = Plan(tuple(batch), (*shipped, *viewed), _end(viewed, ship_rows), ship_rows, slotted, tokens)
+        if steered:
+            plan = replace(plan, histories=_histories(batch))
         return _with_gates(plan, gated) if gated else plan
+
+
+def _histories(batch: Sequence[Scheduled]) -> dict[int, tuple[SlotRange, ...]]:
+    return {
+        number: tuple(request.steered)
+        for number, (request, _, _, _) in enumerate(batch)
+        if request.steered is not None and request.ship_progress is not None
+    }
 
 
 def _with_gates(plan: Plan, gated: Sequence[int]) -> Plan:
@@ -418,7 +419,7 @@ def _slotted(batch: Sequence[Scheduled]) -> tuple[Slotted, ...]:
         history = request.steered
         if history is None:
             continue
-        first, from_here, steered = history[-1]
+        first, from_here, steered, _ = history[-1]
         if first <= start and steered.patched_last < start:  # nearly always true
             split = from_here - start
             if split <= 0:

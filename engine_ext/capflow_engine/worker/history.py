@@ -31,8 +31,9 @@ from capflow.steering.action import Steer, Unsteer
 from capflow.steering.program import SteeringProgram, with_vectors
 from capflow.steering.vector import SteeringVector
 from capflow_engine.steering.budget import Holdings, Need, Size, needs_of
+from capflow_engine.taps.acting import Acts, SlotRange
 from capflow_engine.taps.bank import NOTHING, Bank
-from capflow_engine.taps.plan import SlotRange, Tracked
+from capflow_engine.taps.plan import Tracked
 
 logger = logging.getLogger("vllm.capflow.worker")
 
@@ -114,7 +115,7 @@ class Histories:
             return
         last = changes[-1]
         self._bank.share(last.held.steered)
-        held = SlotRange(tracked.computed, tracked.steered_from, last.held.steered)
+        held = last.held._replace(first=tracked.computed, split=tracked.steered_from)
         self._append(tracked, last._replace(held=held, reserved=self._reserved(tracked.key, last.needs)))
 
     def cut(self, tracked: Tracked, limit: int) -> None:
@@ -156,7 +157,9 @@ class Histories:
         except CapflowError:
             self.reserve.release(reserved)
             raise
-        self._append(tracked, _Change(SlotRange(first, tracked.steered_from, steered), vectors, needs, reserved))
+        acts = Acts() if program is None else Acts.of(program, tracked.steered_from)
+        held = SlotRange(first, tracked.steered_from, steered, acts)
+        self._append(tracked, _Change(held, vectors, needs, reserved))
 
     def _composed(self, tracked: Tracked, vectors: _Vectors) -> tuple[SteeringProgram | None, tuple[Need, ...]]:
         """Return a request's program with these vectors, and what it needs of the reserve."""

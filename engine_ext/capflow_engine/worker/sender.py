@@ -30,6 +30,7 @@ from capflow.capture.losses import Losses, LossLog
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site
 from capflow_engine.scheduler.orders import Ended
+from capflow_engine.taps.acting import Opened, steered_runs
 from capflow_engine.taps.plan import Plan, PlannedBlock, Tracked, block_of
 
 logger = logging.getLogger("vllm.capflow.sender")
@@ -62,6 +63,7 @@ class Computed:
     lent: the bytes that the worker's ring lent for the rows.
     events: the events of the step, in order.
     events_lost: by request, how many events of the step had no room.
+    opened: where hard gates were open in the step; None where that is unknown.
     """
 
     number: int
@@ -76,6 +78,7 @@ class Computed:
     lent: int = 0
     events: list[Noted] = field(default_factory=list)
     events_lost: Counter[Tracked] = field(default_factory=Counter)
+    opened: Callable[[Tracked], Opened] | None = None
 
     def note(self, noted: Noted) -> None:
         """Add an event; count it only if the request has too many in this step."""
@@ -257,7 +260,18 @@ class Sender:
         request, row, start, _ = step.plan.batch[number]
         ids = tuple(step.token_ids[row + first - start : row + end - start].tolist())
         texts = tuple(map(self.text_of, ids)) if self.text_of is not None else ()
-        return RequestRows(request.id, request.prompt_length, first, ids, texts, request.capture, request.incarnation)
+        history = step.plan.histories.get(number)
+        opened = None if step.opened is None else step.opened(request)
+        return RequestRows(
+            request.id,
+            request.prompt_length,
+            first,
+            ids,
+            texts,
+            request.capture,
+            request.incarnation,
+            () if history is None else steered_runs(history, first, end, opened),
+        )
 
     def _finished(self, ended: Sequence[tuple[Tracked, Ended]], counts: Mapping[str, int]) -> tuple[Finished, ...]:
         """Return the ends of watched requests; `counts` are their rows in this frame, which is not sent yet."""

@@ -13,8 +13,9 @@ from capflow.steering.program import program_of
 from capflow.steering.request import Steering, Tier
 from capflow.steering.vector import SteeringVector
 from capflow_engine.steering.budget import Holdings, Size, needs_of
+from capflow_engine.taps.acting import SlotRange
 from capflow_engine.taps.bank import NONE, NOTHING, Bank
-from capflow_engine.taps.plan import Planner, Scheduled, SlotRange, Tracked
+from capflow_engine.taps.plan import Planner, Scheduled, Tracked
 
 WIDTH = 16
 SITES = [Site(layer, "post_block") for layer in range(3)]

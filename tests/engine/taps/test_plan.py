@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from capflow.capture.places import FOREVER
 from capflow.capture.positions import Positions
+from capflow_engine.taps.acting import SlotRange
 from capflow_engine.taps.bank import Steered
-from capflow_engine.taps.plan import SHIP, VIEW, Planner, Scheduled, SlotRange, Tracked
+from capflow_engine.taps.plan import SHIP, VIEW, Planner, Scheduled, Tracked
 from tests.kit.selectors_model import budgets, forms, meant
 
 SITES = 5

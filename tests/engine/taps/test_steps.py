@@ -12,8 +12,9 @@ import torch
 import capflow
 from capflow.capture.positions import Positions
 from capflow_engine.taps import bank, kernel, tables, tap
+from capflow_engine.taps.acting import SlotRange
 from capflow_engine.taps.bank import NONE, Steered
-from capflow_engine.taps.plan import Planner, Scheduled, SlotRange, Tracked
+from capflow_engine.taps.plan import Planner, Scheduled, Tracked
 from capflow_engine.worker import worker
 from capflow_engine.worker.pending import EMPTY_PLAN
 from tests.kit.engines import GREEDY, LAYERS, engine, prompts, vector

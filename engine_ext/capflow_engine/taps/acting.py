@@ -1,0 +1,105 @@
+"""At which positions operations act on a request's stream, so that each captured row can say whether it was steered.
+
+A position is steered if an operation acts there in its forward pass, at any site of the model: all pipeline stages say
+the same. An operation with a closed hard gate does not act. One with a sigmoid gate does, whatever its score.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from capflow.capture.frame import runs_of
+from capflow.steering.program import SCORES, UNGATED, SiteOps, SteeringProgram
+from capflow_engine.taps.bank import Steered
+
+ALWAYS = -1
+"""The value of `Acts` where an operation acts whatever the gates do: it has none, or one that is not hard."""
+
+Mask = npt.NDArray[np.bool_]
+
+Opened = Callable[[int, int, int], Mask]
+"""Returns at which of the positions `first .. end` one of these gates is open, given as bits, `first` and `end`."""
+
+
+class Acts(NamedTuple):
+    """Where a program acts.
+
+    Each value is `ALWAYS`, or the hard gates of which one must be open, as bits; 0 where it does nothing.
+
+    prefill: at prompt positions.
+    decode: at generated positions.
+    patched: at single positions with operations of their own.
+    """
+
+    prefill: int = 0
+    decode: int = 0
+    patched: Mapping[int, int] = {}
+
+    @classmethod
+    def of(cls, program: SteeringProgram, prompt_length: int) -> Acts:
+        """Return where a program acts, for a prompt of this length."""
+        prefill = _acting(program, program.prefill)
+        decode = prefill if program.decode == program.prefill else _acting(program, program.decode)
+        return cls(prefill, decode, {p: _acting(program, ops) for p, ops in program.patches(prompt_length).items()})
+
+
+def _acting(program: SteeringProgram, ops: Sequence[SiteOps]) -> int:
+    gates = 0
+    for op in itertools.chain.from_iterable(site.ops for site in ops):
+        if op.kind in SCORES or not op.amount:
+            continue
+        if op.gate == UNGATED or math.isfinite(program.gates[op.gate].sharpness):
+            return ALWAYS
+        gates |= 1 << op.gate
+    return gates
+
+
+class SlotRange(NamedTuple):
+    """The slots of the bank that steer a request from position `first` on, up to `first` of the next range.
+
+    split: the first position that is steered like a generated one. The slots for the prompt steer those before it.
+    acts: where the program acts, also on other pipeline stages.
+    """
+
+    first: int
+    split: int
+    steered: Steered
+    acts: Acts = Acts()
+
+
+def steered_runs(history: Sequence[SlotRange], first: int, end: int, opened: Opened | None = None) -> tuple[int, ...]:
+    """Return the steered ones of the positions `first .. end`, as runs `first, end, first, end, …`.
+
+    history: the steering of the request.
+    opened: None where the scores are unknown; then gates count as open.
+    """
+    held = history[-1]
+    if held.first <= first >= held.split and not held.acts.patched and held.acts.decode in (0, ALWAYS):
+        return (first, end) if held.acts.decode else ()  # nearly always so while a request decodes
+    mask = np.zeros(end - first, np.bool_)
+
+    def act(acts: int, begin: int, stop: int) -> None:
+        if begin < stop:
+            here = slice(begin - first, stop - first)
+            mask[here] = opened(acts, begin, stop) if acts > 0 and opened is not None else acts != 0
+
+    stop = end
+    for held in reversed(history):
+        if held.first < stop:
+            begin = max(held.first, first)
+            split = min(max(held.split, begin), stop)
+            act(held.acts.prefill, begin, split)
+            act(held.acts.decode, split, stop)
+            for position, acts in held.acts.patched.items():
+                if begin <= position < stop:
+                    act(acts, position, position + 1)
+            if held.first <= first:
+                break
+            stop = begin
+    return runs_of(mask, first)
