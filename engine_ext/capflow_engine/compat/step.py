@@ -46,6 +46,27 @@ def forward_tokens(input_ids: Any, kwargs: dict[str, Any]) -> int:
     return int(kwargs["positions"].shape[-1])
 
 
+_MARGINS = "capflow_margins"
+
+
+def take_margins(intermediate_tensors: Any) -> Any:
+    """Take what `with_margins` added out of the tensors that a pipeline stage received; None if there is nothing."""
+    return None if intermediate_tensors is None else intermediate_tensors.tensors.pop(_MARGINS, None)
+
+
+def with_margins(output: Any, margins: Any) -> Any:
+    """Return a runner's output with the margins of gates for the next pipeline stage, unless it is the last stage's.
+
+    vLLM sends each tensor of `IntermediateTensors` by its name. The output may be the runner's own, which it uses again
+    in later steps, so the margins are added to a copy.
+    """
+    from vllm.sequence import IntermediateTensors
+
+    if margins is None or not isinstance(output, IntermediateTensors):
+        return output
+    return IntermediateTensors({**output.tensors, _MARGINS: margins.contiguous()})
+
+
 def new_requests(scheduler_output: Any) -> Iterator[tuple[str, int]]:
     """Yield the id and the prompt length of each request that a step sends to its workers as new.
 

@@ -160,6 +160,8 @@ class Histories:
         acts = Acts() if program is None else Acts.of(program, tracked.steered_from)
         held = SlotRange(first, tracked.steered_from, steered, acts)
         self._append(tracked, _Change(held, vectors, needs, reserved))
+        if program is not None and program.gates:  # earlier positions keep them, if a later program has none
+            tracked.gates, tracked.latched = program.gates, any(gate.latched for gate in program.gates)
 
     def _composed(self, tracked: Tracked, vectors: _Vectors) -> tuple[SteeringProgram | None, tuple[Need, ...]]:
         """Return a request's program with these vectors, and what it needs of the reserve."""

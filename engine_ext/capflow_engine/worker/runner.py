@@ -20,18 +20,53 @@ class StepCapture(Protocol):
     def prepare(self, parts: Sequence[tuple[str, int, int, int]]) -> None:
         """Plan a step for its batch."""
 
+    @property
+    def gates(self) -> bool:
+        """Whether the prepared step has gates."""
+
+    @property
+    def margins(self) -> Any:
+        """The margins of the step that was launched last; None if it had no gates."""
+
+    def receive(self, margins: Any) -> None:
+        """Take the margins that earlier pipeline stages scored in the prepared step."""
+
     def forward(self, tokens: int) -> contextlib.AbstractContextManager[None]:
         """Bracket a forward pass over tensors of `tokens` rows."""
 
 
-class StepRunner:
-    """A mixin of the platform's V1 model runner; `capflow` is the worker's."""
+class _StagedRunner:
+    """A mixin of both model runners: margins of gates go from one pipeline stage to the next, in steps with gates."""
 
     capflow: StepCapture
+    # Closed at the end of the running `execute_model`.
+    _capflow_step: contextlib.ExitStack
+    # The tensors that this pipeline stage received for the running `execute_model`.
+    _capflow_received: Any = None
+
+    def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Run a step."""
+        self._capflow_received = intermediate_tensors
+        with contextlib.ExitStack() as self._capflow_step:
+            output = super().execute_model(  # type: ignore[misc]
+                scheduler_output, intermediate_tensors, *args, **kwargs
+            )
+        return compat_step.with_margins(output, self.capflow.margins)
+
+    def _capflow_prepare(self, batch: compat_step.Batch) -> None:
+        """Plan the step; take the margins before the runner copies the other tensors to its buffers."""
+        self.capflow.prepare(batch)
+        received, self._capflow_received = self._capflow_received, None
+        if self.capflow.gates and (margins := compat_step.take_margins(received)) is not None:
+            self.capflow.receive(margins)
+
+
+class StepRunner(_StagedRunner):
+    """A mixin of the platform's V1 model runner; `capflow` is the worker's."""
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
-        self.capflow.prepare(compat_step.scheduled_batch(self, num_scheduled_tokens))
+        self._capflow_prepare(compat_step.scheduled_batch(self, num_scheduled_tokens))
         return prepared
 
     def _model_forward(self, input_ids: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -39,26 +74,17 @@ class StepRunner:
             return super()._model_forward(input_ids, *args, **kwargs)  # type: ignore[misc]
 
 
-class StepRunnerV2:
+class StepRunnerV2(_StagedRunner):
     """A mixin of the platform's V2 model runner; `capflow` is the worker's.
 
     The V2 runner has no method of its own for the forward pass. So the step is open from the end of `prepare_inputs`,
     which a dummy run does not call, to the end of `execute_model`.
     """
 
-    capflow: StepCapture
-    # Closed at the end of the running `execute_model`.
-    _capflow_step: contextlib.ExitStack
-
-    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a step."""
-        with contextlib.ExitStack() as self._capflow_step:
-            return super().execute_model(*args, **kwargs)  # type: ignore[misc]
-
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare a step's batch."""
         batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
-        self.capflow.prepare(compat_step.prepared_batch(batch))
+        self._capflow_prepare(compat_step.prepared_batch(batch))
         self._capflow_step.enter_context(self.capflow.forward(batch.num_tokens_after_padding))
         return batch
 

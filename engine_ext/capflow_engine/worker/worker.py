@@ -39,12 +39,15 @@ from capflow_engine.settings import Settings
 from capflow_engine.steering.budget import Size
 from capflow_engine.taps import step as step_module
 from capflow_engine.taps.bank import Bank
+from capflow_engine.taps.gates import Gating
 from capflow_engine.taps.plan import VIEW, Plan, Planner, Program, Scheduled, Tracked
 from capflow_engine.taps.step import Step
 from capflow_engine.taps.tables import Tables
 from capflow_engine.taps.tap import Tap, install
 from capflow_engine.worker.controllers import Controllers, Decided, decode, encode
+from capflow_engine.worker.firing import Firing, GatedStep
 from capflow_engine.worker.history import HUB, Histories
+from capflow_engine.worker.latches import Latches
 from capflow_engine.worker.outlets import Outlets
 from capflow_engine.worker.pending import EMPTY_PLAN, READY, Pending, bare
 from capflow_engine.worker.ring import Ring
@@ -101,8 +104,8 @@ class WorkerCapture:
         self.index = {site: n for n, site in enumerate(self.sites)}
         self.planner = Planner(len(self.sites), len(self.settings.hubs))
         self.row_bytes = self.info.hidden_size * self.dtype.itemsize
-        self.tables = self._make_tables(worker.scheduler_config.max_num_batched_tokens)
         requests = worker.scheduler_config.max_num_seqs
+        self.tables = self._make_tables(worker.scheduler_config.max_num_batched_tokens, requests)
         size = Size.of(self.settings.steering_bank_bytes, self.info.hidden_size, requests)
         self.bank = Bank(size.plus(size.reserve), self.index, self.info.hidden_size, self.device)
         self.histories = Histories(self.bank, size.reserve, self.info)
@@ -114,6 +117,16 @@ class WorkerCapture:
         # The wants of each hub, by the number that orders give them.
         self.wants: dict[int, tuple[_HubWants, ...]] = {}
         self.controllers = [self._controllers((), hub) for hub in range(len(self.settings.hubs))]
+        self.latches = Latches(self.device)
+        self.firing = Firing()
+        # The last pipeline stage has the margins of all stages; its first rank reports them.
+        self._reports_gates = self.rank.tp == 0 and self.rank.pp == self.info.stages - 1
+        # The step that was launched last, if it had gates; only in the rank that reports them.
+        self.gated_step: GatedStep | None = None
+        # The margins that earlier pipeline stages scored in the step that is being prepared.
+        self._received: torch.Tensor | None = None
+        # The margins of the step that was launched last, for the next pipeline stage; None if it had no gates.
+        self.margins: torch.Tensor | None = None
         # The running requests, by vLLM's id.
         self.requests: dict[str, Tracked] = {}
         self._pending = Pending()
@@ -151,7 +164,7 @@ class WorkerCapture:
     def _controllers(self, specs: Sequence[ControllerSpec], hub: int) -> Controllers:
         return Controllers(specs, self.info, self.sites, hub, decides=self.rank.tp == 0)
 
-    def _make_tables(self, tokens: int) -> Tables:
+    def _make_tables(self, tokens: int, requests: int) -> Tables:
         rows = min(tokens * 2 * len(self.sites), self.settings.staging_bytes_max // self.row_bytes)
         return Tables(
             sites=max(len(self.sites), 1),
@@ -161,6 +174,7 @@ class WorkerCapture:
             dtype=self.dtype,
             device=self.device,
             resident=self.device.type != "cpu",
+            requests=requests,
         )
 
     # --- between steps ---
@@ -170,6 +184,7 @@ class WorkerCapture:
         self._end_events()
         orders = orders or Orders(self._step)
         cuts = orders.cuts | {key: ended.limit for key, ended in orders.ended.items()}
+        self._note_gates(orders.settled, cuts)
         actions = self._run_controllers(cuts)
         for key, limit in orders.cuts.items():
             self._pending.cut(key, limit)
@@ -289,6 +304,24 @@ class WorkerCapture:
             self._pending.add(self._events)
         self._events = bare(self._step)
 
+    def _note_gates(self, settled: int, cuts: Mapping[str, int]) -> None:
+        """Record where gates opened and closed in the steps up to number `settled`, without positions that were cut."""
+        for key, limit in cuts.items():
+            self.firing.cut(key, limit)
+        for number, (tracked, gate, _, position, score) in self.firing.settle(settled):
+            if tracked.key in self.requests:
+                self._note(
+                    tracked.key,
+                    f"gate {gate.name}",
+                    "gate",
+                    (Site(gate.layer, gate.hook),),
+                    position=position,
+                    score=score,
+                    threshold=gate.threshold,
+                    label=gate.label,
+                    step=number,
+                )
+
     def _run_controllers(self, cuts: Mapping[str, int]) -> list[Decided]:
         """Show the previous step to the controllers and return their decisions, which are the same on each rank."""
         viewed, self._viewed = self._viewed, None
@@ -316,6 +349,8 @@ class WorkerCapture:
         if tracked is None:
             return
         self.histories.forget(tracked)
+        self.latches.forget(key)
+        self.firing.forget(key)
         self.controllers[tracked.hub].forget(tracked.id)
         if tracked.watched:
             self._pending.end(tracked, ended)
@@ -353,6 +388,7 @@ class WorkerCapture:
                 batch.append(Scheduled(tracked, row, start, length))
         planned = self.planner.plan(batch)
         self._planned = self._plan = planned
+        self.gated_step = self.margins = None
         self._buffer = self._lost = None
         if planned.ship_rows:
             self._buffer, self._lost = self._find_room(planned)
@@ -396,23 +432,61 @@ class WorkerCapture:
     @contextlib.contextmanager
     def _tapped(self, plan: Plan, tokens: int) -> Iterator[None]:
         """Have the taps follow a plan in a forward pass, and take its rows afterwards."""
+        received, self._received = self._received, None
+        carried = self.latches.begin(plan)
         if self.tables.resident:
             if self._copied is not None:
                 torch.cuda.current_stream().wait_event(self._copied)
-            self.tables.load(plan, tokens)
+            self.tables.load(plan, tokens, carried, received)
             yield
+            if plan.gates:  # the next step writes the table again
+                self._take_margins(plan, carried, self.tables.margins[: plan.gates, : self._rows_end(plan)].clone())
             ready, token_ids = self._copy_out(plan) if plan.rows else (READY, _NO_TOKENS)
         else:
             out = None if self._buffer is None else torch.from_numpy(self._buffer).view(self.dtype).view(plan.rows, -1)
-            step_module.current = Step(plan, out, self.bank)
+            gating = Gating(plan, tokens, carried, received) if plan.gates else None
+            step_module.current = Step(plan, out, self.bank, gating)
             try:
                 yield
             finally:
                 step_module.current = None
+            if gating is not None:
+                self._take_margins(plan, carried, gating.margins[:, : self._rows_end(plan)])
             ready, token_ids = READY, _NO_TOKENS
             if plan.ship_rows:
                 token_ids = compat_step.step_token_ids(self.runner, self._rows_end(plan)).numpy().copy()
         self._finish(plan, ready, token_ids)
+
+    @property
+    def gates(self) -> bool:
+        """Whether the prepared step has gates."""
+        return self._planned.gates > 0
+
+    def receive(self, margins: torch.Tensor) -> None:
+        """Take the margins that earlier pipeline stages scored in the prepared step, `[gates, tokens]`."""
+        self._received = margins
+
+    def _take_margins(self, plan: Plan, carried: torch.Tensor | None, margins: torch.Tensor) -> None:
+        """Keep the margins of the step that was just launched, `[gates, tokens]`: nothing writes to them again."""
+        self.latches.end(plan, carried, margins)
+        self.margins = margins
+        if self._reports_gates:
+            host, ready = self._to_host(margins)
+            self.gated_step = GatedStep(self._step, plan, host, ready)
+            self.firing.add(self.gated_step)
+
+    def _to_host(self, values: torch.Tensor) -> tuple[Any, Callable[[], None]]:
+        """Start to copy values to the host; return the copy, and a function that waits for it."""
+        if not self.tables.resident:
+            return values.numpy(), READY
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._copy_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copy_stream):
+            host.copy_(values, non_blocking=True)
+            values.record_stream(self._copy_stream)
+            copied = torch.cuda.Event()
+            copied.record()
+        return host.numpy(), copied.synchronize
 
     def rest(self) -> None:
         """Make the taps idle in a forward pass that belongs to no step: it must not overwrite the last step's rows."""

@@ -1,0 +1,146 @@
+"""When gates open and close: read from the margins of steps, on the host, in one rank of an engine.
+
+A step's margins are copied from the device as its rows are. Whoever ends a request by a gate reads `GatedStep.fires` as
+soon as the step is done. Events are recorded when a step is settled, without the positions that were cut, so a position
+that a preempted request computes again has no second event.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from capflow.steering.program import ProgramGate
+from capflow_engine.taps.plan import Plan, Tracked
+
+
+class Crossing(NamedTuple):
+    """A gate's score crossed its threshold.
+
+    opened: whether it reached the threshold; else it fell below.
+    position: the first position at which it did.
+    """
+
+    request: Tracked
+    gate: ProgramGate
+    opened: bool
+    position: int
+    score: float
+
+
+@dataclass
+class GatedStep:
+    """A step that had gates.
+
+    margins: float32 `[gates, tokens]`, in the host's memory; valid after `ready` returned.
+    limits: by vLLM's id, the end of the positions that belong to the request; without an entry, all do.
+    """
+
+    number: int
+    plan: Plan
+    margins: npt.NDArray[Any]
+    ready: Callable[[], None]
+    limits: dict[str, int] = field(default_factory=dict)
+
+    @functools.cached_property
+    def fires(self) -> tuple[Crossing, ...]:
+        """The first position in the step at which each gate of each request is open; waits for the device.
+
+        Positions of rejected drafts are among them.
+        """
+        self.ready()
+        if not (self.margins >= 0).any():
+            return ()
+        fires = []
+        for number in self.plan.gated:
+            request, row, start, length = self.plan.batch[number]
+            for gate, margins in zip(request.gates, self.margins[:, row : row + length], strict=False):
+                opened = np.flatnonzero(margins >= 0)
+                if len(opened):
+                    first = int(opened[0])
+                    fires.append(Crossing(request, gate, True, start + first, float(margins[first]) + gate.threshold))
+        return tuple(fires)
+
+
+class Firing:
+    """The gates of one worker's requests, as events see them."""
+
+    def __init__(self) -> None:
+        # Steps that are not settled, oldest first.
+        self._steps: deque[GatedStep] = deque()
+        # By vLLM's id: which gates are open, as bits, and the first position without events.
+        self._open: dict[str, tuple[int, int]] = {}
+
+    def add(self, step: GatedStep) -> None:
+        """Add a step that was just launched."""
+        self._steps.append(step)
+
+    def cut(self, key: str, limit: int) -> None:
+        """Drop a request's positions from `limit` on from every step."""
+        for step in self._steps:
+            step.limits[key] = min(limit, step.limits.get(key, limit))
+
+    def settle(self, settled: int) -> Iterator[tuple[int, Crossing]]:
+        """Yield the crossings of the steps up to number `settled`, in order, each with the number of its step.
+
+        A latched gate crosses its threshold once.
+        """
+        while self._steps and self._steps[0].number <= settled:
+            step = self._steps.popleft()
+            step.ready()
+            for crossing in self._crossings(step):
+                yield step.number, crossing
+
+    def forget(self, key: str) -> None:
+        """Forget a request that ended."""
+        self.cut(key, 0)
+        self._open.pop(key, None)
+
+    def _crossings(self, step: GatedStep) -> Iterator[Crossing]:
+        weights = 1 << np.arange(len(step.margins))
+        # Which gates are scored and which are open at each token, as bits.
+        scored, opened = (weights @ (step.margins > -np.inf)).tolist(), (weights @ (step.margins >= 0)).tolist()
+        for number in step.plan.gated:
+            request, row, start, length = step.plan.batch[number]
+            before, first = self._open.get(request.key, (0, 0))
+            end = min(start + length, step.limits.get(request.key, start + length))
+            begin = max(start, first)
+            if begin >= end:
+                continue
+            mine = row + begin - start
+            if end - begin == 1:  # nearly always true
+                if (before ^ opened[mine]) & scored[mine]:
+                    before = yield from _crossed(request, begin, before, step.margins[:, mine : mine + 1])
+            elif any(scored[mine : mine + end - begin]):
+                before = yield from _crossed(request, begin, before, step.margins[:, mine : mine + end - begin])
+            self._open[request.key] = before, end
+
+
+def _crossed(request: Tracked, first: int, before: int, margins: npt.NDArray[Any]) -> Generator[Crossing, None, int]:
+    """Yield the crossings of a request in order of position; return which gates are open then, as bits.
+
+    before: which gates were open, as bits.
+    margins: `[gates, positions]`, from position `first` on.
+    """
+    crossings = []
+    for number, (gate, mine) in enumerate(zip(request.gates, margins, strict=False)):
+        bit = 1 << number
+        scored = np.flatnonzero(mine > -np.inf)
+        if not len(scored) or (gate.latched and before & bit):
+            continue
+        states = mine[scored] >= 0
+        if gate.latched:
+            states = np.maximum.accumulate(states)
+        changes = scored[np.diff(states, prepend=bool(before & bit))].tolist()
+        crossings += [(place, number, mine[place] >= 0, float(mine[place])) for place in changes]
+        before = before | bit if states[-1] else before & ~bit
+    for place, number, opened, margin in sorted(crossings):
+        gate = request.gates[number]
+        yield Crossing(request, gate, bool(opened), first + place, margin + gate.threshold)
+    return before
