@@ -147,6 +147,10 @@ class SteeredReference(Reference):
                 x[at] = self._phase(x[at], site, ("", phase), parts)
             value[0] = torch.from_numpy(x)
 
+        return self._forward(tokens, steer), seen
+
+    def _forward(self, tokens, steer):
+        """Return the logits after each token; `steer` is called with each site and the stream there, to change it."""
         hooks = []
         for n, layer in enumerate(self.layers):
             norm, mlp = layer.post_attention_layernorm, layer.mlp
@@ -161,7 +165,7 @@ class SteeredReference(Reference):
             ]
         try:
             with torch.no_grad():
-                return self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0].numpy(), seen
+                return self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0].numpy()
         finally:
             for hook in hooks:
                 hook.remove()

@@ -2,7 +2,9 @@
 
 A cached token is not computed, so it has no row. vLLM lets a request read all of its cached prefix or, with
 `skip_reading_prefix_cache`, none of it. Here the scheduler's cache manager is subclassed in place: for a request with
-captured prompt positions, the manager searches the cache only for the tokens before the first of them. Verified with
+captured prompt positions, the manager searches the cache only for the tokens before the first of them. For a request
+with a latched gate, it searches only for those before the first position that the gate scores, also when the request
+was preempted and has generated tokens: rows of these were delivered, but the latch is worked out again. Verified with
 vLLM 0.32.0.
 """
 
@@ -55,9 +57,21 @@ def compute(request: Any, wanted: Positions) -> None:
         request.skip_reading_prefix_cache = True
 
 
+def compute_from(request: Any, position: int) -> None:
+    """Make a request compute a position and all later ones whenever it starts, even if they are cached."""
+    request.capflow_computed_from = position
+    if position == 0:
+        request.skip_reading_prefix_cache = True
+
+
 def _readable(request: Any) -> Any:
+    if isinstance(request, _Prefix):
+        return request
+    first = getattr(request, "capflow_computed_from", None)
+    if first is not None and first + 1 < request.num_tokens:
+        request = _Prefix(request, first + 1)
     wanted = getattr(request, "capflow_wanted", None)
-    if wanted is None or isinstance(request, _Prefix):
+    if wanted is None:
         return request
     first = wanted.at(request.num_prompt_tokens).first()  # not cached: streaming input makes prompts longer
     return request if first >= request.num_prompt_tokens - 1 else _Prefix(request, min(first + 1, request.num_tokens))

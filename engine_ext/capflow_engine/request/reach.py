@@ -5,12 +5,13 @@ Invariant: a front end refuses by this rule before a request runs; the scheduler
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 
 from capflow.errors import UsageError, explain
-from capflow.steering.program import SteeringProgram
+from capflow.steering.program import SCORES, SiteOps, SteeringProgram
 from capflow_engine.compat import engine as compat
 from capflow_engine.request.options import KEY, PackedOptions
 
@@ -77,3 +78,22 @@ def check_added(engine: Any, model_length_max: int) -> None:
             check_params(request.sampling_params, length, model_length_max, resumable=request.resumable)
 
     compat.before_adding(engine, check)
+
+
+def first_latching(program: SteeringProgram, steered_from: int) -> int | None:
+    """Return the first position that a latched gate scores; None if there is none.
+
+    steered_from: the first position that is steered like a generated one.
+    """
+
+    def latches(sites: Sequence[SiteOps]) -> bool:
+        return any(op.kind in SCORES and program.gates[op.gate].latched for site in sites for op in site.ops)
+
+    if not any(gate.latched for gate in program.gates):
+        return None
+    first = [position for position, sites in program.patches(steered_from).items() if latches(sites)]
+    if latches(program.prefill) and steered_from > 0:
+        first.append(0)
+    if latches(program.decode):
+        first.append(steered_from)
+    return min(first, default=None)

@@ -39,7 +39,7 @@ from capflow_engine.compat import step as compat_step
 from capflow_engine.hubs import HubLinks
 from capflow_engine.request.dynamic import Reports
 from capflow_engine.request.options import KEY, RequestOptions
-from capflow_engine.request.reach import check_patches, length_max
+from capflow_engine.request.reach import check_patches, first_latching, length_max
 from capflow_engine.scheduler.orders import Admitted, Ended, Orders, Unscheduled, Wants
 from capflow_engine.scheduler.stops import Stops
 from capflow_engine.settings import Settings
@@ -157,6 +157,9 @@ class Admission:
         if options.program is not None:
             self._waiting[key] = needs
             self._key_cache(request, options.program)
+            first = first_latching(options.program, self._steered_from(request))
+            if first is not None:
+                compat_cache.compute_from(request, first)
         if wants.controllers:  # they may steer the request in any step, and the scheduler does not know
             compat.fork_cache_from(request, request.num_prompt_tokens, f"{self._boot}:{key}", self.hash_block_size)
         return refusal is None

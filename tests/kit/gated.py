@@ -1,0 +1,482 @@
+"""Requests with gates in one batch, compared with the same interventions in Transformers, in float64.
+
+`python tests/kit/gated.py FILE` proves the requests in a file on an engine of its own process; `test_gates_engine`
+runs it for what a process can choose only once.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+
+import capflow
+from capflow.capture.site import HOOKS, Site
+from capflow.capture.spec import parse_capture
+from capflow.steering.program import (
+    ADD,
+    CLAMP,
+    PATCH,
+    RELATIVE,
+    SCORE_CAST,
+    SCORE_COSINE,
+    SCORE_DOT,
+    Op,
+    ProgramGate,
+    SiteOps,
+    SteeringProgram,
+    digest,
+)
+from capflow_engine.compat import cache
+from capflow_engine.request.options import KEY, RequestOptions
+from capflow_engine.taps.step import Step
+from capflow_engine.worker.latches import Latches
+from tests.kit.children import _keep_async_scheduling
+from tests.kit.engines import GREEDY, VOCABULARY, WIDTH, engine, prompts, relative_error
+from tests.kit.sources import ROOT
+from tests.kit.steered import RAW, SteeredReference, entries, logits, vector
+from tests.kit.watching import watch
+
+BOUND = 1e-5
+WRONG = 7
+"""The exit status of a child that finds a wrong row, token or logit."""
+APART = 1e-3
+"""How far each score is from its threshold, at least: rounding in the engine opens no gate."""
+EVERYTHING = {"hooks": dict.fromkeys(HOOKS, "all"), "positions": "all"}
+SCORE_KINDS = {"dot": SCORE_DOT, "cosine": SCORE_COSINE, "cast": SCORE_CAST}
+POSITIONS = ("all", "prompt", "generated", "last_prompt")
+
+
+@dataclasses.dataclass
+class Case:
+    """A request, and what the reference makes of it.
+
+    opened, shut: at how many scored positions its gates are open and shut.
+    flips: how often a gate's value crosses 1/2 from one position to the next.
+    """
+
+    name: str
+    prompt: list
+    fields: dict
+    tokens: list
+    opened: int
+    shut: int
+    flips: int
+
+
+class GatedReference(SteeredReference):
+    """Transformers in float64, with gates done by hand from the documentation."""
+
+    def __init__(self, model):
+        super().__init__(model, torch.float64)
+
+    def run(self, tokens, prompt_length, fields):
+        """Return the logits after each token, what each site holds before it is steered, and each gate's values."""
+        gates, count = fields["steering_gates"], len(tokens)
+        margins, seen = {}, {}
+
+        def steer(site, stream):
+            x = stream[0].numpy().copy()
+            seen[site] = x.copy()
+            for name, gate in gates.items():
+                if Site(gate["layer"], gate["hook"]) == site:
+                    scores = score_of(gate["score"], np.asarray(gate["vector"], np.float64), x)
+                    scored = scored_positions(gate["positions"], prompt_length, count)
+                    margins[name] = np.where(scored, scores + gate.get("bias", 0.0) - gate["threshold"], -np.inf)
+            values = {name: self._value(gates[name], margin) for name, margin in margins.items()}
+            self._steer(x, site, prompt_length, fields, values)
+            stream[0] = torch.from_numpy(x)
+
+        done = self._forward(tokens, steer)
+        values = {name: self._value(gates[name], margin) for name, margin in margins.items()}
+        return done, seen, margins, values
+
+    @staticmethod
+    def _value(gate, margins):
+        if gate.get("latch"):
+            margins = np.maximum.accumulate(margins)
+        if gate.get("sharpness") is None:
+            return (margins >= 0).astype(np.float64)
+        with np.errstate(over="ignore"):
+            return 1 / (1 + np.exp(-gate["sharpness"] * margins))
+
+    @staticmethod
+    def _steer(x, site, prompt_length, fields, values):
+        def factor(given):
+            return values[given["gate"]] if given.get("gate") else np.ones(len(x))
+
+        for patch in entries(fields, "steering_patches", site):
+            for position in patch["positions"]:
+                at = position if position >= 0 else prompt_length + position
+                if at < len(x):
+                    x[at] += factor(patch)[at] * patch.get("amount", 1.0) * (np.asarray(patch["vector"]) - x[at])
+        added = entries(fields, "steering_vectors", site)
+        for given in sorted(added, key=lambda given: not given.get("relative")):
+            change = np.asarray(given["vector"], np.float64)
+            size = given["scale"] * factor(given)
+            if given.get("relative"):
+                size = size * np.linalg.norm(x, axis=1) / np.linalg.norm(change)
+            x += size[:, None] * change
+        for clamp in entries(fields, "steering_clamps", site):
+            direction = np.asarray(clamp["vector"], np.float64)
+            direction = direction / np.linalg.norm(direction)
+            along = x @ direction
+            x += np.outer(factor(clamp) * (np.clip(along, clamp["min"], clamp["max"]) - along), direction)
+
+    def generate(self, prompt, max_tokens, fields):
+        """Return the answer that greedy decoding gives."""
+        tokens = list(prompt)
+        for _ in range(max_tokens):
+            tokens.append(int(self.run(tokens, len(prompt), fields)[0][-1].argmax()))
+        return tokens[len(prompt) :]
+
+
+def score_of(kind, probe, x):
+    """Return the score of each row of `[tokens, hidden]`."""
+    along = x @ probe
+    if kind == "dot":
+        return along
+    other = np.tanh(np.outer(along / (probe @ probe), probe)) if kind == "cast" else probe[None].repeat(len(x), 0)
+    return (x * other).sum(1) / np.linalg.norm(x, axis=1) / np.linalg.norm(other, axis=1)
+
+
+def scored_positions(positions, prompt_length, count):
+    """Return which positions a gate scores."""
+    at = np.arange(count)
+    return {
+        "all": at >= 0,
+        "prompt": at < prompt_length,
+        "generated": at >= prompt_length,
+        "last_prompt": at == prompt_length - 1,
+    }[positions]
+
+
+def cases(reference, combinations, lengths, max_tokens, seed=0, *, early=False):
+    """Return a case for each combination of score kind, sharpness, latch and positions, each with its own operations.
+
+    Thresholds lie in the middle of the reference's scores, in gaps, so that gates open and shut.
+
+    early: gates open at few scored positions, all in their first half, so that a latch that is lost stays lost.
+    """
+    made = []
+    for number, (kind, sharpness, latch, positions) in enumerate(combinations):
+        length = lengths[number % len(lengths)]
+        (prompt,) = (one["prompt_token_ids"] for one in prompts((length,), seed=seed + number))
+        name = f"{number} {kind} {sharpness} {'latched' if latch else 'each'} {positions}"
+        for attempt in range(40):
+            fields = _fields(number, kind, sharpness, latch, positions, length, attempt)
+            case = _tried(reference, name, prompt, fields, max_tokens, number, early)
+            if case is not None:
+                made.append(case)
+                break
+        else:
+            raise AssertionError(f"{name}: no threshold apart from all scores")
+    return made
+
+
+def _fields(number, kind, sharpness, latch, positions, length, attempt):
+    hook, other = HOOKS[number % len(HOOKS)], HOOKS[(number // 2 + 1) % len(HOOKS)]
+    gate = {
+        "hook": hook,
+        "layer": 1,
+        "vector": vector(100 + number + 50 * attempt, 1.0),
+        "score": kind,
+        "threshold": 0.0,
+    }
+    gate |= {"sharpness": sharpness, "latch": latch, "positions": positions}
+    layer = 2 + number % 2
+    if not latch and number % 3 == 0:
+        other, layer = hook, 1  # the site of the probe
+    strong = {"vector": vector(200 + number, 4.0), "gate": "g"}
+    patched = sorted({-1, *range(0, length + 8, 3)} - {length - 1})
+    operation = [
+        {"steering_vectors": {other: {layer: [{**strong, "scale": 1.5}]}}},
+        {"steering_clamps": {other: {layer: [{**strong, "min": 0.5, "max": 1.0}]}}},
+        {"steering_patches": {other: {layer: [{**strong, "positions": patched, "amount": 0.75}]}}},
+        {"steering_vectors": {other: {layer: [{**strong, "scale": 0.5, "relative": True}]}}},
+        {
+            "steering_vectors": {
+                other: {
+                    layer: [
+                        {"vector": vector(300 + number, 2.0), "scale": 1.0},
+                        {**strong, "scale": -0.4, "relative": True},
+                        {**strong, "scale": 1.0},
+                    ],
+                    3: [{"vector": vector(310 + number), "scale": 1.0, "gate": "g"}],
+                }
+            },
+            "steering_clamps": {other: {layer: [{**strong, "min": -0.2, "max": 0.2}]}},
+        },
+    ][number % 5]
+    return {"steering_gates": {"g": gate}, **operation}
+
+
+def _tried(reference, name, prompt, fields, max_tokens, number, early):
+    gate = fields["steering_gates"]["g"]
+    shut = {**fields, "steering_gates": {"g": {**gate, "threshold": 1e9}}}
+    tokens = reference.generate(prompt, max_tokens, shut)
+    scores = _scores(reference, [*prompt, *tokens[:-1]], len(prompt), shut)
+    if early:
+        high = np.sort(scores)[-4:]
+        gate["threshold"] = float(np.mean(high[np.argmax(np.diff(high)) :][:2]))
+    elif len(scores) == 1:
+        gate["threshold"] = float(scores[0]) + (0.02 if number % 2 else -0.02)
+    else:
+        ordered = np.sort(scores)
+        low = max(0, len(ordered) // 3 - 1)
+        middle = ordered[low : max(low + 2, 2 * len(ordered) // 3)]
+        widest = int(np.argmax(np.diff(middle)))
+        gate["threshold"] = float(np.mean(middle[widest : widest + 2]))
+    tokens = reference.generate(prompt, max_tokens, fields)
+    _, _, margins, values = reference.run([*prompt, *tokens[:-1]], len(prompt), fields)
+    scored = margins["g"][margins["g"] > -np.inf]
+    opened = int((scored >= 0).sum())
+    if np.abs(scored).min() < APART or (len(scored) > 1 and not 0 < opened < len(scored)):
+        return None
+    if early and np.flatnonzero(scored >= 0)[-1] > len(scored) // 2:
+        return None
+    flips = int(np.abs(np.diff(values["g"] >= 0.5)).sum())
+    return Case(name, prompt, fields, tokens, opened, len(scored) - opened, flips)
+
+
+def _scores(reference, tokens, prompt_length, fields):
+    margins = reference.run(tokens, prompt_length, fields)[2]["g"]
+    return margins[margins > -np.inf] + fields["steering_gates"]["g"]["threshold"]
+
+
+ALL_MODES = list(itertools.product(SCORE_KINDS, (None, 2.0), (False, True), POSITIONS))
+
+
+def program_of(fields, width=WIDTH):
+    """Return the program of fields, made by hand: each vector is an operation of its own."""
+    rows, ops, patched = [], ({}, {}), {}
+    names = list(fields["steering_gates"])
+
+    def row(values):
+        rows.append(np.ascontiguousarray(values, np.float32))
+        return len(rows) - 1
+
+    def gate_of(given):
+        return names.index(given["gate"]) if given.get("gate") else -1
+
+    for number, gate in enumerate(fields["steering_gates"].values()):
+        site = Site(gate["layer"], gate["hook"])
+        amount = gate.get("bias", 0.0) - gate["threshold"]
+        score = Op(SCORE_KINDS[gate["score"]], row(gate["vector"]), amount, gate=number)
+        for phase in {"all": ops, "prompt": ops[:1], "generated": ops[1:]}.get(gate["positions"], ()):
+            phase.setdefault(site, []).append(score)
+        if gate["positions"] == "last_prompt":
+            patched.setdefault(-1, {}).setdefault(site, []).append(score)
+    for patch, site in _each(fields, "steering_patches"):
+        op = Op(PATCH, row(patch["vector"]), patch["amount"], gate=gate_of(patch))
+        for position in patch["positions"]:
+            patched.setdefault(position, {}).setdefault(site, []).append(op)
+    added = sorted(_each(fields, "steering_vectors"), key=lambda one: not one[0].get("relative"))
+    for given, site in (*added, *_each(fields, "steering_clamps")):
+        unit = np.asarray(given["vector"], np.float64) / np.linalg.norm(given["vector"])
+        if "min" in given:
+            op = Op(CLAMP, row(unit), 1.0, given["min"], given["max"], gate_of(given))
+        elif given.get("relative"):
+            op = Op(RELATIVE, row(unit), given["scale"], gate=gate_of(given))
+        else:
+            op = Op(ADD, row(given["vector"]), given["scale"], gate=gate_of(given))
+        for phase in ops:
+            phase.setdefault(site, []).append(op)
+
+    def sites(some):
+        return tuple(SiteOps(*site, tuple(each)) for site, each in sorted(some.items()))
+
+    gates = [
+        ProgramGate(
+            name,
+            math.inf if gate["sharpness"] is None else gate["sharpness"],
+            gate["latch"],
+            gate["threshold"],
+            gate["layer"],
+            gate["hook"],
+            gate["score"],
+            gate["positions"],
+        )
+        for name, gate in fields["steering_gates"].items()
+    ]
+    return SteeringProgram(
+        width,
+        b"".join(each.tobytes() for each in rows),
+        tuple(digest(each.data) for each in rows),
+        sites(ops[0]),
+        sites(ops[1]),
+        tuple((position, sites(some)) for position, some in sorted(patched.items())),
+        tuple(gates),
+    )
+
+
+def _each(fields, field):
+    """Return each entry of a field with its site."""
+    layers = ((hook, layer, some) for hook, layers in fields.get(field, {}).items() for layer, some in layers.items())
+    return [(one, Site(layer, hook)) for hook, layer, some in layers for one in some]
+
+
+def params_of(case, name, max_tokens, capture=EVERYTHING, **more):
+    """Return the sampling parameters of a case."""
+    options = RequestOptions(id=name, capture=parse_capture(capture), program=program_of(case.fields))
+    return SamplingParams(
+        extra_args={KEY: options.pack()}, max_tokens=max_tokens, logprobs=VOCABULARY, **{**GREEDY, **more}
+    )
+
+
+def prove(llm, root, reference, given, max_tokens, prefix="r"):
+    """Run cases in one batch and hold rows and logits against the reference; return the outputs."""
+    params = [params_of(case, f"{prefix}{n}", max_tokens) for n, case in enumerate(given)]
+    outputs = llm.generate([{"prompt_token_ids": case.prompt} for case in given], params, use_tqdm=False)
+    data = capflow.open(root)
+    for number, (case, output) in enumerate(zip(given, outputs, strict=True)):
+        assert list(output.outputs[0].token_ids) == case.tokens, case.name
+        tokens = [*case.prompt, *case.tokens[:-1]]
+        expected, seen, _, _ = reference.run(tokens, len(case.prompt), case.fields)
+        hold(data[f"{prefix}{number}"], seen, len(tokens), case.name)
+        error = relative_error(logits(output), expected[len(case.prompt) - 1 :])
+        assert error < BOUND, f"{case.name}: logits are off by {error:.1e}"
+    return outputs
+
+
+def hold(capture, seen, count, name):
+    """Hold captured rows against the reference, at every site and position."""
+    assert len(capture.sites) == len(seen)
+    for site in capture.sites:
+        assert list(capture[site].positions) == list(range(count)), name
+        error = relative_error(np.asarray(capture[site].rows), seen[site])
+        assert error < BOUND, f"{name}: rows at {site} are off by {error:.1e}"
+
+
+@dataclasses.dataclass
+class GatedRun:
+    """Cases on an engine of a process of its own; see `tests.kit.children.Run`."""
+
+    model: str
+    root: str
+    cases: list
+    max_tokens: int
+    engine: dict = dataclasses.field(default_factory=dict)
+    v2: bool = False
+    ahead: int = 0
+    mutant: str = ""
+
+
+def run_child(job, path, timeout=400):
+    """Prove the cases of a `GatedRun` in a child; return its counts."""
+    path.write_text(json.dumps(dataclasses.asdict(job), default=lambda values: values.tolist()))
+    paths = [str(ROOT / "tests" / "kit" / "triton_cpu")] if job.v2 else []
+    environment = {
+        **os.environ,
+        "VLLM_USE_V2_MODEL_RUNNER": "1" if job.v2 else "0",
+        "PYTHONPATH": os.pathsep.join(filter(None, [*paths, str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
+    if job.v2:
+        environment["TRITON_INTERPRET"] = "1"
+    command = [sys.executable, "-m", "tests.kit.gated", str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    if job.mutant:
+        assert done.returncode == WRONG, done.stderr[-4000:]
+        return {}
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@contextlib.contextmanager
+def _changed(owner, name, value):
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _drafts_not_cut():
+    begin = Latches.begin
+
+    def mutated(self, plan):
+        for number in plan.latched:
+            request, _, start, _ = plan.batch[number]
+            parts = self._parts.get(request.key, [])
+            if parts and parts[-1].start < start < parts[-1].start + parts[-1].length:
+                parts[-1] = parts[-1]._replace(start=start - parts[-1].length)
+        return begin(self, plan)
+
+    return _changed(Latches, "begin", mutated)
+
+
+def _not_reset():
+    begin = Latches.begin
+
+    def mutated(self, plan):
+        for number in plan.latched:
+            request, _, start, _ = plan.batch[number]
+            parts = self._parts.get(request.key, [])
+            if parts and parts[0].start > start:
+                parts[:] = [parts[-1]._replace(start=start - parts[-1].length)]
+        return begin(self, plan)
+
+    return _changed(Latches, "begin", mutated)
+
+
+def _read_before_scored():
+    tap = Step.tap
+
+    def mutated(self, site, *args):
+        scores = self._scores.pop(site, [])
+        tap(self, site, *args)
+        for score in scores:
+            score.put(*args, self.bank, self.gating)
+
+    return _changed(Step, "tap", mutated)
+
+
+MUTANTS = {
+    "drafts are not cut": _drafts_not_cut,
+    "no reset where a request starts again": _not_reset,
+    "a gate is read before its score": _read_before_scored,
+    "nothing is carried to the next step": lambda: _changed(Latches, "end", lambda *_: None),
+    "scored positions are read from the cache": lambda: _changed(cache, "compute_from", lambda *_: None),
+}
+
+
+def _with_layers(value):
+    """Return an object whose keys are numbers where JSON has their text."""
+    return {int(key) if key.isdecimal() else key: each for key, each in value.items()}
+
+
+def main(path):
+    """Prove the cases in a file."""
+    read = json.loads(Path(path).read_text(), object_hook=_with_layers)
+    job = GatedRun(**{**read, "cases": [Case(**case) for case in read["cases"]]})
+    if job.ahead:
+        _keep_async_scheduling()
+    arguments = {"consumers": [f"filesystem:root={job.root},capture=requests"], "sites": ["*:*"], **RAW, **job.engine}
+    with engine(job.model, **arguments) as llm:
+        core = llm.llm_engine.engine_core.engine_core
+        if job.ahead:
+            core.batch_queue_size = job.ahead + 1
+            core.batch_queue = collections.deque(maxlen=job.ahead + 1)
+        counts = watch(llm)
+        try:
+            with MUTANTS[job.mutant]() if job.mutant else contextlib.nullcontext():
+                prove(llm, job.root, GatedReference(job.model), job.cases, job.max_tokens)
+        except AssertionError as e:
+            print(e, file=sys.stderr, flush=True)
+            os._exit(WRONG)
+        runner = type(core.model_executor.driver_worker.worker.model_runner).__mro__[3].__module__
+    print(json.dumps({**counts, "runner": runner}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

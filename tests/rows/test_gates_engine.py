@@ -1,0 +1,145 @@
+"""Gates in real engines, against a float64 reference: every mode and operation, however steps are cut."""
+
+import pytest
+
+from tests.kit.engines import engine, save_tiny
+from tests.kit.gated import ALL_MODES, MUTANTS, GatedReference, GatedRun, cases, prove, run_child
+from tests.kit.steered import RAW
+from tests.kit.watching import watch
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
+
+LENGTHS = (5, 17, 70, 9, 33, 12)
+TOKENS = 9
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    return GatedReference(model)
+
+
+@pytest.fixture(scope="module")
+def modes(reference):
+    return cases(reference, ALL_MODES, LENGTHS, TOKENS)
+
+
+def consumer(tmp_path):
+    return {"consumers": [f"filesystem:root={tmp_path / 'rows'},capture=requests"], "sites": ["*:*"], **RAW}
+
+
+def test_every_mode_in_one_batch_and_in_chunks(model, reference, modes, tmp_path):
+    assert sum(case.flips for case in modes) > 100
+    assert all(case.opened + case.shut for case in modes)
+    with engine(model, max_num_seqs=64, **consumer(tmp_path)) as llm:
+        counts = watch(llm)
+        prove(llm, tmp_path / "rows", reference, modes, TOKENS)
+        assert counts["chunks"] > 1
+
+
+def test_every_mode_compiled(model, reference, modes, tmp_path):
+    with engine(model, enforce_eager=False, max_num_seqs=64, **consumer(tmp_path)) as llm:
+        prove(llm, tmp_path / "rows", reference, modes, TOKENS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ahead", [1, 2], ids=["two deep", "three deep"])
+def test_every_mode_with_async_scheduling(model, modes, tmp_path, ahead):
+    job = GatedRun(model, str(tmp_path / "rows"), modes, TOKENS, {"max_num_seqs": 64}, ahead=ahead)
+    counts = run_child(job, tmp_path / "job.json")
+    assert counts["ahead"] == ahead
+    assert counts["overshot"] >= 0
+
+
+@pytest.mark.long
+def test_every_mode_on_the_v2_runner(model, modes, tmp_path):
+    job = GatedRun(model, str(tmp_path / "rows"), modes[::3], TOKENS, {"max_num_seqs": 64}, v2=True)
+    counts = run_child(job, tmp_path / "job.json")
+    assert counts["runner"] == "vllm.v1.worker.cpu.model_runner"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "arguments",
+    [{"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "enforce_eager": False}],
+    ids=["eager", "compiled"],
+)
+def test_every_mode_on_two_tensor_parallel_ranks(model, reference, modes, tmp_path, arguments):
+    with engine(model, in_process=False, max_num_seqs=64, **arguments, **consumer(tmp_path)) as llm:
+        prove(llm, tmp_path / "rows", reference, modes, TOKENS)
+
+
+@pytest.mark.long
+def test_a_gate_of_one_pipeline_stage_gates_operations_of_the_next(model, reference, modes, tmp_path):
+    """Each probe is at layer 1, on the first stage; nearly all operations are at layers 2 and 3, on the second."""
+    assert sum(case.flips for case in modes) > 100
+    arguments = {"pipeline_parallel_size": 2, "in_process": False, "enforce_eager": False}
+    with engine(model, max_num_seqs=64, **arguments, **consumer(tmp_path)) as llm:
+        prove(llm, tmp_path / "rows", reference, modes, TOKENS)
+        for number, case in enumerate(modes[1:6]):  # alone, so that batches are in flight at different steps
+            prove(llm, tmp_path / "rows", reference, [case], TOKENS, prefix=f"alone{number} ")
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+# Room for about four requests of 160 tokens, so six that grow to it preempt each other.
+CROWDED = {"block_size": 32, "num_gpu_blocks_override": 22, "max_model_len": 192}
+LATCHED = [
+    ("dot", None, True, "generated"),
+    ("cosine", None, True, "all"),
+    ("cast", 20.0, True, "generated"),
+    ("dot", 20.0, True, "all"),
+    ("cosine", None, True, "generated"),
+    ("dot", None, True, "prompt"),
+]
+
+
+@pytest.fixture(scope="module")
+def crowd(reference):
+    """Cases whose gates open early, and whose answers are long."""
+    return cases(reference, LATCHED, (60, 61, 62, 63, 58, 59), 100, seed=40, early=True)
+
+
+def crowded(model, crowd, root, *, cached, mutant=""):
+    return GatedRun(model, str(root), crowd, 100, {**CROWDED, "enable_prefix_caching": cached}, mutant=mutant)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cached", [False, True], ids=["computed anew", "resumed from cached blocks"])
+def test_a_latch_is_worked_out_again_after_a_preemption(model, crowd, tmp_path, cached):
+    assert all(case.opened for case in crowd)
+    counts = run_child(crowded(model, crowd, tmp_path / "rows", cached=cached), tmp_path / "job.json")
+    assert counts["preempted"] > 0
+
+
+@pytest.fixture(scope="module")
+def drafted(reference):
+    """Cases whose answers repeat themselves, so that drafts are accepted now and then."""
+    return cases(reference, [*LATCHED, ("dot", None, False, "all"), ("dot", 4.0, False, "generated")], (30, 9), 50, 80)
+
+
+def drafting(model, drafted, root, mutant=""):
+    return GatedRun(model, str(root), drafted, 50, {"speculative_config": NGRAM}, mutant=mutant)
+
+
+@pytest.mark.long
+def test_scores_of_rejected_drafts_open_no_gate(model, drafted, tmp_path):
+    assert sum(case.flips for case in drafted) > 20
+    counts = run_child(drafting(model, drafted, tmp_path / "rows"), tmp_path / "job.json")
+    assert counts["accepted"] > 10
+    assert counts["rejected"] > 10
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_computes_a_wrong_row(model, modes, crowd, drafted, tmp_path, mutant):
+    root = tmp_path / "rows"
+    job = {
+        "drafts are not cut": lambda: drafting(model, drafted, root, mutant),
+        "no reset where a request starts again": lambda: crowded(model, crowd, root, cached=False, mutant=mutant),
+        "scored positions are read from the cache": lambda: crowded(model, crowd, root, cached=True, mutant=mutant),
+    }.get(mutant, lambda: GatedRun(model, str(root), modes, TOKENS, {"max_num_seqs": 64}, mutant=mutant))()
+    run_child(job, tmp_path / "job.json")
