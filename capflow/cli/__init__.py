@@ -26,6 +26,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "doctor",
         "Show versions, what is missing, and whether a capture works here.",
     ),
+    "experiment": (
+        "capflow.cli.engine.experiment",
+        "experiment",
+        "Compare ways to steer on the same prompts, from a TOML file.",
+    ),
     "export": ("capflow_consumers.export.command", "export", "Write a captured data set in another format."),
     "inspect": ("capflow_consumers.inspect.command", "inspect", "Show what a captured data set holds; draw its norms."),
     "keys": ("capflow.cli.keys", "keys", "Make keys for TCP, and allow them to connect to a hub."),

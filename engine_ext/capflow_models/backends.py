@@ -13,6 +13,11 @@ Backend = Literal["vllm", "transformers"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 
 
+def resolved_model(model: str) -> str:
+    """Return the directory or the name of a model; `demo` is the demo model, which is made at its first use."""
+    return demo.resolved(model)
+
+
 def open_model(backend: Backend, model: str, arguments: dict[str, Any]) -> SteerableModel:
     """Return a model of a back end.
 
@@ -25,7 +30,7 @@ def open_model(backend: Backend, model: str, arguments: dict[str, Any]) -> Steer
     if backend not in BACKENDS:
         raise UsageError(explain("--backend", got=backend, expected=f"one of {', '.join(BACKENDS)}"))
     require("vllm", f"--backend {backend}", backend, "torch")
-    model = demo.resolved(model)
+    model = resolved_model(model)
     try:
         if backend == "vllm":
             from capflow_models.vllm_model import VLLMSteerableModel

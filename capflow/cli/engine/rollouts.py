@@ -55,7 +55,7 @@ def rollouts(
     from capflow.cli.engine.job import parse_pairs
 
     become(
-        "capflow_models.rolloutjob",
+        "capflow_models.jobs.rolloutjob",
         {
             "model": model,
             "backend": backend,

@@ -40,7 +40,7 @@ def fit(
     from capflow.cli.engine.job import parse_pairs
 
     become(
-        "capflow_models.fitjob",
+        "capflow_models.jobs.fitjob",
         {
             "model": model,
             "backend": backend,

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from capflow.cli.probe.fitting import Judgement, Method
+    from capflow.cli.probe.fitting import Judgement
+    from capflow.probes.linear import Method
     from capflow.probes.probe import Pool
 
 _PATH = click.Path(path_type=Path)

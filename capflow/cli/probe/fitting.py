@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from capflow.capture.site import Site
 from capflow.cli.probe.labelled import LabelledRows
 from capflow.errors import UsageError, explain
+from capflow.probes import linear
+from capflow.probes.linear import Method
 from capflow.probes.probe import Pool, Probe, Scorer
-
-Method = Literal["logistic", "mean"]
-
-_ITERATIONS_MAX = 5_000
 
 
 class Judgement(NamedTuple):
@@ -59,7 +57,7 @@ def fit(data: LabelledRows, site: Site, *, name: str, method: Method, pool: Pool
     """
     data.check_finite("captured rows", data.rows)
     rows, labels = data.examples(pool)
-    weight, bias = _logistic(rows, labels) if method == "logistic" else _difference(rows, labels)
+    weight, bias = linear.fitted(rows, labels, method)
     return Probe.make(site, weight, bias, names=[name], pool=pool)
 
 
@@ -83,24 +81,3 @@ def judge(data: LabelledRows, scorer: Scorer) -> list[Judgement]:
         )
         for index, name in enumerate(scorer.names)
     ]
-
-
-def _logistic(rows: Any, labels: Any) -> tuple[Any, Any]:
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.preprocessing import StandardScaler
-
-    scaler = StandardScaler().fit(rows.astype(np.float64))
-    model = LogisticRegression(class_weight="balanced", max_iter=_ITERATIONS_MAX)
-    model.fit(scaler.transform(rows.astype(np.float64)), labels)
-    weight = model.coef_[0] / scaler.scale_
-    return weight, model.intercept_[0] - weight @ scaler.mean_
-
-
-def _difference(rows: Any, labels: Any) -> tuple[Any, Any]:
-    positive, negative = (rows[labels == label].mean(axis=0, dtype=np.float64) for label in (True, False))
-    difference = positive - negative
-    square = difference @ difference
-    if not square > 0:
-        raise UsageError(explain("captured rows", got="the same mean for both labels", expected="different ones"))
-    weight = 2 * difference / square
-    return weight, -(weight @ (positive + negative)) / 2

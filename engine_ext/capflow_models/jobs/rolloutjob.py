@@ -22,7 +22,7 @@ from capflow.extras import require
 from capflow.files import whole_file
 from capflow.text import jsontext
 from capflow_models.backends import Backend, open_model
-from capflow_models.ending import check_interrupted, run_program
+from capflow_models.jobs.ending import check_interrupted, run_program
 from capflow_models.lines import LineFile, read_lines
 from capflow_models.model import Sampling
 from capflow_models.rollouts import PLAIN, Rollout, RolloutPlan, RolloutPrompt, missing, roll_out

@@ -1,0 +1,232 @@
+"""Arms and their points: what each asks of the engine for a request, and which gates must run beside the engine.
+
+A point of an arm is a `Setting`. Its name begins the ids of its requests, so that a gate can be limited to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from capflow.capture.site import Site
+from capflow.plugins.configure import load_plugins
+from capflow.probes.probe import Probe
+from capflow_models.experiment.file import Experiment
+from capflow_models.spec import Vector
+
+AXES: Mapping[str, tuple[str, ...]] = {
+    "baseline": (),
+    "prompt_only": (),
+    "always_on": ("layer", "scale"),
+    "random": ("layer", "scale"),
+    "shadow": ("threshold",),
+    "gated_sync": ("layer", "threshold", "scale"),
+    "gated_async": ("layer", "threshold", "scale"),
+    "in_graph": ("layer", "threshold", "sharpness", "scale"),
+}
+"""The axes that matter for each kind of arm."""
+
+GATE = "experiment"
+"""The name of a request's gate in the graph."""
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """One arm at one point of its sweep; None for an axis that does not matter for it.
+
+    name: the arm's name and the point's number.
+    sharpness: inf is a hard gate.
+    """
+
+    name: str
+    arm: str
+    kind: str
+    threshold: float | None = None
+    sharpness: float | None = None
+    scale: float | None = None
+    layer: int | None = None
+
+    @property
+    def title(self) -> str:
+        """The arm with the values of its axes."""
+        values = [f"{axis} {value:g}" for axis in AXES[self.kind] if (value := getattr(self, axis)) is not None]
+        return " ".join([self.arm, *values])
+
+
+class Directions(msgspec.Struct, frozen=True):
+    """The probes and vectors of an experiment, as the arms use them.
+
+    probe: of the gates, with its file.
+    vectors: by layer, at `hook`.
+    held_out: the probe that reads answers.
+    """
+
+    probe: Probe | None
+    probe_file: Path | None
+    vectors: Mapping[int, Vector]
+    hook: str
+    held_out: Probe | None
+
+    @property
+    def threshold(self) -> float:
+        """The probe's own threshold."""
+        return self.probe.thresholds[0] if self.probe is not None else 0.0
+
+
+def settings_of(experiment: Experiment, threshold: float) -> list[Setting]:
+    """Return the settings of all arms, in the file's order.
+
+    threshold: the probe's own, for arms without one.
+    """
+    settings = []
+    default = {"threshold": (threshold,), "sharpness": (float("inf"),), "scale": (1.0,), "layer": ()}
+    for arm, options in experiment.arms.items():
+        kind = experiment.kind(arm)
+        values = [getattr(options, axis) or getattr(experiment.sweep, axis) or default[axis] for axis in AXES[kind]]
+        for number, point in enumerate(product(*values)):
+            settings.append(Setting(f"{arm}-{number}", arm, kind, **dict(zip(AXES[kind], point, strict=True))))
+    return settings
+
+
+def random_vector(vector: Vector, seed: int) -> Vector:
+    """Return a random direction with the norm of a vector."""
+    direction = np.random.default_rng(seed).standard_normal(vector.size)
+    scaled: Vector = (direction * (np.linalg.norm(vector) / np.linalg.norm(direction))).astype(np.float32)
+    return scaled
+
+
+def fields_of(setting: Setting, experiment: Experiment, directions: Directions) -> dict[str, Any]:
+    """Return the steering fields of a setting's requests; none for arms that something else steers, or nothing."""
+    if setting.kind not in ("always_on", "random", "in_graph"):
+        return {}
+    assert setting.layer is not None
+    options = experiment.arms[setting.arm]
+    vector = directions.vectors[setting.layer]
+    if setting.kind == "random":
+        vector = random_vector(vector, options.vector_seed)
+    entry: dict[str, Any] = {"vector": vector, "scale": setting.scale}
+    fields: dict[str, Any] = {}
+    if setting.kind == "in_graph":
+        entry["gate"] = GATE
+        fields["steering_gates"] = {GATE: _gate(setting, experiment, directions)}
+    return {_FIELDS[options.at]: {directions.hook: {setting.layer: entry}}, **fields}
+
+
+_FIELDS = {
+    "all": "steering_vectors", "generated": "decode_steering_vectors", "prompt": "prefill_steering_vectors"
+}  # fmt: skip
+
+
+def _gate(setting: Setting, experiment: Experiment, directions: Directions) -> dict[str, Any]:
+    probe = directions.probe
+    assert probe is not None
+    assert setting.sharpness is not None
+    gate = {
+        "hook": probe.site.hook,
+        "layer": probe.site.layer,
+        "vector": probe.weight[0],
+        "bias": float(probe.bias[0]),
+        "threshold": setting.threshold,
+        "latch": experiment.gate.latch,
+        "positions": experiment.gate.positions,
+    }
+    return gate if np.isinf(setting.sharpness) else {**gate, "sharpness": setting.sharpness}
+
+
+def prompt_of(setting: Setting, experiment: Experiment, prompt: str) -> str:
+    """Return the prompt of a setting's request."""
+    return experiment.arms[setting.arm].template.replace("{prompt}", prompt) or prompt
+
+
+def sites_of(settings: Sequence[Setting], directions: Directions) -> list[str]:
+    """Return the sites to tap."""
+    sites = {Site(setting.layer, directions.hook) for setting in settings if setting.layer is not None}
+    sites |= {probe.site for probe in (directions.probe, directions.held_out) if probe is not None}
+    return [str(site) for site in sorted(sites)] or ["post_block:*"]
+
+
+TIERS = {"gated_sync": "sync", "gated_async": "async", "shadow": "sync"}
+"""The tiers of the `gate` plugin that arms use."""
+
+
+def gates_of(
+    settings: Sequence[Setting], experiment: Experiment, directions: Directions, files: Mapping[int, Path]
+) -> list[str]:
+    """Return the `--consumer` options of the gates that run beside the engine, one for each setting.
+
+    files: a vector's file, by layer.
+    """
+    consumers = []
+    for setting in settings:
+        if setting.kind not in TIERS:
+            continue
+        layer = setting.layer if setting.layer is not None else next(iter(files))
+        options = {
+            "tier": TIERS[setting.kind],
+            "probe": directions.probe_file,
+            "vector": files[layer],
+            "threshold": repr(setting.threshold),
+            "scale": repr(1.0 if setting.scale is None else setting.scale),
+            "positions": POSITIONS[experiment.gate.positions],
+            "requests": f"{setting.name}.*",
+        }
+        if not experiment.gate.latch:
+            options["release"] = repr(setting.threshold)
+        if setting.kind == "shadow":
+            options["shadow"] = "true"
+        if options["tier"] == "sync":
+            del options["tier"]
+        text = ",".join(f"{name}={value}" for name, value in options.items())
+        consumers.append(f"gate@{setting.name}:{text}")
+    return consumers
+
+
+POSITIONS = {"all": "all", "last_prompt": "last_prompt", "prompt": "all_prompt", "generated": "all_generated"}
+"""The positions of gates, as captures name them."""
+
+
+def check_engine(settings: Sequence[Setting], experiment: Experiment) -> None:
+    """Raise UsageError for an arm that this version of the engine and of the gate cannot run."""
+    needed = {"gated_sync": ("requests",), "gated_async": ("requests", "tier"), "shadow": ("requests", "shadow")}
+    options = {field.name for field in msgspec.structs.fields(load_plugins()["gate"].Config)}
+    for setting in settings:
+        lacking = [name for name in needed.get(setting.kind, ()) if name not in options]
+        if lacking:
+            raise experiment.wrong(
+                ("arms", setting.arm), got=setting.kind, expected=f"a gate plugin with the option {lacking[0]}",
+                do="remove the arm, or install a capflow whose gate has it",
+            )  # fmt: skip
+        if setting.kind == "in_graph" and not _has_graph_gates():
+            raise experiment.wrong(
+                ("arms", setting.arm), got=setting.kind, expected="an engine with steering_gates",
+                do="remove the arm, or install a capflow that has them",
+            )  # fmt: skip
+
+
+def _has_graph_gates() -> bool:
+    import inspect
+
+    import capflow
+
+    return "steering_gates" in inspect.signature(capflow.sampling_params).parameters
+
+
+def check_layers(settings: Sequence[Setting], experiment: Experiment, directions: Directions) -> None:
+    """Raise UsageError for a layer without a vector, and for a gate in the graph whose vector lies before its probe."""
+    for setting in settings:
+        if setting.layer is None:
+            continue
+        key = ("arms", setting.arm, "layer") if experiment.arms[setting.arm].layer else ("sweep", "layer")
+        if setting.layer not in directions.vectors:
+            expected = f"a layer with a vector: {', '.join(map(str, directions.vectors))}"
+            raise experiment.wrong(key, got=setting.layer, expected=expected)
+        probe = directions.probe
+        if setting.kind == "in_graph" and probe is not None:
+            site = Site(setting.layer, directions.hook)
+            if site < probe.site or (experiment.gate.latch and site == probe.site):
+                expected = f"a layer after the probe's site, {probe.site}"
+                raise experiment.wrong(key, got=setting.layer, expected=expected, do="or write latch = false in [gate]")

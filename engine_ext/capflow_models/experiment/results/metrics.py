@@ -1,0 +1,290 @@
+"""What is measured of a cell, and the tables of all arms: by label, beside the baseline, and at equal effect.
+
+A metric has one number for each cell. Its seeds are averaged for each prompt; the tables are over prompts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from capflow_models.experiment.arms import Setting
+from capflow_models.experiment.file import GATED, Experiment
+from capflow_models.experiment.prompts import LabelledPrompt
+from capflow_models.experiment.records import Cell
+from capflow_models.experiment.results import statistics
+from capflow_models.experiment.results.statistics import Drawn, Floats
+
+LABELS = ("target", "benign", "all")
+
+MEANINGS: Mapping[str, tuple[str, str]] = {
+    "gate_rate": ("gate fired", "share of answers whose gate fired"),
+    "first_firing": ("first firing", "position of the first firing, from the first generated position"),
+    "duty": ("duty", "share of generated positions at which the vector acted"),
+    "score_max": ("highest score", "highest score of the gate's probe in the request"),
+    "held_out": ("held-out score", "the second probe's mean score on the answer, read by the model without steering"),
+    "judge": ("judge", "the judge's score of the answer"),
+    "kl": ("KL", "mean KL(baseline || arm) on the baseline's tokens, nats a token"),
+    "perplexity": ("perplexity", "of the answer, under the model without steering"),
+    "distinct_1": ("distinct-1", "share of different tokens"),
+    "distinct_2": ("distinct-2", "share of different pairs of tokens"),
+    "length": ("length", "tokens of the answer"),
+    "tokens_per_s": ("tokens/s", "generated tokens a second, of the arm's batch"),
+    "ttft_ms": ("TTFT, ms", "time to the first token"),
+    "tpot_ms": ("TPOT, ms", "time for each further token"),
+    "cached_tokens": ("cached", "tokens of the prompt that were read from the prefix cache"),
+}
+"""Each metric's title and its meaning."""
+
+
+class MetricRow(msgspec.Struct, frozen=True):
+    """One metric of one setting for one label.
+
+    prompts: how many have a value.
+    low, high: the interval of the mean.
+    difference, difference_low, difference_high: of the setting minus the baseline, paired by prompt.
+    """
+
+    setting: str
+    arm: str
+    kind: str
+    threshold: float | None
+    sharpness: float | None
+    scale: float | None
+    layer: int | None
+    label: str
+    metric: str
+    prompts: int
+    mean: float
+    low: float
+    high: float
+    difference: float
+    difference_low: float
+    difference_high: float
+
+
+class Separation(msgspec.Struct, frozen=True):
+    """How well the gate's score separates the labels, by the highest score of each request.
+
+    thresholds, false, true: the ROC curve.
+    """
+
+    setting: str
+    auc: float
+    low: float
+    high: float
+    thresholds: list[float]
+    false: list[float]
+    true: list[float]
+
+
+class Match(msgspec.Struct, frozen=True):
+    """The harm of a setting on benign prompts, beside that of another arm at the same effect on target prompts.
+
+    effect: of the setting, the difference to the baseline, with its interval.
+    harm: of the setting; of the other arm at this effect; and the difference, each with its interval.
+    reached: the share of resamples in which the other arm reaches the effect at all; the others are left out.
+    """
+
+    setting: str
+    other: str
+    effect: tuple[float, float, float]
+    harm: tuple[float, float, float]
+    other_harm: tuple[float, float, float]
+    difference: tuple[float, float, float]
+    reached: float
+
+
+class ResultTables(msgspec.Struct, frozen=True):
+    """All results."""
+
+    rows: list[MetricRow]
+    separations: list[Separation]
+    matches: list[Match]
+
+
+def value_of(cell: Cell, metric: str, judged: Mapping[str, float]) -> float:
+    """Return a metric of one cell; NaN if it has none.
+
+    judged: the judge's scores, by `judge_id`.
+    """
+    if metric in ("gate_rate", "first_firing"):
+        if cell.kind not in GATED:
+            return math.nan
+        if metric == "gate_rate":
+            return float(cell.first_firing is not None)
+        return math.nan if cell.first_firing is None else float(cell.first_firing)
+    if metric == "duty":
+        return _mean(cell.steered)
+    if metric == "score_max":
+        return max(cell.scores, default=math.nan)
+    if metric == "judge":
+        return judged.get(judge_id(cell), math.nan)
+    if metric == "kl":
+        return _mean(cell.kl)
+    if metric == "perplexity":
+        return math.exp(min(_mean(cell.nll), 700.0)) if cell.nll else math.nan
+    if metric in ("distinct_1", "distinct_2"):
+        return distinct(cell.tokens, int(metric[-1]))
+    if metric == "length":
+        return float(len(cell.tokens))
+    value = getattr(cell, metric)
+    return math.nan if value is None else float(value)
+
+
+def distinct(tokens: Sequence[int], n: int) -> float:
+    """Return the share of different n-grams among those of an answer; NaN if it has none."""
+    grams = list(zip(*(tokens[start:] for start in range(n)), strict=False))
+    return len(set(grams)) / len(grams) if grams else math.nan
+
+
+def judge_id(cell: Cell) -> str:
+    """Return the name of a cell for the judge."""
+    axes = [f"{value:g}" for value in (cell.threshold, cell.sharpness, cell.scale, cell.layer) if value is not None]
+    return "/".join([cell.arm, *axes, cell.prompt_id, str(cell.seed)])
+
+
+def tables_of(
+    experiment: Experiment,
+    settings: Sequence[Setting],
+    prompts: Sequence[LabelledPrompt],
+    cells: Sequence[Cell],
+    judged: Mapping[str, float],
+) -> ResultTables:
+    """Return all results. A setting or prompt without cells has no values."""
+    general = experiment.general
+    labels = [prompt.label for prompt in prompts]
+    drawn = statistics.draw(labels, general.resamples)
+    values = by_prompt(experiment, settings, prompts, cells, judged)
+    masks = {name: np.array([name in ("all", label) for label in labels]) for name in LABELS}
+    baseline = next(setting.name for setting in settings if setting.kind == "baseline")
+    rows = []
+    for metric in experiment.metrics:
+        for setting in settings:
+            for label, mask in masks.items():
+                mine = np.where(mask, values[setting.name, metric], np.nan)
+                if np.isfinite(mine).any():
+                    theirs = np.where(mask, values[baseline, metric], np.nan)
+                    rows.append(_row(setting, label, metric, mine, mine - theirs, drawn, general.confidence))
+    return ResultTables(rows, _separations(experiment, settings, labels, values, drawn),
+                  _matches(experiment, settings, baseline, masks, values, drawn))  # fmt: skip
+
+
+def by_prompt(
+    experiment: Experiment,
+    settings: Sequence[Setting],
+    prompts: Sequence[LabelledPrompt],
+    cells: Sequence[Cell],
+    judged: Mapping[str, float],
+) -> dict[tuple[str, str], Floats]:
+    """Return the values `[prompts]` by setting and metric, each the mean over the seeds; NaN for none."""
+    names = {_point(setting): setting.name for setting in settings}
+    places = {prompt.id: place for place, prompt in enumerate(prompts)}
+    metrics = {*experiment.metrics, *(["score_max"] if experiment.probe is not None else [])}
+    taken: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    for cell in cells:
+        name = names.get(_point(cell))
+        if name is not None and cell.prompt_id in places:
+            for metric in metrics:
+                taken[name, metric, places[cell.prompt_id]].append(value_of(cell, metric, judged))
+    values = {(s.name, metric): np.full(len(prompts), np.nan) for s in settings for metric in metrics}
+    for (name, metric, place), each in taken.items():
+        values[name, metric][place] = statistics.mean(np.array(each))
+    return values
+
+
+def _point(one: Setting | Cell) -> tuple[object, ...]:
+    return one.arm, one.threshold, one.sharpness, one.scale, one.layer
+
+
+def _row(
+    setting: Setting, label: str, metric: str, mine: Floats, difference: Floats, drawn: Drawn, confidence: float
+) -> MetricRow:
+    return MetricRow(
+        setting.name, setting.arm, setting.kind, setting.threshold, setting.sharpness, setting.scale, setting.layer,
+        label, metric, int(np.isfinite(mine).sum()), *_estimate(mine, drawn, confidence),
+        *_estimate(difference, drawn, confidence),
+    )  # fmt: skip
+
+
+def _estimate(values: Floats, drawn: Drawn, confidence: float) -> tuple[float, float, float]:
+    resampled = statistics.means(values, drawn)
+    return statistics.mean(values), *statistics.interval(resampled, confidence)
+
+
+def _separations(
+    experiment: Experiment,
+    settings: Sequence[Setting],
+    labels: Sequence[str],
+    values: Mapping[tuple[str, str], Floats],
+    drawn: Drawn,
+) -> list[Separation]:
+    """Return the ROC of the first shadow arm, or of the baseline: nothing steers there."""
+    if experiment.probe is None:
+        return []
+    chosen = min(settings, key=lambda s: {"shadow": 0, "baseline": 1}.get(s.kind, 2))
+    scores = values[chosen.name, "score_max"]
+    positive = np.array([label == "target" for label in labels])
+    present = np.isfinite(scores)
+    if not present[positive].any() or not present[~positive].any():
+        return []
+    thresholds, false, true = statistics.roc(scores[present], positive[present])
+    resampled = np.array([
+        statistics.auc(scores[places], positive[places]) for row in drawn for places in [row[present[row]]]
+    ])  # fmt: skip
+    low, high = statistics.interval(resampled, experiment.general.confidence)
+    area = statistics.auc(scores[present], positive[present])
+    return [Separation(chosen.name, area, low, high, thresholds.tolist(), false.tolist(), true.tolist())]
+
+
+def _matches(
+    experiment: Experiment,
+    settings: Sequence[Setting],
+    baseline: str,
+    masks: Mapping[str, Floats],
+    values: Mapping[tuple[str, str], Floats],
+    drawn: Drawn,
+) -> list[Match]:
+    """Compare each gated setting with the always-on settings of its layer, in the order of their scales."""
+    effect, harm = experiment.effect, experiment.harm
+    if effect is None or harm is None:
+        return []
+
+    def resampled(name: str, metric: str, label: str) -> Floats:
+        change = values[name, metric] - values[baseline, metric]
+        mine = np.where(masks[label], change, np.nan)
+        return np.concatenate([[statistics.mean(mine)], statistics.means(mine, drawn)])
+
+    matches = []
+    for setting in settings:
+        if setting.kind not in ("gated_sync", "gated_async", "in_graph"):
+            continue
+        curve = sorted(
+            (s for s in settings if s.kind == "always_on" and s.layer == setting.layer), key=lambda s: s.scale or 0.0
+        )
+        if not curve:
+            continue
+        own_effect, own_harm = resampled(setting.name, effect, "target"), resampled(setting.name, harm, "benign")
+        nothing = np.zeros_like(own_effect)
+        effects = np.array([nothing, *(resampled(s.name, effect, "target") for s in curve)])
+        harms = np.array([nothing, *(resampled(s.name, harm, "benign") for s in curve)])
+        theirs = np.array([
+            statistics.at_effect(effects[:, n], harms[:, n], own_effect[n]) for n in range(len(own_effect))
+        ])  # fmt: skip
+        confidence = experiment.general.confidence
+        estimates = [
+            (float(each[0]), *statistics.interval(each[1:], confidence))
+            for each in (own_effect, own_harm, theirs, own_harm - theirs)
+        ]
+        reached = float(np.isfinite(theirs[1:]).mean())
+        own, mine, other, difference = estimates
+        matches.append(Match(setting.name, curve[0].arm, own, mine, other, difference, reached))
+    return matches
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.mean(np.array(values, np.float64)) if values else math.nan

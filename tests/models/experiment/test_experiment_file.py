@@ -1,0 +1,110 @@
+"""The file of an experiment: each wrong value is refused with its line, and with what to write."""
+
+import json
+
+import pytest
+
+from capflow.errors import UsageError
+from capflow_models.experiment.arms import settings_of
+from capflow_models.experiment.file import Experiment
+from capflow_models.experiment.places import line_of, lines_of
+
+GOOD = """\
+model = "demo"
+seeds = [0, 1]
+
+[prompts]
+path = "prompts.jsonl"
+
+[probe]
+fit = "prompts.jsonl"
+layer = 2
+
+[vector]
+fit = "pairs.jsonl"
+
+[sweep]
+layer = [3]
+scale = [1.0, 2.0]
+
+[arms.baseline]
+
+[arms.always_on]
+
+[arms.gated_sync]
+threshold = [0.0, 1.0, 2.0]
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "w5", "label": "target"}) + "\n")
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"positive": "w5", "negative": "w6"}) + "\n")
+
+    def write(text):
+        path = tmp_path / "experiment.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_an_arm_has_every_combination_of_the_axes_that_matter_for_it(write):
+    settings = settings_of(Experiment.read(write(GOOD)), 0.5)
+    points = [(setting.arm, setting.threshold, setting.scale) for setting in settings]
+    assert points[:3] == [("baseline", None, None), ("always_on", None, 1.0), ("always_on", None, 2.0)]
+    assert len([point for point in points if point[0] == "gated_sync"]) == 3 * 2
+    assert len({setting.name for setting in settings}) == len(settings)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line", "words"),
+    [
+        ("[arms.gated_sync]", "[arms.gatd_sync]", 22, "got gatd_sync, expected one of baseline, always_on"),
+        ("[arms.always_on]", '[arms.mine]\nkind = "allways"', 21, "got allways, expected one of baseline"),
+        ("seeds = [0, 1]", 'metrics = ["kl", "perplexty"]', 2, "got perplexty, expected one of gate_rate"),
+        ("seeds = [0, 1]", 'metrics = ["judge"]', 2, "write a table [judge]"),
+        ("seeds = [0, 1]", 'effect = "held_out"', 2, "write a table [held_out]"),
+        ("seeds = [0, 1]", "sedes = [0, 1]", 2, "got an unknown key, expected one of model, seeds"),
+        ("seeds = [0, 1]", 'seeds = "0"', 2, "got 0, expected array"),
+        ("seeds = [0, 1]", "max_tokens = 0", 2, "got 0, expected int >= 1"),
+        ('path = "prompts.jsonl"', 'path = "promts.jsonl"', 5, "got promts.jsonl, expected an existing file"),
+        ('path = "prompts.jsonl"', 'pth = "prompts.jsonl"', 5, "got an unknown key, expected one of path"),
+        ('path = "prompts.jsonl"', "", 4, "write path = …"),
+        ("layer = 2", "", 7, "expected the layer of the probe; write layer = 9"),
+        ("layer = 2", 'file = "prompts.jsonl"', 7, "got both, expected either file or fit"),
+        ('fit = "pairs.jsonl"', 'fit = "missing.jsonl"', 12, "got missing.jsonl, expected an existing file"),
+        ("layer = [3]", "", 20, "write layer = [12] here or in [sweep]"),
+        ("scale = [1.0, 2.0]", "scale = [1.0, nan]", 16, "expected finite numbers"),
+        ("scale = [1.0, 2.0]", "scale = [1.0, 1.0]", 16, "expected each value once"),
+        ("scale = [1.0, 2.0]", "sharpness = [-1.0]", 16, "got -1.0, expected float > 0"),
+        ("[arms.baseline]", "[arms.shadow]", 1, "write [arms.baseline]"),
+        ("[arms.always_on]", "[arms.prompt_only]", 20, "expected a text with {prompt} in it"),
+        ("threshold = [0.0, 1.0, 2.0]", 'at = "all"', 23, "expected generated, as it acts between steps"),
+        ("[arms.baseline]", "[gate]\nlatched = true\n[arms.baseline]", 19, "expected one of positions, latch"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_line_and_what_to_write(write, before, after, line, words):
+    assert before in GOOD
+    path = write(GOOD.replace(before, after))
+    with pytest.raises(UsageError) as e:
+        Experiment.read(path)
+    assert str(e.value).startswith(f"{path}, line {line}: ")
+    assert words in str(e.value)
+
+
+def test_a_file_that_is_no_toml_is_refused_with_its_line(write):
+    with pytest.raises(UsageError, match="at line 3, column 2"):
+        Experiment.read(write('model = "demo"\nseeds = [0,\n[x'))
+
+
+def test_lines_are_those_of_keys_tables_and_arrays_of_tables():
+    text = 'a = 1\n[[b]]\nc = """\nd = 2\n"""\n[[b]]\n"e f" = 3\ng.h = 4\n[x.y] # no\nz = "[q]"\n'
+    lines = lines_of(text)
+    assert lines["a",] == 1
+    assert lines["b", 0, "c"] == 3
+    assert ("b", 0, "d") not in lines
+    assert lines["b", 1, "e f"] == 7
+    assert lines["b", 1, "g", "h"] == 8
+    assert lines["x", "y", "z"] == 10
+    assert line_of(lines, ("x", "y", "missing")) == 9
