@@ -18,7 +18,7 @@ from capflow_models.lines import LineFile
 JUDGED = "judged.jsonl"
 
 
-class Score(msgspec.Struct, frozen=True):
+class JudgedLine(msgspec.Struct, frozen=True):
     """A line that the judge writes."""
 
     id: str
@@ -73,7 +73,7 @@ def _run(experiment: Experiment, cells: Sequence[Cell], texts: dict[str, str]) -
         got = f"exit code {done.returncode}: {done.stderr.decode(errors='replace').strip()[-200:]}"
         raise CapflowError(explain(where, got=got, expected="exit code 0"))
     try:
-        scores = [msgspec.json.decode(line, type=Score) for line in done.stdout.splitlines() if line.strip()]
+        scores = [msgspec.json.decode(line, type=JudgedLine) for line in done.stdout.splitlines() if line.strip()]
     except msgspec.MsgspecError as e:
         raise CapflowError(explain(f"{where}: output", got=str(e), expected='{"id", "score"} a line')) from e
     made = {score.id: score.score for score in scores}
