@@ -55,7 +55,10 @@ def read_prompts(experiment: Experiment) -> list[LabelledPrompt]:
 
 
 def read_texts(path: Path, prompt: str, label: str, positive: Sequence[str]) -> list[tuple[str, bool]]:
-    """Return the texts of a file, each with whether its label is positive. Raises UsageError if all labels are alike."""
+    """Return the texts of a file, each with whether its label is positive.
+
+    Raises UsageError if all labels are alike.
+    """
     texts = [
         (str(_field(row, prompt, place)), str(_field(row, label, place)) in positive) for place, row in read_rows(path)
     ]

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from capflow_models.experiment.arms import Setting
@@ -85,7 +86,7 @@ def _effect(experiment: Experiment, settings: Sequence[Setting], tables: ResultT
         colour, marker = COLOURS[setting.kind], MARKERS[setting.kind]
         x = np.array([[p[1].difference, p[1].difference_low, p[1].difference_high] for p in points])
         y = np.array([[p[2].difference, p[2].difference_low, p[2].difference_high] for p in points])
-        title = setting.title if setting.scale is None else Setting.title.fget(_without_scale(setting))  # type: ignore[attr-defined]
+        title = msgspec.structs.replace(setting, scale=None).title
         errors = {"xerr": _errors(x), "yerr": _errors(y)}
         axes.errorbar(
             x[:, 0],
@@ -114,12 +115,6 @@ def _effect(experiment: Experiment, settings: Sequence[Setting], tables: ResultT
         "are scales. At one effect, the lower arm is better."
     )
     return caption, figure
-
-
-def _without_scale(setting: Setting) -> Setting:
-    import msgspec
-
-    return msgspec.structs.replace(setting, scale=None)
 
 
 def _errors(values: Any) -> Any:
