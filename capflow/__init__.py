@@ -26,7 +26,17 @@ if TYPE_CHECKING:
     from capflow.errors import CapflowError, FatalError, HubUnreachableError, RetryError, UsageError, explain
     from capflow.hub.hub import Hub
     from capflow.plugins.configure import configure, configure_all, load_plugins
-    from capflow.plugins.consumer import Consumer, Context, Controller, StepRows, StepView, hookimpl
+    from capflow.plugins.consumer import (
+        Consumer,
+        Context,
+        Controller,
+        Decision,
+        StepProbe,
+        StepRows,
+        StepScores,
+        StepView,
+        hookimpl,
+    )
     from capflow.probes.kinds import load_probe
     from capflow.probes.probe import Probe, Scorer, load_vector, save_vector
     from capflow.protocol.routing import hub_of
@@ -75,6 +85,7 @@ __all__ = [
     "Consumer",
     "Context",
     "Controller",
+    "Decision",
     "FatalError",
     "Frame",
     "FrameHeader",
@@ -101,7 +112,9 @@ __all__ = [
     "Status",
     "Steer",
     "SteeringVector",
+    "StepProbe",
     "StepRows",
+    "StepScores",
     "StepView",
     "TorchRows",
     "Unfreeze",
@@ -138,7 +151,17 @@ _PLACES = {
     "capflow.errors": ("CapflowError", "FatalError", "HubUnreachableError", "RetryError", "UsageError", "explain"),
     "capflow.hub.hub": ("Hub",),
     "capflow.plugins.configure": ("configure", "configure_all", "load_plugins"),
-    "capflow.plugins.consumer": ("Consumer", "Context", "Controller", "StepRows", "StepView", "hookimpl"),
+    "capflow.plugins.consumer": (
+        "Consumer",
+        "Context",
+        "Controller",
+        "Decision",
+        "StepProbe",
+        "StepRows",
+        "StepScores",
+        "StepView",
+        "hookimpl",
+    ),
     "capflow.probes.kinds": ("load_probe",),
     "capflow.probes.probe": ("Probe", "Scorer", "load_vector", "save_vector"),
     "capflow.protocol.routing": ("hub_of",),

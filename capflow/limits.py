@@ -92,6 +92,10 @@ RETRY_LOGGED_S = 60.0  # time between two log lines about one call that is retri
 RESTARTS_MAX = 3  # restarts of a consumer by one record, which is then set aside
 DEAD_BYTES_DEFAULT = 1024 * MIB  # dead letters of one consumer
 DEAD_LETTERS_MAX = 100_000  # dead letters of one consumer
+CONTROLLER_CALLS_TIMED = 32  # calls of one controller of which the median is taken
+CONTROLLER_CALL_S_MAX = 0.1  # that median; a controller that stays above it is off until its engine restarts
+CONTROLLER_ACTIONS_KEPT = 64  # latest actions of one controller on one request
+CONTROLLERS_MAX = 64  # controllers that one worker reports
 CONTROLLER_FAILURES_MAX = 16  # failures in a row; then a controller is off until its engine restarts
 TROUBLE_LENGTH_MAX = 1_024  # characters of the message about one failed controller
 

@@ -100,9 +100,9 @@ class Hub:
         self._turns = Turns(self._dispatch.handle)
         specs = (wish.spec for wish in self.index.wishes)
         costs = [notice(c.name, c.consumer, spec) for c, spec in zip(consumers, specs, strict=True)]
-        costs += [notice(c.name, c.kind, c.capture) for c in controllers]
+        costs += [notice(c.name, c.kind, each) for c in controllers for each in c.captures]
         # Costs of consumers that a user may not expect.
-        self.notices = tuple(cost for cost in costs if cost is not None)
+        self.notices = tuple(dict.fromkeys(cost for cost in costs if cost is not None))
         self.state = HubState.STARTING
         self._tick_at = 0.0
         # The result of `stop`.

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pluggy
 import xxhash
 from msgspec import inspect
@@ -28,7 +29,7 @@ from capflow.capture.spec import CaptureSpec
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.extras import EXTRAS, require
 from capflow.plugins import consumer as contract
-from capflow.plugins.consumer import Consumer, Controller
+from capflow.plugins.consumer import MODES, SCORES, Consumer, Controller, StepProbe
 from capflow.protocol.message import ControllerSpec
 
 Plugin = type[Consumer] | type[Controller]
@@ -138,26 +139,53 @@ class ConfiguredController:
 
     def spec(self) -> ControllerSpec:
         """Return what a worker needs to run it."""
-        instance = "" if self.name == self.kind.name else self.name
-        return ControllerSpec(self.kind.name, msgspec.msgpack.encode(self.state), instance, self.capture)
+        return self._spec
+
+    @property
+    def captures(self) -> tuple[CaptureSpec, ...]:
+        """What it reads and scores of every request."""
+        return self._spec.captures
 
     @functools.cached_property
-    def capture(self) -> CaptureSpec:
-        """What it sees of every request. Raises CapflowError if the plugin returns no spec."""
+    def _spec(self) -> ControllerSpec:
+        """Its spec; the plugin is asked once. Raises CapflowError if what it returns cannot work."""
         try:
-            spec = self.make().spec()
+            controller = self.make()
+            capture, probes = controller.spec(), list(controller.probes())
+            mode, requests = controller.mode, controller.requests
         except CapflowError:
             raise
         except Exception as e:
             raise CapflowError(explain(f"controller {self.name} failed", got=f"{type(e).__name__}: {e}")) from e
-        if not isinstance(spec, CaptureSpec):
-            expected = "a CaptureSpec"
-            raise CapflowError(explain(f"controller {self.name}: spec()", got=type(spec).__name__, expected=expected))
-        return spec
+        if capture is not None and not isinstance(capture, CaptureSpec):
+            got, expected = type(capture).__name__, "a CaptureSpec or None"
+            raise CapflowError(explain(f"controller {self.name}: spec()", got=got, expected=expected))
+        for number, probe in enumerate(probes):
+            check_probe(probe, f"controller {self.name}: probes()[{number}]")
+        if capture is None and not probes:
+            expected = "a CaptureSpec of rows to read, or probes"
+            raise CapflowError(explain(f"controller {self.name}: spec() and probes()", got="none", expected=expected))
+        if mode not in MODES:
+            raise CapflowError(
+                explain(f"controller {self.name}: mode", got=mode, expected=f"one of {', '.join(MODES)}")
+            )
+        if not isinstance(requests, str) or not requests:
+            expected = "a pattern of ids, such as *"
+            raise CapflowError(explain(f"controller {self.name}: requests", got=requests, expected=expected))
+        return ControllerSpec(
+            self.kind.name,
+            msgspec.msgpack.encode(self.state),
+            "" if self.name == self.kind.name else self.name,
+            capture,
+            tuple(probe.spec() for probe in probes),
+            mode,
+            requests,
+        )
 
     def check(self, model: ModelInfo) -> None:
         """Raise UsageError if the model does not have what the controller needs, or the plugin fails."""
-        self.capture.resolve(model.sites, num_layers=model.num_layers, where=f"controllers.{self.name}.capture")
+        for capture in self.captures:
+            capture.resolve(model.sites, num_layers=model.num_layers, where=f"controllers.{self.name}.capture")
         try:
             self.make().open(model)
         except UsageError:
@@ -170,6 +198,24 @@ class ConfiguredController:
         controller = self.kind(self.state)
         controller.instance = self.name
         return controller
+
+
+def check_probe(probe: Any, where: str) -> None:
+    """Raise CapflowError if a controller's probe is none, or cannot work.
+
+    where: the probe, for the message.
+    """
+    if not isinstance(probe, StepProbe):
+        raise CapflowError(explain(where, got=type(probe).__name__, expected="a StepProbe"))
+    weight = np.asarray(probe.weight)
+    if weight.ndim != 1 or not np.isfinite(weight.astype(np.float64)).all() or not np.isfinite(probe.bias):
+        expected = "hidden_size finite numbers, and a finite bias"
+        raise CapflowError(
+            explain(f"{where}.weight", got=f"shape {weight.shape}, bias {probe.bias}", expected=expected)
+        )
+    if probe.score not in SCORES:
+        raise CapflowError(explain(f"{where}.score", got=probe.score, expected=f"one of {', '.join(SCORES)}"))
+    probe.spec().set_of_positions(where)
 
 
 Configured = ConfiguredConsumer | ConfiguredController
@@ -343,7 +389,7 @@ def configure(name: str, options: Mapping[str, Any], plugins: Mapping[str, Plugi
         if not issubclass(plugin, Consumer):
             controller = ConfiguredController(name, plugin, plugin.load(config))
             # Asked here, so that a plugin that fails stops the start.
-            assert controller.capture is not None
+            controller.spec()
             return controller
         consumer = plugin(config)
         consumer.instance = name

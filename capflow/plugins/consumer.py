@@ -18,7 +18,7 @@ Fields without a default are required; unknown options are errors. Lists are wri
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -33,6 +33,7 @@ from capflow.capture.model import ModelInfo
 from capflow.capture.result import CaptureResult, RequestDone
 from capflow.capture.site import Site
 from capflow.capture.spec import CaptureSpec
+from capflow.limits import Name
 from capflow.steering.action import Action, Answered
 from capflow.text.brief import brief
 
@@ -165,6 +166,35 @@ class Consumer(Named, ABC):
         """Close what `open` opened. All frames were handled before."""
 
 
+class StepProbe(NamedTuple):
+    """A probe whose scores a controller reads; the engine computes them where the rows are.
+
+    site: where it reads the stream, before anything steers it there.
+    weight: `[hidden_size]` numbers.
+    bias: is added to the score.
+    score: `dot` (`x · weight`), `cosine` (`x · weight / (‖x‖ ‖weight‖)`) or `cast` (the cosine of `x` and
+        `tanh(proj x)`, where `proj x` is the projection of `x` on the weight).
+    positions: the positions that it scores, in a form of `CaptureSpec.positions`.
+    """
+
+    site: Site
+    weight: npt.ArrayLike
+    bias: float = 0.0
+    score: str = "dot"
+    positions: Any = "all"
+
+    def spec(self) -> CaptureSpec:
+        """Return the site and the positions as a spec."""
+        return CaptureSpec({self.site.hook: [self.site.layer]}, self.positions)
+
+    def __repr__(self) -> str:
+        return brief(self)
+
+
+SCORES = ("dot", "cosine", "cast")
+"""The kinds of scores."""
+
+
 class StepRows(NamedTuple):
     """Rows of one request at one site in the step just computed.
 
@@ -181,24 +211,103 @@ class StepRows(NamedTuple):
         return brief(self)
 
 
+class StepScores(NamedTuple):
+    """Scores of one request by one probe in the step just computed.
+
+    probe: the index of the probe in `Controller.probes`.
+    start: the position of the first score.
+    scores: `[count]` float32, one for each position from `start` on.
+    """
+
+    request: str
+    site: Site
+    probe: int
+    start: int
+    prompt_length: int
+    scores: npt.NDArray[np.float32]
+
+    def __repr__(self) -> str:
+        return brief(self)
+
+
+class ScoreBatch(NamedTuple):
+    """Scores of many requests by one probe: the content of several `StepScores` in one array, request after request.
+
+    requests: for each part, the request's id.
+    starts, prompt_lengths: for each part, as in `StepScores`.
+    offsets: `[parts + 1]`: part `n` has `scores[offsets[n] : offsets[n + 1]]`.
+    """
+
+    probe: int
+    site: Site
+    requests: Sequence[str]
+    starts: Sequence[int]
+    prompt_lengths: Sequence[int]
+    offsets: npt.NDArray[np.int64]
+    scores: npt.NDArray[np.float32]
+
+    def __repr__(self) -> str:
+        return brief(self)
+
+
+class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An action of a controller with its cause, which the action's event then has.
+
+    action: None for an event of kind `gate` alone: nothing changes.
+    position: the position whose score decided.
+    score: the score.
+    threshold: what it was compared with.
+    label: the event's label; by default the action's.
+    """
+
+    request: Name
+    action: Action | None = None
+    position: int | None = None
+    score: float | None = None
+    threshold: float | None = None
+    label: Name = ""
+
+    __repr__ = brief
+
+
 class StepView(Protocol):
-    """A step as a controller sees it: the rows that its `spec` names."""
+    """A step as a controller sees it: the rows that its `spec` names, and the scores of its `probes`."""
 
     step: int
 
     def rows(self) -> Iterator[StepRows]:
         """Yield the rows, request by request."""
 
+    def scores(self) -> Iterator[StepScores]:
+        """Yield the scores, request by request, for each probe."""
+
+    def score_batches(self) -> Iterator[ScoreBatch]:
+        """Yield the same scores in larger arrays."""
+
+    def steered(self) -> Collection[str]:
+        """Return the ids of the requests that a `Steer` of this controller steers now."""
+
 
 class Controller(Named, ABC):
-    """Runs between two steps, in the worker of the pipeline stage that has its sites. One stage must have all of them.
+    """Runs between two steps, in a worker.
 
     `State` travels from the hub to the workers. In the hub, `load` makes it from the `Config`, and reads the files that
     this names. In a worker, the class is made from it.
+
+    mode: when its actions apply; one of `MODES`.
+
+        * `replicated`: from the next position on. It runs before the next step, in the first rank of the pipeline stage
+          that has its sites; one stage must have all of them. The other ranks of the stage apply its decisions.
+        * `ordered`: from the next position on, or one later with async scheduling. It runs when the output of the step
+          is taken, in the rank that returns the output, so the step never waits for it. It reads at the last pipeline
+          stage and steers at any. Its decisions go to the scheduler, which orders every rank to apply them.
+    requests: the requests that it sees: those whose id matches this pattern, as in `fnmatch`.
     """
 
     Config: ClassVar[type[msgspec.Struct]]
     State: ClassVar[type[msgspec.Struct]]
+    mode: str = "replicated"
+    requests: str = "*"
 
     @classmethod
     @abstractmethod
@@ -208,12 +317,19 @@ class Controller(Named, ABC):
     def __init__(self, state: Any) -> None:
         self.state = state
 
-    @abstractmethod
-    def spec(self) -> CaptureSpec:
-        """Return the sites and positions that `on_step` sees, of every request.
+    def spec(self) -> CaptureSpec | None:
+        """Return the sites and positions whose rows `on_step` sees, of every request; None if it reads no rows.
 
         Each such position is seen once: cached positions of prompts are computed again.
         """
+        return None
+
+    def probes(self) -> Sequence[StepProbe]:
+        """Return the probes whose scores `on_step` sees. A score takes 4 bytes, where a row takes thousands.
+
+        A score depends on its row alone: not on the batch, nor on how a prompt is cut into chunks.
+        """
+        return ()
 
     def steers(self) -> Sequence[Site]:
         """Return the sites at which it steers, as far as it knows them. Impossible ones are refused at the start."""
@@ -223,16 +339,20 @@ class Controller(Named, ABC):
         """Raise UsageError if the state does not fit the model."""
 
     @abstractmethod
-    def on_step(self, view: StepView) -> Sequence[Action]:
-        """Return the actions (`Steer`, `Unsteer`) that hold from each request's next position on.
+    def on_step(self, view: StepView) -> Sequence[Action | Decision]:
+        """Return the actions that hold from each request's next position on: `Steer`, `Unsteer`, `Abort`.
 
         An action that holds already changes nothing. The batch, `--max-num-batched-tokens` and drafts decide which
         positions a step has. So that a request's actions do not depend on them, a controller must use every row, in the
-        order of positions. After an exception the step's actions are not done.
+        order of positions. A position that is seen again, after a draft was rejected, takes the place of the first and
+        of all later ones. After an exception the step's actions are not done. `Abort` needs the mode `ordered`.
         """
 
     def on_request_done(self, request: str) -> None:
         """A request ended; forget it."""
+
+
+MODES = ("replicated", "ordered")
 
 
 ENTRY_POINT_GROUP = "capflow"

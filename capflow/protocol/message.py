@@ -23,6 +23,7 @@ peer opens with `Hello`; the hub answers `Welcome` or `Refused`. All other messa
 
 from __future__ import annotations
 
+import fnmatch
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -45,12 +46,32 @@ class ControllerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     state: its encoded state.
     instance: its instance name, `NAME@…`; empty if that is the plugin's name.
     capture: the rows that it reads, of every request; rows in the prefix cache are computed again.
+    scored: the rows that its probes score, one spec for each probe.
+    mode: `replicated` or `ordered`, as in `capflow.plugins.consumer.Controller`.
+    requests: a pattern of the ids of the requests that it sees.
     """
 
     name: str
     state: bytes
     instance: str = ""
     capture: CaptureSpec | None = None
+    scored: tuple[CaptureSpec, ...] = ()
+    mode: str = "replicated"
+    requests: str = "*"
+
+    @property
+    def captures(self) -> tuple[CaptureSpec, ...]:
+        """The rows that it reads, and those that it scores."""
+        return (*(() if self.capture is None else (self.capture,)), *self.scored)
+
+    @property
+    def ordered(self) -> bool:
+        """Whether its decisions apply by orders of the scheduler."""
+        return self.mode == "ordered"
+
+    def sees(self, request: str) -> bool:
+        """Return whether it sees the request of this id."""
+        return self.requests == "*" or fnmatch.fnmatchcase(request, self.requests)
 
     @property
     def label(self) -> str:
@@ -146,6 +167,23 @@ class WorkerCounts(msgspec.Struct, frozen=True):
     spool: _Totals | None = None
 
 
+class ControllerCounts(msgspec.Struct, frozen=True, array_like=True):
+    """A worker's counts of one controller, since the worker's start.
+
+    calls: calls of `on_step`.
+    seconds: their time.
+    actions: applied actions.
+    refused: refused actions.
+    failed: exceptions.
+    """
+
+    calls: Total = 0
+    seconds: float = 0.0
+    actions: Total = 0
+    refused: Total = 0
+    failed: Total = 0
+
+
 class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
     """A sign of life, sent after `limits.HEARTBEAT_S` without another message.
 
@@ -153,10 +191,14 @@ class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
 
     counts: a worker's counts.
     troubles: a worker's reasons why its controllers do not work.
+    controllers: the counts of a worker's controllers, by name.
     """
 
     counts: WorkerCounts | None = None
     troubles: Annotated[tuple[Text, ...], msgspec.Meta(max_length=limits.REASONS_MAX)] = ()
+    controllers: Annotated[dict[Name, ControllerCounts], msgspec.Meta(max_length=limits.CONTROLLERS_MAX)] = (
+        msgspec.field(default_factory=dict)
+    )
 
 
 class Act(msgspec.Struct, frozen=True, tag="act", omit_defaults=True):

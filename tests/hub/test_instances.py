@@ -23,6 +23,7 @@ from capflow.steering.vector import SteeringVector
 from capflow.testing import MemoryHub
 from capflow_engine.taps.plan import Planner
 from capflow_engine.worker import controllers as control
+from capflow_engine.worker.view import Shown
 from tests.kit.frames import make_model
 
 KNOWN = load_plugins()
@@ -163,7 +164,7 @@ def test_a_worker_runs_every_instance_of_a_controller_by_its_name(monkeypatch):
     model = make_model()
     running = control.Controllers(specs, model, model.sites, 0)
     keys = {"r1": "r1", "r2": "r2"}
-    decided = running.run(1, Planner(1).plan([]), np.zeros(0, np.uint8), {}, keys, lambda key: {})
+    decided = running.run(Shown(1, Planner(1).plan([]), None, {}), keys)
     result = [(running.owner(each.order).name, each.action.request) for each in decided]
     assert result == [("steady", "r1"), ("steady@second", "r2")]
 

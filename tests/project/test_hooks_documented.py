@@ -18,8 +18,10 @@ from capflow.steering.action import Abort, Steer
 from capflow.steering.vector import SteeringVector
 from capflow.testing import MemoryHub
 from capflow.testing.conformance import Conformance
+from capflow_engine.scheduler.orders import Decided
 from capflow_engine.taps.plan import Planner
 from capflow_engine.worker import controllers as control
+from capflow_engine.worker.view import Shown
 from tests.kit.frames import make_model
 from tests.kit.sources import ROOT
 from tests.kit.waiting import eventually
@@ -129,15 +131,16 @@ def test_every_method_of_a_consumer_is_called():
 def test_every_method_of_a_controller_is_called(monkeypatch):
     called = {}
     steer = Steer("r1", (SteeringVector.make(Site(0, "post_block"), np.ones(8)),))
-    gives = {"load": NoConfig(), "spec": CaptureSpec({"post_block": [0]}), "steers": (), "on_step": [steer]}
+    spec = CaptureSpec({"post_block": [0]})
+    gives = {"load": NoConfig(), "spec": spec, "probes": (), "steers": (), "on_step": [steer]}
     plugins = {"every": recording(Controller, called, **gives)}
     monkeypatch.setattr(control, "load_plugins", lambda: plugins)
     model = make_model()
     running = control.Controllers([configure("every", {}, plugins).spec()], model, model.sites, 0)
-    assert running.captures() == [gives["spec"]]
-    decided = running.run(7, Planner(1).plan([]), np.zeros(0, np.uint8), {}, {"r1": "key"}, lambda key: {})
-    assert decided == [control.Decided("key", 0, 0, steer)]
-    running.forget("r1")
+    assert running.captures(running.watching("r1")) == [spec]
+    decided = running.run(Shown(7, Planner(1).plan([]), None, {}), {"r1": "key"})
+    assert decided == [Decided("key", 0, 0, steer)]
+    running.forget("r1", "key", 8)
     assert set(called) == set(methods(Controller))
     assert called["open"] == (model,)
     assert called["on_step"][0].step == 7

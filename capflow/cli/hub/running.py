@@ -154,7 +154,8 @@ class HubRun:
             if consumer.spec is not None:
                 consumer.spec.resolve(sites, num_layers=num_layers, where=f"consumers.{consumer.name}")
         for controller in self.controllers:
-            controller.capture.resolve(sites, num_layers=num_layers, where=f"consumers.{controller.name}")
+            for capture in controller.captures:
+                capture.resolve(sites, num_layers=num_layers, where=f"consumers.{controller.name}")
 
     def tell_addresses(self) -> None:
         """Print the address of each consumer that listens on one."""

@@ -186,8 +186,9 @@ class Exchange:
                 engines = list(self.roster.engines.values())
                 name = name_of_peer(peer, member.session)
                 self.watchers.take(peer, name, member.owner, message.credit_bytes, engines)
-            case Beat(counts=WorkerCounts() as counts, troubles=troubles) if member.source is not None:
+            case Beat(counts=WorkerCounts() as counts, troubles=troubles, controllers=ran) if member.source is not None:
                 member.source.reported, member.source.troubles = counts, troubles
+                member.source.controllers = ran
             case Bye():
                 self.sessions.forget(peer, for_good=True)
                 self.actions.gone(member.hello.boot)

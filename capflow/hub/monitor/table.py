@@ -26,7 +26,7 @@ from capflow.hub.hub import Hub
 from capflow.hub.lanes.lane import Lane, LaneFiles
 from capflow.hub.lanes.notes import KINDS
 from capflow.hub.peers.roster import Peer
-from capflow.protocol.message import WorkerCounts
+from capflow.protocol.message import ControllerCounts, WorkerCounts
 
 Labels = tuple[str, ...]
 Value = float | Mapping[Any, float] | None
@@ -264,6 +264,14 @@ WORKER_SPOOL = (
     counter("worker_spool_errors", "Times that its disk failed.", _key("failures")),
 )
 
+CONTROLLER = (
+    counter("controller_calls", "Steps that a controller was shown in a worker.", "calls"),
+    counter("controller_seconds", "Time that it took for them.", "seconds"),
+    counter("controller_actions", "Its actions that were applied.", "actions"),
+    counter("controller_refused_actions", "Its actions that were not.", "refused"),
+    counter("controller_errors", "Exceptions that it raised.", "failed"),
+)
+
 
 _CONSUMER: Labels = ("consumer",)
 _WORKER: Labels = ("engine", "rank")
@@ -300,6 +308,12 @@ def _worker_spools(hub: Hub) -> Iterator[tuple[Labels, Mapping[str, int]]]:
     return ((labels, counts.spool) for labels, counts in _worker_counts(hub) if counts.spool is not None)
 
 
+def _controllers(hub: Hub) -> Iterator[tuple[Labels, ControllerCounts]]:
+    for labels, peer in _workers(hub):
+        for name, counts in dict(peer.source.controllers if peer.source else {}).items():
+            yield (*labels, name), counts
+
+
 TABLE = (
     Part((), lambda hub: [((), hub)], HUB),
     Part(_CONSUMER, _lanes, CONSUMER),
@@ -308,5 +322,6 @@ TABLE = (
     Part(_WORKER, _workers, WORKER),
     Part(_WORKER, _worker_counts, WORKER_COUNTS),
     Part(_WORKER, _worker_spools, WORKER_SPOOL),
+    Part((*_WORKER, "controller"), _controllers, CONTROLLER),
 )
 """Every metric of a hub, in order."""

@@ -6,8 +6,8 @@ ends with the worker's Bye, or when the worker comes back with another boot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -21,7 +21,7 @@ from capflow.hub.counts import age_s
 from capflow.hub.requests.request import KnownEngine
 from capflow.plugins.configure import ConfiguredController
 from capflow.protocol.credit import Intake, Pool
-from capflow.protocol.message import Hello, WorkerCounts
+from capflow.protocol.message import ControllerCounts, Hello, WorkerCounts
 from capflow.protocol.session import HubSession
 from capflow.text.engine_name import name_of
 
@@ -51,6 +51,7 @@ class WorkerState:
     reported: WorkerCounts | None = None
     # What it reported of its controllers.
     troubles: tuple[str, ...] = ()
+    controllers: Mapping[str, ControllerCounts] = field(default_factory=dict)
 
     def count(self, header: FrameHeader, rows: int, now: float) -> None:
         """Count a frame."""

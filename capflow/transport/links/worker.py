@@ -14,7 +14,7 @@ from capflow.buffers.policy import POLICY_DEFAULT, WhenFull
 from capflow.buffers.queue import ByteQueue
 from capflow.capture.frame import Frame, FrameHeader
 from capflow.errors import CapflowError
-from capflow.protocol.message import Beat, Hello, Message, Welcome, WorkerCounts
+from capflow.protocol.message import Beat, ControllerCounts, Hello, Message, Welcome, WorkerCounts
 from capflow.protocol.session import Parts, State
 from capflow.transport.links.link import Link
 from capflow.transport.outbox import Outbox
@@ -36,12 +36,14 @@ class Staged(NamedTuple):
     bytes_max: the bound of that size.
     dropped_rows: the rows that the worker dropped, by reason.
     troubles: the reasons why the worker does not capture everything that was asked for.
+    controllers: the counts of its controllers, by name.
     """
 
     nbytes: int = 0
     bytes_max: int = 0
     dropped_rows: Mapping[str, int] = MappingProxyType({})
     troubles: tuple[str, ...] = ()
+    controllers: Mapping[str, ControllerCounts] = MappingProxyType({})
 
 
 class WorkerLink(Link):
@@ -273,7 +275,9 @@ class WorkerLink(Link):
             return None
         self._counted_at = now
         staged = self._staged()
-        return self._session.send(Beat(self._counts(staged), staged.troubles[: limits.REASONS_MAX]), now)
+        return self._session.send(
+            Beat(self._counts(staged), staged.troubles[: limits.REASONS_MAX], dict(staged.controllers)), now
+        )
 
     def _counts(self, staged: Staged) -> WorkerCounts:
         return WorkerCounts(

@@ -383,14 +383,21 @@ def computed_limit(request: Any) -> int:
     return tokens
 
 
-def abort(scheduler: Any, key: str) -> bool:
-    """Abort a request from inside the scheduler; return False if it is not running.
+def abort(scheduler: Any, key: str, status: str = "abort", reason: str = "") -> bool:
+    """End a request from inside the scheduler; return False if it is not running.
 
-    `add_finished_outputs` reports the abort to the front end.
+    `add_finished_outputs` reports the end to the front end.
+
+    status: `abort` or `stop`.
+    reason: its stop reason; empty for none.
     """
     from vllm.v1.request import RequestStatus
 
-    return bool(scheduler.finish_requests(key, RequestStatus.FINISHED_ABORTED))
+    request = scheduler.requests.get(key)
+    if request is not None and reason:
+        request.stop_reason = reason
+    finished = RequestStatus.FINISHED_STOPPED if status == "stop" else RequestStatus.FINISHED_ABORTED
+    return bool(scheduler.finish_requests(key, finished))
 
 
 def add_finished_outputs(engine_core_outputs: dict[int, Any], requests: Sequence[Any]) -> None:
@@ -404,6 +411,7 @@ def add_finished_outputs(engine_core_outputs: dict[int, Any], requests: Sequence
                 request_id=request.request_id,
                 new_token_ids=[],
                 finish_reason=request.get_finished_reason(),
+                stop_reason=request.stop_reason,
                 trace_headers=request.trace_headers,
             )
         )

@@ -6,8 +6,10 @@ with vLLM 0.32.0.
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 Batch = list[tuple[str, int, int, int]]
@@ -77,7 +79,68 @@ def new_requests(scheduler_output: Any) -> Iterator[tuple[str, int]]:
         yield new.req_id, new.prompt_len
 
 
+def drafts(scheduler_output: Any) -> dict[str, int]:
+    """Return the number of draft tokens of each request that a step verifies."""
+    return {key: len(tokens) for key, tokens in scheduler_output.scheduled_spec_decode_tokens.items() if tokens}
+
+
+_DECISIONS = "capflow_decisions"
+
+
+def with_decisions(output: Any, decide: Callable[[Any], bytes]) -> Any:
+    """Put decisions on a step's output when it is taken; the scheduler reads them with `decisions_of`.
+
+    output: the model runner's, or an asynchronous one, which is taken in another thread.
+    decide: returns the decisions, given the output; empty if there are none.
+    """
+    from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+    if isinstance(output, AsyncModelRunnerOutput):
+        return _deciding()(output, decide)
+    return _attached(output, decide) if isinstance(output, ModelRunnerOutput) else output
+
+
+def _attached(output: Any, decide: Callable[[Any], bytes]) -> Any:
+    decisions = decide(output)
+    if not decisions:
+        return output
+    output = copy.copy(output)  # vLLM shares its empty outputs
+    setattr(output, _DECISIONS, decisions)
+    return output
+
+
+@functools.cache
+def _deciding() -> type[Any]:
+    from vllm.v1.outputs import AsyncModelRunnerOutput
+
+    class Deciding(AsyncModelRunnerOutput):  # type: ignore[misc]
+        """An asynchronous output with the decisions that are made when it is taken."""
+
+        def __init__(self, inner: Any, decide: Callable[[Any], bytes]) -> None:
+            self._inner, self._decide = inner, decide
+
+        def get_output(self) -> Any:
+            """Return the output when it is there."""
+            return _attached(self._inner.get_output(), self._decide)
+
+    return Deciding
+
+
 # --- the scheduler ---
+
+
+def decisions_of(model_runner_output: Any) -> bytes:
+    """Return the decisions on a step's output; empty if there are none."""
+    return getattr(model_runner_output, _DECISIONS, b"")
+
+
+def end_by_decision(request: Any, status: str, reason: str) -> None:
+    """Make a request end with the tokens that it has, with status `stop` or `abort`."""
+    from vllm.v1.request import RequestStatus
+
+    request.status = RequestStatus.FINISHED_STOPPED if status == "stop" else RequestStatus.FINISHED_ABORTED
+    request.stop_reason = reason
+    request.resumable = False
 
 
 def scheduled_tokens(

@@ -20,16 +20,16 @@ import logging
 import operator
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from capflow.capture.frame import Rank
 from capflow.capture.positions import Positions
-from capflow.capture.spec import join
+from capflow.capture.spec import Wanted, join
 from capflow.errors import UsageError, explain
-from capflow.protocol.message import Act, Hello, Welcome
+from capflow.protocol.message import Act, ControllerSpec, Hello, Welcome
 from capflow.steering.action import Abort, Action, ActionApplied, Rejected, Steer, Unsteer, check_action
 from capflow.steering.program import SteeringProgram, with_vectors
 from capflow.steering.request import Steering, Tier
@@ -40,6 +40,7 @@ from capflow_engine.hubs import HubLinks
 from capflow_engine.request.dynamic import Reports
 from capflow_engine.request.options import KEY, RequestOptions
 from capflow_engine.request.reach import check_patches, first_latching, length_max
+from capflow_engine.scheduler.decisions import Decisions
 from capflow_engine.scheduler.orders import Admitted, Ended, Orders, Unscheduled, Wants
 from capflow_engine.scheduler.stops import Stops
 from capflow_engine.settings import Settings
@@ -104,15 +105,16 @@ class Admission:
         self._ended: dict[str, Ended] = {}
         # Requests that ended before they were scheduled, for the next step's orders.
         self._never: dict[str, Unscheduled] = {}
+        self.reports = Reports()
         # Actions for the next step's orders: the action's id, the request's key, the action.
         self._actions: list[tuple[str, str, Steer | Unsteer]] = []
+        self.decisions = Decisions(self._fork_for_itself, self.reports.act)
         # The ids of aborts that are answered with the next step.
         self._aborts: list[str] = []
         # The steps whose output is not here yet, by their number.
         self._under_way: dict[int, UnderWay] = {}
         # For the next step's orders: the first position whose rows are dropped.
         self._cuts: dict[str, int] = {}
-        self.reports = Reports()
         self.stops = Stops(lambda: compat.load_tokenizer(vllm_config))
         self._welcomes: tuple[Welcome | None, ...] = (None,) * len(self.settings.hubs)
         # What each hub wants of requests that are admitted now. The number counts the changes.
@@ -149,10 +151,11 @@ class Admission:
         self._unscheduled[key] = Admitted(name, self._wants_number, self._incarnations[name], options)
         wants = self._wants[self.settings.hub_of(name)]
         together = key if len(names) < 2 else compat_step.parent_of(key)
-        self.reports.admit(key, together, name, [spec.label for spec in wants.controllers])
-        if positions := _positions(options, wants):
+        controllers = [spec for spec in wants.controllers if spec.sees(name)]
+        self.reports.admit(key, together, name, [spec.label for spec in controllers])
+        if positions := _positions(options, controllers, wants.wanted):
             compat_cache.compute(request, positions)
-        if positions or options.program is not None or wants.controllers:
+        if positions or options.program is not None or controllers:
             self.stops.watch(request)
         if options.program is not None:
             self._waiting[key] = needs
@@ -160,7 +163,7 @@ class Admission:
             first = first_latching(options.program, self._steered_from(request))
             if first is not None:
                 compat_cache.compute_from(request, first)
-        if wants.controllers:  # they may steer the request in any step, and the scheduler does not know
+        if not all(spec.ordered for spec in controllers):  # they may steer it in any step without the scheduler
             compat.fork_cache_from(request, request.num_prompt_tokens, f"{self._boot}:{key}", self.hash_block_size)
         return refusal is None
 
@@ -278,6 +281,7 @@ class Admission:
         orders.unscheduled, self._never = self._never, {}
         ready, self._actions = self._actions, []
         orders.actions = [(key, action) for _, key, action in ready]
+        orders.decided = self.decisions.take()
         orders.wants, self._new_wants = self._new_wants, {}
         orders.attach(scheduler_output)
         for action_id in (*self._aborts, *(action_id for action_id, _, _ in ready)):
@@ -313,7 +317,7 @@ class Admission:
         for action_id in [action_id for action_id, its, _ in self._actions if its == key]:
             self.links.outcome(Rejected(action_id, explain("request", got=name, expected="one that is running")))
         self._actions = [action for action in self._actions if action[1] != key]
-        status = compat.finished_status(request)
+        status, decided = compat.finished_status(request), self.decisions.end(key)
         # vLLM aborts a request that waits for input when there is no more.
         if status == "abort" and key in self.input_over:
             status = "stop"
@@ -321,9 +325,11 @@ class Admission:
         limit = compat.computed_limit(request)
         if (stop := self.stops.end(key)) is not None:
             status, limit = "stop", min(stop, limit)
+        if decided is not None:
+            limit = min(decided.row + 1, limit)
         admitted = self._unscheduled.pop(key, None)
         if admitted is None:
-            self._ended[key] = Ended(status, limit)
+            self._ended[key] = Ended(status, limit, decided)
         else:
             unsteered = admitted._replace(options=msgspec.structs.replace(admitted.options, program=None))
             self._never[key] = Unscheduled(unsteered, request.num_prompt_tokens, status)
@@ -429,10 +435,10 @@ def _drop_options(request: Any) -> None:
         params.extra_args = {name: value for name, value in params.extra_args.items() if name != KEY} or None
 
 
-def _positions(options: RequestOptions, wants: Wants) -> Positions:
-    """Return the positions of a request that are wanted at any site."""
+def _positions(options: RequestOptions, controllers: Sequence[ControllerSpec], wants: Wanted) -> Positions:
+    """Return the positions of a request that are wanted at any site, also by the controllers that see it."""
     asked = options.capture.specs if options.capture is not None else ()
-    seen = (controller.capture for controller in wants.controllers)
+    seen = (capture for controller in controllers for capture in controller.captures)
     every = (spec.set_of_positions() for spec in (*asked, *seen) if spec is not None)
-    wanted = {want.positions for want in wants.wanted.values()}
+    wanted = {want.positions for want in wants.values()}
     return functools.reduce(operator.or_, (*every, *wanted), Positions.NONE)

@@ -49,8 +49,10 @@ class Captured:
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         """Take a step's output; requests that actions aborted are reported with it."""
         update = super().update_from_output  # type: ignore[misc]
+        self.capflow.decisions.read(model_runner_output)
         outputs: dict[int, Any] = update(scheduler_output, model_runner_output)
         self.capflow.settle(scheduler_output, model_runner_output)
+        self.capflow.aborted += self.capflow.decisions.apply(self)
         if self.capflow.aborted:
             compat.add_finished_outputs(outputs, self.capflow.aborted)
             self.capflow.aborted.clear()
@@ -58,9 +60,11 @@ class Captured:
         return outputs
 
     def _update_request_with_output(self, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
-        taken = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)  # type: ignore[misc]
-        self.capflow.stops.take(request, taken[0])
-        return taken
+        kept = self.capflow.decisions.kept(request, new_token_ids)
+        update = super()._update_request_with_output  # type: ignore[misc]
+        tokens, stopped = update(request, kept, *args, **kwargs)
+        self.capflow.stops.take(request, tokens)
+        return tokens, self.capflow.decisions.stop(request, stopped)
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]

@@ -6,12 +6,15 @@ step. Every tensor-parallel rank and pipeline stage makes the same changes in th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
+
 from capflow.capture.spec import Wanted
 from capflow.protocol.message import ControllerSpec
-from capflow.steering.action import Steer, Unsteer
+from capflow.steering.action import Abort, Steer, Unsteer
 from capflow_engine.request.options import RequestOptions
 
 _ATTRIBUTE = "capflow_orders"
@@ -31,6 +34,41 @@ class Wants:
     actions: bool = False
 
 
+class Decided(NamedTuple):
+    """A decision of a controller, checked against the model.
+
+    key: vLLM's id of the request.
+    hub: the index of the request's hub.
+    order: the controller's index in the hub's list.
+    action: None for an event alone.
+    row: the last position on whose rows it was decided.
+    position, score, threshold, label: as in `Decision`.
+    """
+
+    key: str
+    hub: int
+    order: int
+    action: Steer | Unsteer | Abort | None
+    row: int = -1
+    position: int | None = None
+    score: float | None = None
+    threshold: float | None = None
+    label: str = ""
+
+
+def encode(decided: Sequence[Decided]) -> bytes:
+    """Return decisions as bytes, for other ranks and for the scheduler."""
+    return msgspec.msgpack.encode(decided)
+
+
+def decode(data: bytes) -> list[Decided]:
+    """Return the decisions that `encode` encoded."""
+    return _decoder.decode(data)
+
+
+_decoder = msgspec.msgpack.Decoder(list[Decided])
+
+
 class Admitted(NamedTuple):
     """A request as its workers first hear of it.
 
@@ -48,10 +86,14 @@ class Admitted(NamedTuple):
 
 @dataclass(frozen=True)
 class Ended:
-    """A request is over: its status, and the position after its last row."""
+    """A request is over: its status, and the position after its last row.
+
+    decided: the decision of a controller that ended it.
+    """
 
     status: str
     limit: int
+    decided: Decided | None = None
 
 
 class Unscheduled(NamedTuple):
@@ -74,6 +116,7 @@ class Orders:
     ended: requests that ended since the last step.
     unscheduled: requests that ended since the last step and that no worker knows.
     actions: changes to running requests that hold from this step on.
+    decided: decisions of ordered controllers, whose actions hold from this step on.
     """
 
     step: int
@@ -84,6 +127,7 @@ class Orders:
     ended: dict[str, Ended] = field(default_factory=dict)
     unscheduled: dict[str, Unscheduled] = field(default_factory=dict)
     actions: list[tuple[str, Steer | Unsteer]] = field(default_factory=list)
+    decided: list[Decided] = field(default_factory=list)
 
     def attach(self, scheduler_output: Any) -> None:
         """Put the orders on a step's scheduler output."""

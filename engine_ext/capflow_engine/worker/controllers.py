@@ -1,171 +1,46 @@
-"""Sync controllers: they run between two steps, see the rows of the first, and steer the second.
+"""Sync controllers: they see the rows and the scores of a step, and steer requests from their next positions on.
 
-On each pipeline stage, the first tensor-parallel rank runs the controllers, and the other ranks apply its decisions. So
-a plugin that fails on one rank cannot make ranks compute different values.
+*Replicated*: on each pipeline stage, the first tensor-parallel rank runs the controllers before the next step, and the
+other ranks of the stage apply its decisions. So a plugin that fails on one rank cannot make ranks compute different
+values; if each rank decided for itself, it could. The step waits for the device and for the controller.
+
+*Ordered*: the rank that returns a step's output runs the controllers when the output is taken. The decisions travel
+with the output to the scheduler, which orders all ranks of all stages to apply them. The step waits for nothing.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
+import torch
 
 from capflow import limits
-from capflow.capture.dtypes import DTYPES
 from capflow.capture.model import ModelInfo
+from capflow.capture.positions import Positions
 from capflow.capture.site import Site
 from capflow.capture.spec import CaptureSpec
 from capflow.errors import CapflowError, UsageError, explain
-from capflow.plugins.configure import Plugin, load_plugins
-from capflow.plugins.consumer import Controller, StepRows
-from capflow.protocol.message import ControllerSpec
-from capflow.steering.action import Steer, Unsteer, check_action
+from capflow.plugins.configure import Plugin, check_probe, load_plugins
+from capflow.plugins.consumer import Controller, Decision, StepProbe
+from capflow.protocol.message import ControllerCounts, ControllerSpec
+from capflow.steering.action import Abort, Steer, Unsteer, check_action
 from capflow.steering.request import Steering, Tier
-from capflow.steering.vector import SteeringVector
-from capflow_engine.taps.plan import VIEW, Plan
+from capflow_engine.scheduler.orders import Decided
+from capflow_engine.taps.plan import VIEW, Program
 from capflow_engine.worker.history import Owner
+from capflow_engine.worker.running import RunningController
+from capflow_engine.worker.scoring import ProbeScorer
+from capflow_engine.worker.view import Seen, Shown, View
 
 logger = logging.getLogger("vllm.capflow.control")
 
-
-class View:
-    """The rows of one step that controllers asked for.
-
-    rows: `[plan.rows, hidden]` in the model's dtype.
-    sites: the tapped sites, in the order of their indices.
-    limits: by vLLM's id, the end of a request's valid positions, for requests of which the step has more.
-    hub: the index of the hub whose requests are shown.
-    """
-
-    def __init__(
-        self,
-        step: int,
-        plan: Plan,
-        rows: npt.NDArray[Any],
-        sites: tuple[Site, ...],
-        limits: Mapping[str, int],
-        hub: int = 0,
-    ) -> None:
-        self.step = step
-        self._hub = hub
-        self._plan = plan
-        self._limits = limits
-        self._rows = rows
-        self._sites = sites
-
-    def rows(self) -> Iterator[StepRows]:
-        """Yield the rows of each request at each site, as float32."""
-        for block in self._plan.blocks:
-            if block.channel != VIEW or block.hub != self._hub:
-                continue
-            for order, index in enumerate(block.sites):
-                base = block.base + order * block.rows
-                for number, start, length, row in block.spans:
-                    request = self._plan.batch[number].request
-                    end = min(start + length, self._limits.get(request.key, start + length))
-                    if end <= start:
-                        continue
-                    values = self._rows[base + row : base + row + end - start].astype(np.float32)
-                    yield StepRows(request.id, self._sites[index], start, request.prompt_length, values)
-
-
-class Decided(NamedTuple):
-    """An action of a controller, checked against the model.
-
-    key: vLLM's id of the request.
-    hub: the index of the request's hub.
-    order: the controller's index in the hub's list.
-    """
-
-    key: str
-    hub: int
-    order: int
-    action: Steer | Unsteer
-
-
-class _Running:
-    """A controller and its counts.
-
-    capture: the spec of the rows that it reads; None if it could not be started.
-    """
-
-    def __init__(self, owner: Owner, capture: CaptureSpec | None) -> None:
-        self.owner = owner
-        self.capture = capture
-        self.controller: Controller | None = None
-        # Why it is disabled; empty if it is not.
-        self._why_disabled = ""
-        # Exceptions since the start.
-        self._failed = 0
-        self._failed_in_a_row = 0
-        # Refused actions since the start.
-        self._refused = 0
-        # Why the latest action was refused; empty if it was applied.
-        self._refusal = ""
-        # Steps since the start that it did not see, and why it missed the latest.
-        self._missed = 0
-        self._miss = ""
-        # The type of the latest exception.
-        self._error = ""
-
-    def disable(self, why: str) -> None:
-        """Disable it until the engine starts again."""
-        self.controller, self._why_disabled = None, why
-        logger.error("controller %s is disabled: %s", self.owner.name, why)
-
-    def failed(self, call: str, error: BaseException) -> None:
-        """Count an exception in `call`; log the first with its traceback; disable it after too many in a row."""
-        self._failed += 1
-        self._failed_in_a_row += 1
-        self._error = type(error).__name__
-        if self._failed == 1:
-            logger.error("controller %s failed in %s", self.owner.name, call, exc_info=error)
-        elif not self._failed & (self._failed - 1):  # at each doubling, so that the log stays short
-            logger.error("controller %s failed %d times; %s: %s", self.owner.name, self._failed, self._error, error)
-        if self._failed_in_a_row >= limits.CONTROLLER_FAILURES_MAX:
-            self.disable(f"failed {self._failed_in_a_row} times in a row ({self._error})")
-
-    def succeeded(self) -> None:
-        """Record a step without an exception."""
-        self._failed_in_a_row = 0
-
-    def refuse(self, why: str) -> None:
-        """Count an action that is not applied."""
-        self._refused += 1
-        self._refusal = why
-        if not self._refused & (self._refused - 1):
-            logger.error("controller %s: an action is refused (%d so far): %s", self.owner.name, self._refused, why)
-
-    def accept(self) -> None:
-        """Record that an action is applied."""
-        self._refusal = ""
-
-    def miss(self, why: str) -> None:
-        """Count a step that it did not see."""
-        self._missed += 1
-        self._miss = why
-        if not self._missed & (self._missed - 1):
-            logger.error("controller %s did not see a step (%d so far): %s", self.owner.name, self._missed, why)
-
-    @property
-    def trouble(self) -> str | None:
-        """Why it does not work as it should; None if it does."""
-        if self._why_disabled:
-            cause = f"disabled: {self._why_disabled}"
-        elif self._failed_in_a_row:
-            cause = f"failed in its last {self._failed_in_a_row} steps ({self._error}); see the engine's log"
-        elif self._refusal:
-            cause = f"refused actions: {self._refused}; the last: {self._refusal}"
-        elif self._miss:
-            cause = f"missed steps: {self._missed}; the last: {self._miss}"
-        else:
-            return None
-        return f"controller {self.owner.name}: {cause}"[: limits.TROUBLE_LENGTH_MAX]
+_CPU = torch.device("cpu")
 
 
 class Controllers:
@@ -174,10 +49,13 @@ class Controllers:
     Invariant: no fault of a controller ends a step. Faults are counted, logged and reported as troubles.
 
     hub: the index of the hub.
-    sites: the sites that the worker's pipeline stage taps. A controller runs in the stage of the sites that it reads,
-        and steers there; one that reads or steers at several stages is refused.
+    sites: the sites that the worker's pipeline stage taps. A replicated controller runs in the stage of the sites that
+        it reads, and steers there; one that reads or steers at several stages is refused. An ordered one reads at the
+        last stage.
     decides: whether controllers run in this worker, the stage's first tensor-parallel rank; other ranks apply its
         decisions.
+    last: whether this is the last pipeline stage, which returns the outputs.
+    device: where the rows are.
     """
 
     def __init__(
@@ -188,19 +66,26 @@ class Controllers:
         hub: int,
         *,
         decides: bool = True,
+        last: bool = True,
+        device: torch.device = _CPU,
     ) -> None:
         self.specs = tuple(specs)
         self.hub = hub
         self.info = info
         self.sites = sites
         self._own = frozenset(sites)
+        self._index = {site: n for n, site in enumerate(sites)}
         # The controllers of this stage, by their index in the hub's list.
-        self._all: dict[int, _Running] = {}
+        self._all: dict[int, RunningController] = {}
+        # The requests that ended, for ordered controllers: the step that began then, and the id and vLLM's id.
+        self._over: list[tuple[int, str, str]] = []
         plugins, why_none = _installed() if specs and decides else ({}, "")
+        probes: list[tuple[int, StepProbe]] = []
         for order, spec in enumerate(specs):
-            running = _Running(Owner(order, spec.label), spec.capture)
+            running = RunningController(Owner(order, spec.label), spec)
             try:
-                if spec.capture is not None and not self._reads(spec.capture) & self._own:
+                reads = self._reads(spec.captures) & self._own
+                if not (last if spec.ordered else reads or not spec.captures):
                     continue  # it runs in another stage
             except CapflowError as e:
                 running.disable(str(e))
@@ -208,80 +93,108 @@ class Controllers:
             if why_none:
                 running.disable(why_none)
             elif decides and not running.trouble:
-                self._start(running, spec, plugins.get(spec.name))
+                probes += self._start(running, plugins.get(spec.name))
+        # What these controllers see together, by their indices.
+        self.programs: dict[tuple[int, ...], Program] = {}
+        self.scorer = ProbeScorer(probes, info.hidden_size, device, hub) if probes else None
+        self._look()
 
     @property
     def here(self) -> bool:
-        """Whether this stage has a controller; the same on each of its tensor-parallel ranks."""
-        return bool(self._all)
+        """Whether this stage has a replicated controller; the same on each of its tensor-parallel ranks."""
+        return any(not each.spec.ordered for each in self._all.values())
+
+    @property
+    def ordered(self) -> bool:
+        """Whether an ordered controller runs in this worker."""
+        return any(each.spec.ordered and each.controller is not None for each in self._all.values())
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether a controller reads rows, so that they must come to the host."""
+        return any(each.controller is not None and each.spec.capture is not None for each in self._all.values())
 
     @property
     def troubles(self) -> tuple[str, ...]:
         """The trouble of each controller that has one."""
         return tuple(trouble for each in list(self._all.values()) if (trouble := each.trouble) is not None)
 
+    @property
+    def counts(self) -> dict[str, ControllerCounts]:
+        """The counts of each controller that runs in this worker."""
+        every = list(self._all.values())[: limits.CONTROLLERS_MAX]
+        return {each.owner.name: each.counts for each in every if each.controller is not None or each.trouble}
+
     def owner(self, order: int) -> Owner:
         """Return the owner of a controller's actions."""
-        return self._all[order].owner
+        return Owner(order, self.specs[order].label)
 
-    def captures(self) -> list[CaptureSpec]:
-        """Return the specs of the rows that running controllers read in this worker."""
-        return [each.capture for each in self._all.values() if each.controller is not None and each.capture is not None]
+    def watching(self, request: str) -> tuple[int, ...]:
+        """Return the indices of the controllers that run in this worker and see a request."""
+        every = self._all.items()
+        return tuple(n for n, each in every if each.controller is not None and each.spec.sees(request))
 
-    def run(
-        self,
-        step: int,
-        plan: Plan,
-        buffer: npt.NDArray[np.uint8],
-        ends: Mapping[str, int],
-        requests: Mapping[str, str],
-        vectors: Callable[[str], Mapping[Owner, tuple[SteeringVector, ...]]],
-    ) -> list[Decided]:
-        """Show a step to the controllers; return their actions, in their order, which apply from the next position on.
+    def captures(self, watching: Sequence[int]) -> list[CaptureSpec]:
+        """Return the specs of the rows that these controllers read or score."""
+        return [capture for n in watching for capture in self._all[n].spec.captures]
 
-        An action that would change nothing is left out.
+    def run(self, shown: Shown, requests: Mapping[str, str], *, ordered: bool = False) -> list[Decided]:
+        """Show a step to the controllers of one mode; return their decisions, in their order.
 
-        ends: by vLLM's id, the end of a request's valid positions, for requests of which the step has more.
+        Actions apply from the next position on. An action that would change nothing is left out.
+
         requests: the key (vLLM's id) of each of the hub's requests, by id.
-        vectors: returns the vectors that are added to a request now, by owner.
         """
-        rows = buffer.view(DTYPES[self.info.dtype]).reshape(-1, self.info.hidden_size)
+        if ordered:
+            self._end_ordered(shown.step)
         decided: list[Decided] = []
         for order, each in self._all.items():
-            if each.controller is None:
+            if each.controller is None or each.spec.ordered != ordered:
                 continue
-            view = View(step, plan, rows, self.sites, ends, self.hub)
+            if each.keys:
+                self._see_again(each, shown)
+            view = View(shown, each.seen, self.hub, lambda each=each: _steered(each, requests))  # type: ignore[misc]
+            began = time.perf_counter()
             try:
-                actions = _bounded(each.controller.on_step(view))
+                decisions = _bounded(each.controller.on_step(view))
             except PLUGIN_FAULTS as e:
-                each.failed(f"step {step}", e)
+                each.failed(f"step {shown.step}", e)
                 continue
+            finally:
+                each.timed(time.perf_counter() - began)
             each.succeeded()
-            for action in actions:
+            for decision in decisions:
                 try:
-                    key = self._key(action, requests)
-                    held = vectors(key).get(each.owner, ())
-                    if held != (action.vectors if isinstance(action, Steer) else ()):
-                        decided.append(Decided(key, self.hub, order, self._checked(action)))
+                    checked = self._decided(each, order, decision, shown, requests)
                 except PLUGIN_FAULTS as e:
                     each.refuse(str(e) if isinstance(e, CapflowError) else f"{type(e).__name__}: {e}")
+                else:
+                    decided += checked
         return decided
 
-    def forget(self, request: str) -> None:
-        """Call each controller's `on_request_done`."""
+    def forget(self, request: str, key: str, step: int) -> None:
+        """Call each controller's `on_request_done`; an ordered one's when it has seen the steps before step `step`."""
+        if self.ordered:
+            self._over.append((step, request, key))
         for each in self._all.values():
-            if each.controller is not None:
-                try:
-                    each.controller.on_request_done(request)
-                except PLUGIN_FAULTS as e:
-                    each.failed("on_request_done", e)
+            if not each.spec.ordered:
+                _end(each, request, key)
 
-    def done(self, order: int, refusal: CapflowError | None) -> None:
+    def done(self, order: int, key: str, refusal: CapflowError | None) -> None:
         """Record the outcome of an action; `refusal` is None if the action is applied."""
+        each = self._all.get(order)
+        if each is None:  # it runs in another stage
+            return
         if refusal is None:
-            self._all[order].accept()
+            each.accept()
         else:
-            self._all[order].refuse(str(refusal))
+            each.forget(key)
+            each.refuse(str(refusal))
+
+    def take_back(self) -> None:
+        """Note that no action of any controller holds any more."""
+        for each in self._all.values():
+            each.take_back()
 
     def missed(self, rows: int, rows_max: int) -> None:
         """Record that controllers do not see a step, because its rows do not fit in the device's staging memory."""
@@ -295,58 +208,142 @@ class Controllers:
             if each.controller is not None:
                 each.miss(why)
 
-    def _start(self, running: _Running, spec: ControllerSpec, plugin: Plugin | None) -> None:
+    def _start(self, running: RunningController, plugin: Plugin | None) -> list[tuple[int, StepProbe]]:
+        """Start a controller; return its probes, with the indices of their sites."""
+        spec = running.spec
         if plugin is None or not issubclass(plugin, Controller):
             running.disable("not installed where the engine runs")
-            return
+            return []
         try:
             controller = plugin(msgspec.msgpack.decode(spec.state, type=plugin.State))
             controller.instance = spec.label
             controller.open(self.info)
-            if running.capture is None:  # the hub did not send it
-                running.capture = controller.spec()
-            if self._reads(running.capture) - self._own:
-                running.disable(_split("it reads", self._reads(running.capture), self._own))
-            elif (steers := frozenset(controller.steers())) - self._own:
-                running.disable(_split("it steers at", steers, self._own))
-            else:
-                running.controller = controller
+            probes = list(controller.probes())
+            for number, probe in enumerate(probes):
+                check_probe(probe, f"probes()[{number}]")
+                _check_width(probe, number, self.info.hidden_size)
+            if not spec.captures:  # the hub did not send them
+                own = controller.spec(), tuple(probe.spec() for probe in probes)
+                spec = running.spec = msgspec.structs.replace(spec, capture=own[0], scored=own[1])
+            reads, steers = self._reads(spec.captures), frozenset(controller.steers())
+            if len(spec.scored) != len(probes):
+                expected = f"{len(spec.scored)}, as in the hub"
+                raise UsageError(explain("probes()", got=f"{len(probes)} probes", expected=expected))
+            if reads - self._own:
+                if spec.ordered:
+                    raise UsageError(_not_last(reads, self._own))
+                raise UsageError(_split("it reads", reads, self._own))
+            if elsewhere := steers - self._may_steer(spec):
+                raise UsageError(self._no_steering(spec, steers if not spec.ordered else elsewhere))
         except PLUGIN_FAULTS as e:
-            logger.exception("controller %s did not start", spec.label)
+            if not isinstance(e, CapflowError):
+                logger.exception("controller %s did not start", spec.label)
             running.disable(str(e) if isinstance(e, CapflowError) else f"did not start ({type(e).__name__}: {e})")
+            return []
+        running.controller = controller
+        return [(self._index[probe.site], probe) for probe in probes]
 
-    def _reads(self, capture: CaptureSpec) -> frozenset[Site]:
-        """Return the sites of a spec; raise UsageError if the model lacks one."""
-        return frozenset(capture.resolve(self.info.sites, num_layers=self.info.num_layers))
+    def _look(self) -> None:
+        """Note what each controller sees, beside what the others see."""
+        started = [each for each in self._all.values() if each.controller is not None]
+        # By site, the sets of positions that controllers read or score there.
+        every: dict[Site, set[Positions]] = {}
+        for each in started:
+            for capture in each.spec.captures:
+                for site, want in self._resolved(capture).items():
+                    every.setdefault(site, set()).add(want.positions)
 
-    @staticmethod
-    def _key(action: Any, requests: Mapping[str, str]) -> str:
-        if not isinstance(action, Steer | Unsteer):
-            raise UsageError(explain("on_step", got=type(action).__name__, expected="Steer and Unsteer"))
-        key = requests.get(action.request)
-        if key is None:
+        def beside(site: Site, positions: Positions) -> Positions | None:
+            return None if every[site] == {positions} else positions
+
+        places = {} if self.scorer is None else {n: o for at in self.scorer.at.values() for o, n in enumerate(at)}
+        number = 0
+        for each in started:
+            spec = each.spec
+            read = {} if spec.capture is None else self._resolved(spec.capture)
+            reads = {self._index[site]: beside(site, want.positions) for site, want in read.items()}
+            probes = []
+            for capture in spec.scored:
+                ((site, want),) = self._resolved(capture).items()
+                probes.append((self._index[site], places[number], beside(site, want.positions)))
+                number += 1
+            each.seen = Seen(self.sites, reads, probes, None if spec.requests == "*" else spec.sees)
+
+    def _resolved(self, capture: CaptureSpec) -> Mapping[Site, Any]:
+        return capture.resolve(self.info.sites, num_layers=self.info.num_layers)
+
+    def _reads(self, captures: Iterable[CaptureSpec]) -> frozenset[Site]:
+        """Return the sites of specs; raise UsageError if the model lacks one."""
+        return frozenset(site for capture in captures for site in self._resolved(capture))
+
+    def _see_again(self, each: RunningController, shown: Shown) -> None:
+        """Have a controller's actions forgotten that were decided on rows which this step computes anew."""
+        for block in shown.plan.blocks:
+            if block.channel == VIEW and block.hub == self.hub:
+                for number, start, _, _ in block.spans:
+                    if (key := shown.plan.batch[number].request.key) in each.keys:
+                        each.seen_again(key, start)
+
+    def _end_ordered(self, step: int) -> None:
+        """Have ordered controllers forget the requests that ended before a step began."""
+        while self._over and self._over[0][0] <= step:
+            _, request, key = self._over.pop(0)
+            for each in self._all.values():
+                if each.spec.ordered:
+                    _end(each, request, key)
+
+    def _decided(
+        self, each: RunningController, order: int, decision: Any, shown: Shown, requests: Mapping[str, str]
+    ) -> list[Decided]:
+        """Return a decision as other ranks get it; none if it changes nothing; raise if it is malformed."""
+        if not isinstance(decision, Decision):
+            if not isinstance(decision, Steer | Unsteer | Abort):
+                expected = "Steer, Unsteer, Abort and Decision"
+                raise UsageError(explain("on_step", got=type(decision).__name__, expected=expected))
+            decision = Decision(decision.request, decision)
+        action = decision.action
+        if isinstance(action, Abort) and not each.spec.ordered:
+            do = "set mode=ordered"
+            raise UsageError(explain("on_step", got="Abort of a replicated controller", do=do))
+        key = requests.get(decision.request)
+        if key is None or not each.spec.sees(decision.request):
             raise UsageError(explain("on_step: request", got="one that is not running", expected="one of the view"))
-        return key
+        if action is not None and action.request != decision.request:
+            raise UsageError(explain("on_step: request", got="a Decision for another request than its action's"))
+        row = next((p.start + p.length - 1 for p in shown.plan.batch if p.request.key == key), -1)
+        row = min(row, shown.ends.get(key, row + 1) - 1)
+        checked = _decoder.decode(msgspec.msgpack.encode(Decided(key, self.hub, order, action, row, *_cause(decision))))
+        if isinstance(checked.action, Steer | Unsteer):
+            if each.repeats(key, checked.action):
+                return []
+            self._check(each.spec, checked.action)
+            each.sent(key, row, checked.action)
+        return [checked]
 
-    def _checked(self, action: Steer | Unsteer) -> Steer | Unsteer:
-        """Return an action as other ranks get it; raise if it is malformed or does not fit the model or the stage."""
-        decoded: Steer | Unsteer = _actions.decode(msgspec.msgpack.encode(action))
-        check_action(decoded)
-        if isinstance(decoded, Steer):
-            if decoded.clamps or decoded.gain != 1.0 or decoded.lease_s or decoded.lease_positions:
+    def _check(self, spec: ControllerSpec, action: Steer | Unsteer) -> None:
+        """Raise UsageError if an action does not fit the model, or the stage of a replicated controller."""
+        check_action(action)
+        if isinstance(action, Steer):
+            if action.clamps or action.gain != 1.0 or action.lease_s or action.lease_positions:
                 got = "clamps, a gain or a lease"
                 raise UsageError(explain("on_step", got=got, expected="a Steer with vectors only"))
-            Steering(base=Tier(decoded.vectors)).check(self.info)
-            if elsewhere := frozenset(vector.site for vector in decoded.vectors) - self._own:
-                raise UsageError(_split("it steers at", elsewhere, self._own))
-        return decoded
+            Steering(base=Tier(action.vectors)).check(self.info)
+            if elsewhere := frozenset(vector.site for vector in action.vectors) - self._may_steer(spec):
+                raise UsageError(self._no_steering(spec, elsewhere))
+
+    def _may_steer(self, spec: ControllerSpec) -> frozenset[Site]:
+        return frozenset(self.info.sites) if spec.ordered else self._own
+
+    def _no_steering(self, spec: ControllerSpec, sites: Iterable[Site]) -> str:
+        if not spec.ordered:
+            return _split("it steers at", sites, self._own)
+        return explain("it steers at", got=", ".join(map(str, sorted(sites))), expected="tapped sites")
 
 
 PLUGIN_FAULTS = (Exception, SystemExit)
 """The exceptions of a plugin that capflow handles."""
 
-_actions = msgspec.msgpack.Decoder(Steer | Unsteer)
-_shared = msgspec.msgpack.Decoder(list[Decided])
+_decoder = msgspec.msgpack.Decoder(Decided)
 
 
 def _installed() -> tuple[Mapping[str, Plugin], str]:
@@ -355,16 +352,6 @@ def _installed() -> tuple[Mapping[str, Plugin], str]:
         return load_plugins(), ""
     except PLUGIN_FAULTS as e:
         return {}, str(e) if isinstance(e, CapflowError) else f"plugins cannot be loaded ({type(e).__name__}: {e})"
-
-
-def encode(decided: Sequence[Decided]) -> bytes:
-    """Return decisions as bytes for the other tensor-parallel ranks."""
-    return msgspec.msgpack.encode(decided)
-
-
-def decode(data: bytes) -> list[Decided]:
-    """Return the decisions that `encode` encoded."""
-    return _shared.decode(data)
 
 
 def _bounded(actions: Any) -> list[Any]:
@@ -376,9 +363,48 @@ def _bounded(actions: Any) -> list[Any]:
     return bounded
 
 
+def _end(each: RunningController, request: str, key: str) -> None:
+    """Have a controller forget a request."""
+    each.forget(key)
+    if each.controller is not None:
+        try:
+            each.controller.on_request_done(request)
+        except PLUGIN_FAULTS as e:
+            each.failed("on_request_done", e)
+
+
+def _steered(each: RunningController, requests: Mapping[str, str]) -> Collection[str]:
+    """Return the ids of the requests that a controller steers."""
+    return {request for request, key in requests.items() if each.steers(key)} if each.keys else ()
+
+
+def _cause(decision: Decision) -> tuple[int | None, float | None, float | None, str]:
+    """Return the fields of a decision's event, as plain numbers; raise if they are none."""
+    position = None if decision.position is None else int(decision.position)
+    score, threshold = (None if n is None else float(n) for n in (decision.score, decision.threshold))
+    if any(number is not None and not np.isfinite(number) for number in (score, threshold)):
+        raise UsageError(explain("on_step: score", got="NaN or infinity", expected="a finite number"))
+    return position, score, threshold, decision.label
+
+
+def _check_width(probe: StepProbe, number: int, hidden_size: int) -> None:
+    width = np.asarray(probe.weight).size
+    if width != hidden_size:
+        expected = f"{hidden_size}, the model's width"
+        raise UsageError(explain(f"probes()[{number}].weight", got=f"{width} numbers", expected=expected))
+
+
 def _split(does: str, sites: Iterable[Site], own: Iterable[Site]) -> str:
     """Return the error for a controller that needs more than one pipeline stage."""
     layers = sorted({site.layer for site in own})
     expected = f"sites of one pipeline stage, such as this one with layers {layers[0]}..{layers[-1]}" if layers else ""
     do = "read and steer at layers of one stage, or run without pipeline stages"
     return explain(does, got=", ".join(map(str, sorted(sites))), expected=expected, do=do)
+
+
+def _not_last(sites: Iterable[Site], own: Iterable[Site]) -> str:
+    """Return the error for an ordered controller that reads at an earlier pipeline stage than the last."""
+    layers = sorted({site.layer for site in own})
+    expected = f"sites of the last pipeline stage, with layers {layers[0]}..{layers[-1]}" if layers else "other sites"
+    do = "read there, or set mode=replicated and read and steer at layers of one stage"
+    return explain("mode ordered reads", got=", ".join(map(str, sorted(sites))), expected=expected, do=do)

@@ -21,7 +21,7 @@ from capflow.buffers.spool import default_root
 from capflow.capture.frame import Rank
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site
-from capflow.protocol.message import Hello
+from capflow.protocol.message import ControllerCounts, Hello
 from capflow.transport.address import without_key
 from capflow.transport.links.former import FormerLink
 from capflow.transport.links.worker import Staged, WorkerLink
@@ -41,7 +41,7 @@ class Outlets:
 
     ring: the memory that holds rows until they are sent.
     text_of: returns the text of a token id; None without a tokenizer.
-    troubles: returns the troubles of a hub's controllers, by the hub's index; called on any thread.
+    reports: returns the troubles and the counts of a hub's controllers, by the hub's index; called on any thread.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class Outlets:
         sites: tuple[Site, ...],
         ring: Ring,
         text_of: Callable[[int], str] | None,
-        troubles: Callable[[int], tuple[str, ...]] = lambda _: (),
+        reports: Callable[[int], tuple[tuple[str, ...], dict[str, ControllerCounts]]] = lambda _: ((), {}),
     ) -> None:
         self._settings = settings
-        self._troubles = troubles
+        self._reports = reports
         self._ring = ring
         # They send the frames that former workers left on disk.
         self.former: list[FormerLink] = []
@@ -140,7 +140,8 @@ class Outlets:
 
     def _staged(self, number: int) -> Staged:
         dropped = dict(self._sender.dropped[number])
-        return Staged(self._ring.bytes_lent, self._ring.bytes_max, dropped, self._troubles(number))
+        troubles, controllers = self._reports(number)
+        return Staged(self._ring.bytes_lent, self._ring.bytes_max, dropped, troubles, controllers)
 
 
 def _leave(links: Sequence[FormerLink | WorkerLink]) -> None:

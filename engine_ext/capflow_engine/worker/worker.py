@@ -25,16 +25,17 @@ import numpy as np
 import torch
 
 from capflow import limits
+from capflow.capture.dtypes import DTYPES
 from capflow.capture.frame import Acted, Rank
 from capflow.capture.site import Site
 from capflow.capture.spec import Capture, Wanted, join
 from capflow.errors import CapflowError
 from capflow.protocol.message import ControllerSpec
-from capflow.steering.action import Steer, Unsteer
+from capflow.steering.action import Abort, Steer, Unsteer
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import model as compat_model
 from capflow_engine.compat import step as compat_step
-from capflow_engine.scheduler.orders import Admitted, Ended, Orders, Unscheduled, Wants
+from capflow_engine.scheduler.orders import Admitted, Decided, Ended, Orders, Unscheduled, Wants, decode, encode
 from capflow_engine.settings import Settings
 from capflow_engine.steering.budget import Size
 from capflow_engine.taps import step as step_module
@@ -44,7 +45,7 @@ from capflow_engine.taps.plan import VIEW, Plan, Planner, Program, Scheduled, Tr
 from capflow_engine.taps.step import Step
 from capflow_engine.taps.tables import Tables
 from capflow_engine.taps.tap import Tap, install
-from capflow_engine.worker.controllers import Controllers, Decided, decode, encode
+from capflow_engine.worker.controllers import Controllers
 from capflow_engine.worker.firing import Firing, GatedStep
 from capflow_engine.worker.history import HUB, Histories
 from capflow_engine.worker.latches import Latches
@@ -52,7 +53,9 @@ from capflow_engine.worker.outlets import Outlets
 from capflow_engine.worker.pending import EMPTY_PLAN, READY, Pending, bare
 from capflow_engine.worker.ring import Ring
 from capflow_engine.worker.runner import tap_runner
+from capflow_engine.worker.scoring import ScoredRows
 from capflow_engine.worker.sender import Computed, Noted
+from capflow_engine.worker.view import Shown
 
 logger = logging.getLogger("vllm.capflow.worker")
 
@@ -63,14 +66,30 @@ _NO_TOKENS = np.empty(0, np.int32)
 class _Viewed(NamedTuple):
     """A step that controllers will see.
 
-    buffer: the memory of its rows.
-    ready: waits until the rows are copied from the device.
+    buffer: the memory of its rows; None if no controller reads rows.
+    scored: for each hub, the scored rows and their scores.
+    ready: waits until rows and scores are copied from the device.
+    requests: for each hub, the keys (vLLM's ids) of the requests that controllers see, by id.
+    drafts: the number of draft tokens of each request, by vLLM's id.
     """
 
     number: int
     plan: Plan
     buffer: Any
+    scored: Sequence[_Scored]
     ready: Callable[[], None]
+    requests: Sequence[Mapping[str, str]]
+    drafts: Mapping[str, int]
+
+
+class _Scored(NamedTuple):
+    """The scores of a step for the controllers of one hub.
+
+    scores: float32; on a GPU, first where they are computed, then where they are copied to. None if there are none.
+    """
+
+    parts: Sequence[ScoredRows]
+    scores: Any
 
 
 class _HubWants(NamedTuple):
@@ -129,9 +148,15 @@ class WorkerCapture:
         self.margins: torch.Tensor | None = None
         # The running requests, by vLLM's id.
         self.requests: dict[str, Tracked] = {}
+        # For each hub, the keys of the requests that controllers see, by id; None after a change.
+        self._visible: Sequence[Mapping[str, str]] | None = None
         self._pending = Pending()
         # The previous step, until the next one begins.
         self._viewed: _Viewed | None = None
+        # The step that was launched, until its output is taken.
+        self._unanswered: _Viewed | None = None
+        # The number of draft tokens of each request in the step that begins or runs, by vLLM's id.
+        self._drafts: Mapping[str, int] = {}
         self._step = 0
         # The events of the step that begins or runs, until it is pending.
         self._events = bare(0)
@@ -156,13 +181,19 @@ class WorkerCapture:
                 sites=self.sites,
                 ring=self.ring,
                 text_of=None if tokenizer is None else lambda token: str(tokenizer.decode([token])),
-                troubles=lambda hub: self.controllers[hub].troubles,
+                reports=lambda hub: (self.controllers[hub].troubles, self.controllers[hub].counts),
             )
         addresses = ", ".join(hub.address for hub in self.settings.hubs)
         logger.info("capflow: %d taps; rows go to %s", len(self.sites), addresses)
 
+    @property
+    def _last(self) -> bool:
+        """Whether this is the last pipeline stage, which returns the outputs."""
+        return self.rank.pp == self.info.stages - 1
+
     def _controllers(self, specs: Sequence[ControllerSpec], hub: int) -> Controllers:
-        return Controllers(specs, self.info, self.sites, hub, decides=self.rank.tp == 0)
+        decides = self.rank.tp == 0
+        return Controllers(specs, self.info, self.sites, hub, decides=decides, last=self._last, device=self.device)
 
     def _make_tables(self, tokens: int, requests: int) -> Tables:
         rows = min(tokens * 2 * len(self.sites), self.settings.staging_bytes_max // self.row_bytes)
@@ -185,6 +216,8 @@ class WorkerCapture:
         orders = orders or Orders(self._step)
         cuts = orders.cuts | {key: ended.limit for key, ended in orders.ended.items()}
         self._note_gates(orders.settled, cuts)
+        self._unanswered = None
+        self._drafts = compat_step.drafts(scheduler_output)
         actions = self._run_controllers(cuts)
         for key, limit in orders.cuts.items():
             self._pending.cut(key, limit)
@@ -192,7 +225,7 @@ class WorkerCapture:
                 self.requests[key].computed = min(self.requests[key].computed, limit)
                 self.histories.cut(self.requests[key], limit)
         for key, ended in orders.ended.items():
-            self._forget(key, ended)
+            self._forget(key, ended, orders.step)
         for number, wants in orders.wants.items():
             self.wants[number] = tuple(_HubWants(w, self._program(w.wanted, hub)) for hub, w in enumerate(wants))
         self._end_unscheduled(orders.unscheduled)
@@ -200,7 +233,7 @@ class WorkerCapture:
             assert self.outlets is not None
             self.outlets.put(step)
         self._step = orders.step
-        for decided in actions:
+        for decided in (*actions, *orders.decided):
             if decided.key in self.requests:
                 self._control(decided)
         for key, action in orders.actions:
@@ -229,7 +262,7 @@ class WorkerCapture:
             request.name,
             prompt_length,
             ship=program if self.sends else self.planner.nothing,
-            view=self._program(self._wanted(self.controllers[hub].captures()), hub),
+            view=self._view(hub, request.name),
             capture=options.capture,
             generated=options.generated or 0,
             hub=hub,
@@ -238,12 +271,22 @@ class WorkerCapture:
             noted=self.sends and (bool(wanted) or wants.actions),
         )
         self.requests[key] = tracked
+        self._visible = None
         if options.program is not None:
             self.histories.admit(tracked, options.program)
             if self.rank.pp == 0:  # one record is enough: the other stages have the same program
                 sites = tuple(sorted(options.program.sites))
                 first = options.program.first_steered(prompt_length, tracked.steered_from)
                 self._note(key, "request", "steer", sites, position=first)
+
+    def _view(self, hub: int, request: str) -> Program:
+        """Return the program of the rows that controllers see of a request."""
+        controllers = self.controllers[hub]
+        watching = controllers.watching(request)
+        program = controllers.programs.get(watching)
+        if program is None:
+            program = controllers.programs[watching] = self._program(self._wanted(controllers.captures(watching)), hub)
+        return program
 
     def _wanted(self, specs: Sequence[Capture | None]) -> Wanted:
         info = self.info
@@ -258,19 +301,34 @@ class WorkerCapture:
         self.histories.act(self.requests[key], HUB, action)
 
     def _control(self, decided: Decided) -> None:
-        """Apply a controller's action if there is room for it; all tensor-parallel ranks come to the same outcome."""
-        key, hub, order, action = decided
-        controllers = self.controllers[hub]
-        try:
-            self.histories.act(self.requests[key], controllers.owner(order), action)
-        except CapflowError as e:
-            controllers.done(order, e)
+        """Apply a controller's decision if there is room for it; all ranks that apply it come to the same outcome."""
+        controllers, tracked = self.controllers[decided.hub], self.requests[decided.key]
+        if decided.order >= len(controllers.specs):
             return
-        controllers.done(order, None)
-        tracked = self.requests[key]
-        sites = tuple(vector.site for vector in action.vectors) if isinstance(action, Steer) else ()
-        kind, first = str(action.__struct_config__.tag), max(tracked.computed, tracked.prompt_length)
-        self._note(key, f"controller {controllers.owner(order).name}", kind, sites, position=first)
+        by = f"controller {controllers.owner(decided.order).name}"
+        action, score, threshold, label = decided.action, decided.score, decided.threshold, decided.label
+        if action is None:
+            position = decided.row if decided.position is None else decided.position
+            self._note_once(decided, by, "gate", (), position, score, threshold, label)
+            return
+        assert not isinstance(action, Abort)
+        first = max(tracked.computed, tracked.prompt_length)
+        try:
+            self.histories.act(tracked, controllers.owner(decided.order), action)
+        except CapflowError as e:
+            controllers.done(decided.order, decided.key, e)
+            return
+        controllers.done(decided.order, decided.key, None)
+        kind, sites = str(action.__struct_config__.tag), tuple(vector.site for vector in getattr(action, "vectors", ()))
+        self._note_once(decided, by, kind, sites, first, score, threshold, label)
+
+    def _note_once(
+        self, decided: Decided, by: str, kind: str, sites: tuple[Site, ...], position: int, *cause: Any
+    ) -> None:
+        """Record a decision; of those that all stages apply, the last stage keeps the record."""
+        if self._last or not self.controllers[decided.hub].specs[decided.order].ordered:
+            score, threshold, label = cause
+            self._note(decided.key, by, kind, sites, position=position, score=score, threshold=threshold, label=label)
 
     def _note(
         self,
@@ -323,35 +381,81 @@ class WorkerCapture:
                 )
 
     def _run_controllers(self, cuts: Mapping[str, int]) -> list[Decided]:
-        """Show the previous step to the controllers and return their decisions, which are the same on each rank."""
+        """Show the previous step to the replicated controllers; return their decisions, the same on each rank."""
         viewed, self._viewed = self._viewed, None
         decided: list[Decided] = []
         if viewed is not None:
             viewed.ready()
+            requests = self._seen()
             for controllers in self.controllers:
                 if controllers.here:
-                    # Other requests may read the cache blocks of a request that no controller watches, so controllers
-                    # must not steer it.
-                    keys = {
-                        each.id: key
-                        for key, each in self.requests.items()
-                        if each.hub == controllers.hub and each.view.any
-                    }
-                    decided += controllers.run(
-                        viewed.number, viewed.plan, viewed.buffer, cuts, keys, self.histories.vectors
-                    )
+                    shown = self._shown(viewed, controllers.hub, cuts)
+                    decided += controllers.run(shown, requests[controllers.hub])
         if self._ranks > 1 and any(controllers.here for controllers in self.controllers):
             decided = decode(compat.from_first_rank(encode(decided)))
         return decided
 
-    def _forget(self, key: str, ended: Ended) -> None:
-        tracked = self.requests.pop(key, None)
+    def _shown(self, viewed: _Viewed, hub: int, ends: Mapping[str, int]) -> Shown:
+        """Return what a step has for the controllers of a hub; its copies have come."""
+        rows = None
+        if viewed.buffer is not None:
+            rows = viewed.buffer.view(DTYPES[self.info.dtype]).reshape(-1, self.info.hidden_size)
+        parts, scores = viewed.scored[hub]
+        return Shown(viewed.number, viewed.plan, rows, ends, parts, scores)
+
+    def _seen(self) -> Sequence[Mapping[str, str]]:
+        """Return, for each hub, the keys of the requests that controllers see, by id.
+
+        Other requests may read the cache blocks of a request that no controller sees, so controllers must not steer it.
+        """
+        if self._visible is None:
+            visible: list[dict[str, str]] = [{} for _ in self.settings.hubs]
+            for key, each in self.requests.items():
+                if each.view.any:
+                    visible[each.hub][each.id] = key
+            self._visible = visible
+        return self._visible
+
+    def answer(self, output: Any) -> Any:
+        """Have the ordered controllers decide when a step's output is taken, and the decisions travel with it.
+
+        That may be in another thread. It sees the step as it was launched, and changes nothing here.
+        """
+        viewed, self._unanswered = self._unanswered, None
+        if viewed is None or not any(controllers.ordered for controllers in self.controllers):
+            return output
+        running = tuple(self.controllers)
+        return compat_step.with_decisions(output, lambda taken: self._decide(viewed, running, taken))
+
+    def _decide(self, viewed: _Viewed, running: Sequence[Controllers], output: Any) -> bytes:
+        """Return the decisions of the ordered controllers on a step whose output is known."""
+        viewed.ready()
+        ends = {}
+        for part in viewed.plan.batch if viewed.drafts else ():
+            key = part.request.key
+            if key in viewed.drafts:
+                accepted = max(compat_step.sampled_tokens(output, key) - 1, 0)
+                ends[key] = part.start + part.length - viewed.drafts[key] + accepted
+        decided: list[Decided] = []
+        for controllers in running:
+            if controllers.ordered:
+                shown = self._shown(viewed, controllers.hub, ends)
+                decided += controllers.run(shown, viewed.requests[controllers.hub], ordered=True)
+        return encode(decided) if decided else b""
+
+    def _forget(self, key: str, ended: Ended, step: int) -> None:
+        tracked = self.requests.get(key)
         if tracked is None:
             return
+        if (abort := ended.decided) is not None:
+            by = f"controller {self.controllers[tracked.hub].owner(abort.order).name}"
+            self._note_once(abort, by, "abort", (), ended.limit, abort.score, abort.threshold, abort.label)
+        del self.requests[key]
+        self._visible = None
         self.histories.forget(tracked)
         self.latches.forget(key)
         self.firing.forget(key)
-        self.controllers[tracked.hub].forget(tracked.id)
+        self.controllers[tracked.hub].forget(tracked.id, key, step)
         if tracked.watched:
             self._pending.end(tracked, ended)
 
@@ -398,9 +502,9 @@ class WorkerCapture:
             for controllers in self.controllers:
                 controllers.missed(self._plan.rows, self.tables.staging.shape[0])
             self._plan = replace(self._plan, blocks=(), rows=0, ship_rows=0)
-        if self._buffer is None and self._plan.rows:
+        if self._buffer is None and self._rows_copied(self._plan):
             # A copy to memory that is not page-locked waits for the device.
-            size, pinned = self._plan.rows * self.row_bytes, self.tables.resident
+            size, pinned = self._rows_copied(self._plan) * self.row_bytes, self.tables.resident
             self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned).numpy()
 
     def _find_room(self, plan: Plan) -> tuple[Any, str | None]:
@@ -411,8 +515,14 @@ class WorkerCapture:
         if self.tables.resident and plan.rows > self.tables.staging.shape[0]:
             return None, "staging_full"
         wait_s = limits.BLOCK_S_MAX if self.settings.outbound.blocks and self.outlets.patient else 0.0
-        buffer = self.ring.acquire(plan.rows * self.row_bytes, wait_s, self._pending.bytes_held)
+        buffer = self.ring.acquire(self._rows_copied(plan) * self.row_bytes, wait_s, self._pending.bytes_held)
         return buffer, (None if buffer is not None else self.outlets.give_up())
+
+    def _rows_copied(self, plan: Plan) -> int:
+        """Return how many of a plan's rows come to the host: rows that are only scored stay on the device."""
+        if self.tables.resident and not any(controllers.reads_rows for controllers in self.controllers):
+            return plan.ship_rows
+        return plan.rows
 
     @contextlib.contextmanager
     def forward(self, tokens: int) -> Iterator[None]:
@@ -441,7 +551,8 @@ class WorkerCapture:
             yield
             if plan.gates:  # the next step writes the table again
                 self._take_margins(plan, carried, self.tables.margins[: plan.gates, : self._rows_end(plan)].clone())
-            ready, token_ids = self._copy_out(plan) if plan.rows else (READY, _NO_TOKENS)
+            scored = [self._score(controllers, plan) for controllers in self.controllers]
+            ready, token_ids = self._copy_out(plan, scored) if plan.rows else (READY, _NO_TOKENS)
         else:
             out = None if self._buffer is None else torch.from_numpy(self._buffer).view(self.dtype).view(plan.rows, -1)
             gating = Gating(plan, tokens, carried, received) if plan.gates else None
@@ -452,10 +563,23 @@ class WorkerCapture:
                 step_module.current = None
             if gating is not None:
                 self._take_margins(plan, carried, gating.margins[:, : self._rows_end(plan)])
+            scored = [self._score(controllers, plan, out) for controllers in self.controllers]
             ready, token_ids = READY, _NO_TOKENS
             if plan.ship_rows:
                 token_ids = compat_step.step_token_ids(self.runner, self._rows_end(plan)).numpy().copy()
-        self._finish(plan, ready, token_ids)
+        self._finish(plan, ready, token_ids, scored)
+
+    def _score(self, controllers: Controllers, plan: Plan, rows: Any = None) -> _Scored:
+        """Score a step's rows for the controllers of a hub: at once on the CPU, started on a GPU."""
+        scorer = controllers.scorer
+        if scorer is None or plan.rows == plan.ship_rows:
+            return _Scored((), None)
+        parts, count = scorer.parts(plan)
+        if not count:
+            return _Scored((), None)
+        if self.tables.resident:
+            return _Scored(parts, scorer.launch(parts, count, self.tables.staging))
+        return _Scored(parts, scorer.score(parts, count, rows))
 
     @property
     def gates(self) -> bool:
@@ -498,33 +622,45 @@ class WorkerCapture:
         """Return the end of the rows in the model's tensors that belong to the plan's requests."""
         return max(part.row + part.length for part in plan.batch)
 
-    def _finish(self, plan: Plan, ready: Callable[[], None], token_ids: Any) -> None:
+    def _finish(self, plan: Plan, ready: Callable[[], None], token_ids: Any, scored: Sequence[_Scored] = ()) -> None:
         """Keep the step that was just launched until it is settled."""
         if plan.rows > plan.ship_rows:
-            self._viewed = _Viewed(self._step, plan, self._buffer, ready)
+            viewed = _Viewed(self._step, plan, self._buffer, scored, ready, self._seen(), self._drafts)
+            if any(controllers.here for controllers in self.controllers):
+                self._viewed = viewed
+            self._unanswered = viewed
         if self._planned.ship_rows or self._events.events:
             rows = self._buffer[: plan.ship_rows * self.row_bytes] if plan.ship_rows else None
             now = time.time_ns()
-            lent = self.ring.size_of(plan.rows * self.row_bytes) if plan.ship_rows else 0
+            lent = self.ring.size_of(self._rows_copied(plan) * self.row_bytes) if plan.ship_rows else 0
             step = Computed(self._step, now, self._planned, rows, token_ids, ready, self._lost, lent=lent)
             step.events, step.events_lost = self._events.events, self._events.events_lost
             self._pending.add(step)
         self._events = bare(self._step)
         self._buffer = None
 
-    def _copy_out(self, plan: Plan) -> tuple[Callable[[], None], Any]:
-        """Start to copy the step's rows and token ids to the host; return a function that waits for them, and the ids.
+    def _copy_out(self, plan: Plan, scored: list[_Scored]) -> tuple[Callable[[], None], Any]:
+        """Start to copy the step's rows, scores and token ids to the host; return a function that waits, and the ids.
 
         The rows are copied on a stream of their own. The ids are copied on the step's stream: they are few, and the
         next step uses the same buffer.
+
+        scored: the scores are replaced by the memory that they are copied to.
         """
-        tokens = self._rows_end(plan)
+        tokens, rows = self._rows_end(plan), self._rows_copied(plan)
         ids = torch.empty(tokens, dtype=torch.int32, pin_memory=True)
         ids.copy_(compat_step.step_token_ids(self.runner, tokens), non_blocking=True)
         self._copy_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copy_stream):
-            out = torch.from_numpy(self._buffer).view(self.dtype).view(plan.rows, -1)
-            out.copy_(self.tables.staging[: plan.rows], non_blocking=True)
+            if rows:
+                out = torch.from_numpy(self._buffer).view(self.dtype).view(rows, -1)
+                out.copy_(self.tables.staging[:rows], non_blocking=True)
+            for hub, (parts, there) in enumerate(scored):
+                if there is not None:
+                    here = torch.empty(there.shape, dtype=torch.float32, pin_memory=True)
+                    here.copy_(there, non_blocking=True)
+                    there.record_stream(self._copy_stream)
+                    scored[hub] = _Scored(parts, here.numpy())
             self._copied = torch.cuda.Event()
             self._copied.record()
         return self._copied.synchronize, ids.numpy()
@@ -558,7 +694,13 @@ class CaptureWorker(compat.worker_base()):  # type: ignore[misc]
         """Take a step's orders, and run the step."""
         assert self.capflow is not None
         self.capflow.begin(Orders.of(scheduler_output), scheduler_output)
-        return super().execute_model(scheduler_output)
+        output = super().execute_model(scheduler_output)
+        return output if output is None else self.capflow.answer(output)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample the step's tokens; the decisions of ordered controllers go with the output."""
+        assert self.capflow is not None
+        return self.capflow.answer(super().sample_tokens(*args, **kwargs))
 
     def execute_dummy_batch(self) -> None:
         """Run a forward pass without requests, beside other replicas that have some."""

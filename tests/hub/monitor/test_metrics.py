@@ -16,7 +16,7 @@ from capflow.hub.hub import Hub
 from capflow.hub.monitor.endpoint import Endpoint
 from capflow.hub.monitor.metrics import BEGIN, END, markdown, registry_of
 from capflow.protocol import message
-from capflow.protocol.message import Hello, WatchRequest
+from capflow.protocol.message import ControllerCounts, Hello, WatchRequest
 from capflow.transport.client import Client
 from capflow.transport.links.worker import Staged
 from capflow.transport.outbox import Outbox
@@ -66,7 +66,8 @@ def watched(tmp_path_factory):
     path = tmp_path_factory.mktemp("h") / "h"
     good = Recorder("good")
     full, bad = Recorder("full", held=True), Recorder("bad", fails_on=[SECRET, "r1", "r2"])
-    staged = Staged(1000, 5000, {"queue_full": 7, "no_hub": 2})
+    ran = {"gate": ControllerCounts(9, 0.5, 3, 2, 1)}
+    staged = Staged(1000, 5000, {"queue_full": 7, "no_hub": 2}, controllers=ran)
     kept = configured(Recorder("kept"), "spill", spool_dir=path.parent / "inbox")
     consumers = [good, configured(full, "drop", 1), bad, kept]
     with running_hub(f"ipc://{path}", *consumers) as hub:

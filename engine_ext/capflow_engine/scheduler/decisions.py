@@ -1,0 +1,108 @@
+"""Decisions of ordered controllers: they come with a step's output and become orders of the next step.
+
+Invariants:
+
+* A decision counts only if the request has the token of the row on which it was decided. Rows of rejected drafts and of
+  dropped steps decide nothing.
+* No token behind the one that the firing row computed is given to the front end.
+* Cache blocks are forked when an action is scheduled, at the first position that no step computes without it. So a
+  request for which nothing was decided shares its blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from capflow.steering.action import Abort, Steer, Unsteer
+from capflow_engine.compat import engine as compat
+from capflow_engine.compat import step as compat_step
+from capflow_engine.scheduler.orders import Decided, decode
+
+
+class Decisions:
+    """The decisions of ordered controllers on running requests. Keys are vLLM's ids.
+
+    fork: gives a request's cache blocks from a position on a key of their own.
+    report: notes an action that holds from a position of a request on.
+    """
+
+    def __init__(self, fork: Callable[[Any, int], None], report: Callable[[str, Steer | Unsteer, int], None]) -> None:
+        self._fork, self._report = fork, report
+        # Of the output that is being processed.
+        self._taken: list[Decided] = []
+        # The first abort of each request, until the request ends.
+        self._aborts: dict[str, Decided] = {}
+        # For the next step's orders.
+        self._ready: list[Decided] = []
+
+    def read(self, model_runner_output: Any) -> None:
+        """Take the decisions on a step's output, which the scheduler processes next."""
+        packed = compat_step.decisions_of(model_runner_output)
+        self._taken = decode(packed) if packed else []
+        for each in self._taken:
+            if isinstance(each.action, Abort):
+                first = self._aborts.setdefault(each.key, each)
+                if _fired_at(each) < _fired_at(first):
+                    self._aborts[each.key] = each
+
+    def kept(self, request: Any, tokens: list[int]) -> list[int]:
+        """Return a step's tokens of a request without those behind the token that a firing row computed."""
+        abort = self._aborts.get(request.request_id)
+        if abort is None:
+            return tokens
+        # The first new token has position `num_tokens`.
+        return tokens[: max(_fired_at(abort) + 2 - request.num_tokens, 0)]
+
+    def stop(self, request: Any, stopped: bool) -> bool:
+        """End a request that a controller aborts; return whether it stopped, which it may have done by itself."""
+        abort = self._aborts.get(request.request_id)
+        if abort is None:
+            return stopped
+        if stopped:  # its last token is the firing row's own
+            del self._aborts[request.request_id]
+            return True
+        assert isinstance(abort.action, Abort)
+        compat_step.end_by_decision(request, abort.action.as_, abort.action.reason)
+        return True
+
+    def apply(self, scheduler: Any) -> list[Any]:
+        """Prepare the actions of the processed output for the next step; return the requests that were aborted now.
+
+        These are requests without a token in this step, such as those with a part of the prompt to come.
+        """
+        taken, self._taken = self._taken, []
+        ended = []
+        for each in taken:
+            request = scheduler.requests.get(each.key)
+            if request is None or request.is_finished():
+                continue
+            if each.row >= request.num_tokens:
+                continue
+            if isinstance(each.action, Abort):
+                if compat.abort(scheduler, each.key, each.action.as_, each.action.reason):
+                    ended.append(request)
+                continue
+            self._ready.append(each)
+            if each.action is not None:
+                # A preempted request has computed nothing; the action holds from the position that it had reached.
+                computed = max(request.num_computed_tokens, request.num_tokens - 1, request.num_prompt_tokens)
+                self._fork(request, computed)
+                self._report(each.key, each.action, computed)
+        self._aborts = {key: abort for key, abort in self._aborts.items() if key in scheduler.requests}
+        return ended
+
+    def take(self) -> list[Decided]:
+        """Return the decisions for a step's orders."""
+        ready, self._ready = self._ready, []
+        return ready
+
+    def end(self, key: str) -> Decided | None:
+        """Forget a request that ended; return the decision that ended it, with the firing position as its row."""
+        self._ready = [each for each in self._ready if each.key != key]
+        abort = self._aborts.pop(key, None)
+        return None if abort is None else abort._replace(action=None, row=_fired_at(abort))
+
+
+def _fired_at(abort: Decided) -> int:
+    return abort.row if abort.position is None else min(abort.position, abort.row)

@@ -1,0 +1,177 @@
+"""One controller in a worker: its counts, its time, and what it steers.
+
+Invariant: a fault of a controller is counted and logged here, and ends neither a step nor another controller.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Collection
+
+from capflow import limits
+from capflow.plugins.consumer import Controller
+from capflow.protocol.message import ControllerCounts, ControllerSpec
+from capflow.steering.action import Action, Steer
+from capflow_engine.worker.history import Owner
+from capflow_engine.worker.view import Seen
+
+logger = logging.getLogger("vllm.capflow.control")
+
+
+class RunningController:
+    """A controller and its counts.
+
+    spec: its spec.
+    seen: what it sees of the steps; empty until it is started.
+    """
+
+    def __init__(self, owner: Owner, spec: ControllerSpec) -> None:
+        self.owner = owner
+        self.spec = spec
+        self.controller: Controller | None = None
+        self.seen = Seen((), {})
+        # Why it is disabled; empty if it is not.
+        self._why_disabled = ""
+        # Exceptions since the start.
+        self._failed = 0
+        self._failed_in_a_row = 0
+        # Refused actions since the start.
+        self._refused = 0
+        # Why the latest action was refused; empty if it was applied.
+        self._refusal = ""
+        # Steps since the start that it did not see, and why it missed the latest.
+        self._missed = 0
+        self._miss = ""
+        # The type of the latest exception.
+        self._error = ""
+        # The seconds of its latest calls, and why it is slow; empty if it is not.
+        self._times: list[float] = []
+        self._slow = ""
+        self._calls = 0
+        self._seconds = 0.0
+        self._actions = 0
+        # By vLLM's id: the last position that each of its actions was decided on, and the action, in order.
+        self._sent: dict[str, list[tuple[int, Action]]] = {}
+
+    @property
+    def counts(self) -> ControllerCounts:
+        """Its counts since the worker's start."""
+        return ControllerCounts(self._calls, self._seconds, self._actions, self._refused, self._failed)
+
+    def disable(self, why: str) -> None:
+        """Disable it until the engine starts again."""
+        self.controller, self._why_disabled = None, why
+        logger.error("controller %s is disabled: %s", self.owner.name, why)
+
+    def failed(self, call: str, error: BaseException) -> None:
+        """Count an exception in `call`; log the first with its traceback; disable it after too many in a row."""
+        self._failed += 1
+        self._failed_in_a_row += 1
+        self._error = type(error).__name__
+        if self._failed == 1:
+            logger.error("controller %s failed in %s", self.owner.name, call, exc_info=error)
+        elif not self._failed & (self._failed - 1):  # at each doubling, so that the log stays short
+            logger.error("controller %s failed %d times; %s: %s", self.owner.name, self._failed, self._error, error)
+        if self._failed_in_a_row >= limits.CONTROLLER_FAILURES_MAX:
+            self.disable(f"failed {self._failed_in_a_row} times in a row ({self._error})")
+
+    def succeeded(self) -> None:
+        """Record a step without an exception."""
+        self._failed_in_a_row = 0
+
+    def timed(self, seconds: float) -> None:
+        """Count a call; warn about a controller that is slow, and disable it if it stays so.
+
+        The median of `limits.CONTROLLER_CALLS_TIMED` calls decides, because one call may wait for the processor.
+        """
+        self._calls += 1
+        self._seconds += seconds
+        self._times.append(seconds)
+        if len(self._times) < limits.CONTROLLER_CALLS_TIMED:
+            return
+        median = statistics.median(self._times)
+        self._times.clear()
+        if median <= limits.CONTROLLER_CALL_S_MAX:
+            self._slow = ""
+            return
+        got = f"{median:.3g} s in a step, at most {limits.CONTROLLER_CALL_S_MAX:g} s are allowed"
+        if self._slow:
+            self.disable(f"too slow: {got}")
+        else:
+            self._slow = got
+            logger.warning("controller %s is slow: %s; it is disabled if it stays so", self.owner.name, got)
+
+    def refuse(self, why: str) -> None:
+        """Count an action that is not applied."""
+        self._refused += 1
+        self._refusal = why
+        if not self._refused & (self._refused - 1):
+            logger.error("controller %s: an action is refused (%d so far): %s", self.owner.name, self._refused, why)
+
+    def accept(self) -> None:
+        """Record that an action is applied."""
+        self._actions += 1
+        self._refusal = ""
+
+    def miss(self, why: str) -> None:
+        """Count a step that it did not see."""
+        self._missed += 1
+        self._miss = why
+        if not self._missed & (self._missed - 1):
+            logger.error("controller %s did not see a step (%d so far): %s", self.owner.name, self._missed, why)
+
+    @property
+    def trouble(self) -> str | None:
+        """Why it does not work as it should; None if it does."""
+        if self._why_disabled:
+            cause = f"disabled: {self._why_disabled}"
+        elif self._failed_in_a_row:
+            cause = f"failed in its last {self._failed_in_a_row} steps ({self._error}); see the engine's log"
+        elif self._refusal:
+            cause = f"refused actions: {self._refused}; the last: {self._refusal}"
+        elif self._miss:
+            cause = f"missed steps: {self._missed}; the last: {self._miss}"
+        elif self._slow:
+            cause = f"slow: {self._slow}"
+        else:
+            return None
+        return f"controller {self.owner.name}: {cause}"[: limits.TROUBLE_LENGTH_MAX]
+
+    # --- what it steers ---
+
+    def repeats(self, key: str, action: Action) -> bool:
+        """Return whether an action would change nothing, because it holds already."""
+        if isinstance(action, Steer):
+            return any(held == action for _, held in self._sent.get(key, ())[-1:])
+        return not self.steers(key)
+
+    def sent(self, key: str, position: int, action: Action) -> None:
+        """Note an action on a request, decided on the rows up to a position."""
+        sent = self._sent.setdefault(key, [])
+        sent.append((position, action))
+        # No step under way is older than the actions that are kept.
+        del sent[: -limits.CONTROLLER_ACTIONS_KEPT]
+
+    def seen_again(self, key: str, start: int) -> None:
+        """Forget the actions that were decided on rows from position `start` on: other rows took their place."""
+        sent = self._sent.get(key)
+        while sent and sent[-1][0] >= start:
+            sent.pop()
+
+    def forget(self, key: str) -> None:
+        """Forget a request."""
+        self._sent.pop(key, None)
+
+    def take_back(self) -> None:
+        """Note that none of its actions holds any more."""
+        self._sent.clear()
+
+    @property
+    def keys(self) -> Collection[str]:
+        """VLLM's ids of the requests that it acted on."""
+        return self._sent.keys()
+
+    def steers(self, key: str) -> bool:
+        """Return whether its latest action on a request is a `Steer`."""
+        return any(isinstance(action, Steer) for _, action in self._sent.get(key, ())[-1:])

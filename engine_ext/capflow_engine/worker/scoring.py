@@ -1,0 +1,154 @@
+"""Scores of the rows that the probes of controllers read, computed where the rows are.
+
+The rows of a step lie in the step's buffer, `[rows, hidden]` in the model's dtype; on a GPU, in the staging buffer on
+the device. Only the scores leave it, 4 bytes a row.
+
+Invariant: a score depends on its row and on its probe, and on nothing else. On the CPU, rows are scored in portions of
+one fixed shape, whatever the batch is; products are formed in float32, and each row's sum is torch's pairwise sum along
+a contiguous row, whose order of additions depends on the row's length alone. On a GPU, one Triton program reduces one
+row, in an order that depends on the width alone. A matrix product would be no faster and its order would depend on the
+batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from capflow.plugins.consumer import SCORES, StepProbe
+from capflow_engine.taps.plan import VIEW, Plan
+
+DOT, COSINE, CAST = range(len(SCORES))
+
+Scores = npt.NDArray[np.float32]
+
+# The numbers of one portion on the CPU: with their products they stay in a processor's second-level cache.
+_PORTION = 1 << 16
+
+
+class ScoredRows(NamedTuple):
+    """The rows of one block at one site, which some probes score.
+
+    block: the index of the block in the plan.
+    site: the index of the site.
+    row: the first of its rows in the step's buffer.
+    rows: their number.
+    first: where the scores of its first probe begin; those of the other probes follow.
+    """
+
+    block: int
+    site: int
+    row: int
+    rows: int
+    first: int
+
+
+class ProbeScorer:
+    """The probes of one hub's controllers.
+
+    probes: for each, the index of its site and the probe.
+    """
+
+    def __init__(self, probes: Sequence[tuple[int, StepProbe]], hidden: int, device: torch.device, hub: int) -> None:
+        self._hub = hub
+        self._hidden = hidden
+        self._device = device
+        # The numbers of the probes of each site; their order is that of the scores.
+        self.at: dict[int, list[int]] = {}
+        for number, (site, _) in enumerate(probes):
+            self.at.setdefault(site, []).append(number)
+        given = [np.asarray(probe.weight, np.float32) for _, probe in probes]
+        weights = np.stack(given) if given else np.empty((0, hidden), np.float32)
+        self._weights = torch.from_numpy(weights).to(device)
+        self._kinds = [SCORES.index(probe.score) for _, probe in probes]
+        self._bias = np.array([probe.bias for _, probe in probes], np.float32)
+        squares = np.square(weights, dtype=np.float64).sum(axis=1)
+        self._squares = squares.astype(np.float32)
+        self._norms = np.sqrt(squares).astype(np.float32)
+        if device.type != "cpu":
+            self._kinds_there = torch.tensor(self._kinds, dtype=torch.int32, device=device)
+            self._numbers_there = torch.from_numpy(np.stack([self._bias, self._norms, self._squares], 1)).to(device)
+
+    def parts(self, plan: Plan) -> tuple[list[ScoredRows], int]:
+        """Return the rows of a plan that are scored, and the number of scores."""
+        parts, count = [], 0
+        for number, block in enumerate(plan.blocks):
+            if block.channel != VIEW or block.hub != self._hub:
+                continue
+            for order, site in enumerate(block.sites):
+                if site in self.at:
+                    parts.append(ScoredRows(number, site, block.base + order * block.rows, block.rows, count))
+                    count += block.rows * len(self.at[site])
+        return parts, count
+
+    def score(self, parts: Sequence[ScoredRows], count: int, rows: torch.Tensor) -> Scores:
+        """Return the scores of a step on the CPU.
+
+        rows: the step's buffer.
+        """
+        scores = np.empty(count, np.float32)
+        for part in parts:
+            some = rows[part.row : part.row + part.rows]
+            for order, out in enumerate(self._on_cpu(self.at[part.site], some)):
+                begin = part.first + order * part.rows
+                scores[begin : begin + part.rows] = out
+        return scores
+
+    def launch(self, parts: Sequence[ScoredRows], count: int, rows: torch.Tensor) -> torch.Tensor:
+        """Start to score a step on a GPU; return where the scores will be, on the device."""
+        from capflow_engine.taps.score_kernel import launch
+
+        scores = torch.empty(count, dtype=torch.float32, device=self._device)
+        for part in parts:
+            some = rows[part.row : part.row + part.rows]
+            for order, number in enumerate(self.at[part.site]):
+                begin = part.first + order * part.rows
+                out = scores[begin : begin + part.rows]
+                launch(some, self._weights[number], self._kinds_there[number:], self._numbers_there[number], out)
+        return scores
+
+    def _on_cpu(self, numbers: Sequence[int], rows: torch.Tensor) -> list[Scores]:
+        """Return the scores of some rows by each of these probes."""
+        height = max(1, _PORTION // self._hidden)
+        portions = -(-len(rows) // height)
+        sums = torch.empty((len(numbers), 4, portions * height))
+        wide = torch.zeros((height, self._hidden))
+        product = torch.empty_like(wide)
+        norms = any(self._kinds[number] != DOT for number in numbers)
+        for begin in range(0, portions * height, height):
+            end = begin + height
+            wide[: len(rows) - begin].copy_(rows[begin:end])
+            for order, number in enumerate(numbers):
+                out = sums[order]
+                torch.mul(wide, self._weights[number], out=product)
+                torch.sum(product, 1, out=out[0, begin:end])
+                if norms:
+                    torch.mul(wide, wide, out=product)
+                    torch.sum(product, 1, out=out[1, begin:end])
+                if self._kinds[number] == CAST:
+                    factor = out[0, begin:end] / float(self._squares[number] or 1.0)
+                    along = torch.outer(factor, self._weights[number]).tanh_()
+                    torch.mul(wide, along, out=product)
+                    torch.sum(product, 1, out=out[2, begin:end])
+                    along.mul_(along)
+                    torch.sum(along, 1, out=out[3, begin:end])
+        return [self._finish(number, sums[order, :, : len(rows)].numpy()) for order, number in enumerate(numbers)]
+
+    def _finish(self, number: int, sums: npt.NDArray[np.float32]) -> Scores:
+        """Return scores, given the sums of `x · weight`, `x · x`, and for `cast` those of `x · t` and `t · t`."""
+        kind, bias = self._kinds[number], self._bias[number]
+        score: Scores
+        if kind == DOT:
+            score = sums[0] + bias
+            return score
+        if kind == COSINE:
+            above, below = sums[0], np.sqrt(sums[1]) * self._norms[number]
+        else:
+            above, below = sums[2], np.sqrt(sums[1]) * np.sqrt(sums[3])
+        with np.errstate(invalid="ignore"):
+            score = np.where(below == 0, np.float32(0), above / np.where(below == 0, np.float32(1), below)) + bias
+        return score
