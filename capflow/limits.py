@@ -39,6 +39,7 @@ STEERING_MODULES_MAX = 64  # modules that one request names
 # Clamps of one request at one site and position, with those of its modules and of the global state. Each costs a pass
 # over the row.
 CLAMPS_AT_SITE_MAX = 64
+GATE_NAME_LENGTH_MAX = 64  # characters
 GATES_MAX = 8  # gates of one request, with those of its modules and of the global state
 # Operations of one request at one site and position: patches, clamps, and sums of vectors (the request's, of actions
 # and of controllers).

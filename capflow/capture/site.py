@@ -22,6 +22,9 @@ Hook = Literal["pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out"]
 
 HOOKS: tuple[str, ...] = get_args(Hook)
 
+# The order of the hooks in a layer's forward pass, in which each depends on the one before it.
+_FORWARD = {hook: n for n, hook in enumerate(("pre_attn", "post_attn", "mlp_in", "mlp_out", "post_block"))}
+
 _HOOK_NUMBERS = {hook: number for number, hook in enumerate(HOOKS)}
 
 HOOK_DEFAULT: Hook = "post_block"
@@ -66,6 +69,11 @@ class Site(NamedTuple):
     def number(self) -> int:
         """The site's bit number in a mask of sites."""
         return self.layer * len(HOOKS) + _HOOK_NUMBERS[self.hook]
+
+    @property
+    def depth(self) -> int:
+        """The place of the site in the forward pass; the value at a site depends on those at lesser depths."""
+        return self.layer * len(HOOKS) + _FORWARD[self.hook]
 
     @property
     def transformer_lens_name(self) -> str:

@@ -35,6 +35,7 @@ class Clamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: the unit vector, `[hidden_size]` float32 little-endian.
     low, high: the bounds of the projection, in the stream's units.
     strength: 1 moves the projection all the way into its bounds, 0 not at all.
+    gate: the name of the gate that multiplies the strength; empty without one.
     """
 
     layer: int
@@ -43,6 +44,7 @@ class Clamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     low: float = -math.inf
     high: float = math.inf
     strength: float = 1.0
+    gate: str = ""
 
     __repr__ = brief
 
@@ -66,6 +68,7 @@ class Clamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         where: str,
         of: str | None = None,
         at: str = "",
+        gate: str = "",
     ) -> Clamp:
         """Return the clamp along a direction, `[hidden_size]`, of any length except 0.
 
@@ -83,7 +86,7 @@ class Clamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if low > high:
             raise UsageError(explain(f"{where}.min", got=f"{low}{at}", expected=f"at most max, {high}"))
         data = _unit(direction, of or f"{where}.vector", at).tobytes()
-        return cls(site.layer, site.hook, data, low, high, given.get("strength", 1.0))
+        return cls(site.layer, site.hook, data, low, high, given.get("strength", 1.0), gate)
 
     def check(self, sites: Collection[Site], hidden_size: int, *, where: str = "steering_clamps") -> None:
         """Raise UsageError unless the clamp fits a model with these tapped sites and this width.
@@ -106,9 +109,9 @@ def parse_clamps(value: Any, *, where: str = "steering_clamps") -> tuple[Clamp, 
     """Return the clamps that a plain value describes: `{hook: layers}`.
 
     The layers of a hook are `{layer: clamp or [clamps]}` or packed. A clamp is `{"vector": [hidden_size], "min": x,
-    "max": y, "strength": s}` with at least one bound, or with `value` in the place of both. In the packed form (see
-    `capflow.steering.packed`) each of `min`, `max`, `value` and `strength` is a number, or a list with one for each
-    row, and a layer may have several rows.
+    "max": y, "strength": s, "gate": name}` with at least one bound, or with `value` in the place of both. In the packed
+    form (see `capflow.steering.packed`) each of `min`, `max`, `value` and `strength` is a number, or a list with one
+    for each row; `gate` is one name; and a layer may have several rows.
 
     Raises UsageError with the field first. Parsed clamps are returned unchanged.
     """
@@ -122,10 +125,11 @@ def parse_clamps(value: Any, *, where: str = "steering_clamps") -> tuple[Clamp, 
             continue
         for site, field, entry in plain.by_layer(layers, at, hook, "clamp"):
             for one, clamp in plain.one_or_several(entry, field, "a clamp"):
-                plain.check_keys(clamp, one, ("vector", *_BOUNDS), ("vector",))
-                bounds = {name: number for name, number in clamp.items() if name != "vector"}
+                plain.check_keys(clamp, one, ("vector", *_BOUNDS, "gate"), ("vector",))
+                bounds = {name: number for name, number in clamp.items() if name in _BOUNDS}
                 direction = plain.vector(clamp["vector"], f"{one}.vector")
-                clamps.append(Clamp.make(site, direction, bounds, where=one))
+                gate = plain.gate_name(clamp, one)
+                clamps.append(Clamp.make(site, direction, bounds, where=one, gate=gate))
     return tuple(clamps)
 
 
@@ -138,15 +142,15 @@ def check_bounds(given: Mapping[str, Any], where: str) -> None:
 
 
 def _unpacked(layers: Mapping[str, Any], hook: str, where: str) -> list[Clamp]:
-    block = PackedBlock.read(layers, where, _BOUNDS)
+    block = PackedBlock.read(layers, where, (*_BOUNDS, "gate"))
+    gate = plain.gate_name(layers, where)
     given = {name: block.numbers(layers[name], f"{where}.{name}") for name in _BOUNDS if name in layers}
     check_bounds(given, where)
     clamps = []
     for row, (layer, direction) in enumerate(zip(block.layers, block.packed.array(), strict=True)):
         bounds = {name: numbers[row] for name, numbers in given.items()}
-        clamps.append(
-            Clamp.make(Site(layer, hook), direction, bounds, where=where, of=f"{where}.data", at=f" in row {row}")
-        )
+        place = {"where": where, "of": f"{where}.data", "at": f" in row {row}"}
+        clamps.append(Clamp.make(Site(layer, hook), direction, bounds, **place, gate=gate))
     return clamps
 
 

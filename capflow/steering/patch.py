@@ -16,7 +16,7 @@ from capflow.steering import plain
 from capflow.steering.packed import FIELDS, Packed
 from capflow.text.brief import brief
 
-_KEYS = ("positions", "vector", "amount")
+_KEYS = ("positions", "vector", "amount", "gate")
 _EXAMPLE = '{"post_block": {12: {"positions": [3, -1], "vector": [0.1, …]}}}'
 
 
@@ -26,6 +26,7 @@ class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     positions: counted from the start of the prompt, or from its end if negative (-1 is its last token).
     data: `[positions, hidden_size]` float32 little-endian, a row for each position.
     amount: how far `x` moves towards the row.
+    gate: the name of the gate that multiplies the amount; empty without one.
     """
 
     layer: int
@@ -33,6 +34,7 @@ class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     positions: tuple[int, ...]
     data: bytes
     amount: float = 1.0
+    gate: str = ""
 
     __repr__ = brief
 
@@ -62,9 +64,9 @@ class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def parse_patches(value: Any, *, where: str = "steering_patches") -> tuple[Patch, ...]:
     """Return the patches that a plain value describes: `{hook: {layer: patch or [patches]}}`.
 
-    A patch is `{"positions": [whole numbers], "vector": rows, "amount": 1.0}`. Rows are `[hidden_size]`, one row for
-    all positions, or `[positions, hidden_size]`: lists, an array, a tensor, or packed as `{"dtype", "shape", "data"}`
-    (see `capflow.steering.packed`). A position occurs at most once at a site.
+    A patch is `{"positions": [whole numbers], "vector": rows, "amount": 1.0, "gate": name}`. Rows are `[hidden_size]`,
+    one row for all positions, or `[positions, hidden_size]`: lists, an array, a tensor, or packed as `{"dtype",
+    "shape", "data"}` (see `capflow.steering.packed`). A position occurs at most once at a site.
 
     Raises UsageError with the field first. Parsed patches are returned unchanged.
     """
@@ -79,7 +81,7 @@ def parse_patches(value: Any, *, where: str = "steering_patches") -> tuple[Patch
                 positions = read_positions(patch["positions"], f"{one}.positions", seen)
                 rows = _rows(patch["vector"], f"{one}.vector", len(positions))
                 amount = plain.number(patch.get("amount", 1.0), f"{one}.amount")
-                patches.append(Patch(*site, positions, rows.tobytes(), amount))
+                patches.append(Patch(*site, positions, rows.tobytes(), amount, plain.gate_name(patch, one)))
     return tuple(patches)
 
 

@@ -144,6 +144,20 @@ def check_keys(value: Mapping[Any, Any], where: str, allowed: Sequence[str], req
             raise UsageError(explain(f"{where}.{key}: missing", expected=f"all of {', '.join(required)}"))
 
 
+def gate_name(value: Mapping[Any, Any], where: str) -> str:
+    """Return the name in the field `gate` of a mapping; empty without one.
+
+    where: the field that holds the mapping.
+    """
+    name = value.get("gate")
+    if name is None:
+        return ""
+    if not isinstance(name, str) or not 0 < len(name) <= limits.GATE_NAME_LENGTH_MAX:
+        expected = f"the name of a gate, 1..{limits.GATE_NAME_LENGTH_MAX} characters"
+        raise UsageError(explain(f"{where}.gate", got=reprlib.repr(name), expected=expected))
+    return name
+
+
 def vector(value: Any, field: str) -> npt.NDArray[np.float64]:
     """Return the numbers of an array, a tensor or a list, `[hidden_size]` float64.
 

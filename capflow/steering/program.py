@@ -12,6 +12,8 @@ For a position, at each steered site, a program lists the operations on the stre
 | `ADD` | `x ← x + amount · row` |
 | `CLAMP` | `x ← x + amount · (min(max(x · row, low), high) - x · row) · row` |
 
+Relative operations stand side by side, and all of them take the norm of `x` before the first of them.
+
 Scores come first, so they read the stream before anything steers it there. A gate's margin is its score minus its
 threshold. The operation of a gate multiplies its amount by the gate's value: with the margin `m` of the position, that
 is 1 or 0 (`m >= 0`) for a hard gate and `sigmoid(sharpness · m)` for another. For a latched gate, `m` is the largest
@@ -24,7 +26,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -35,11 +37,7 @@ from capflow import limits
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site, refusal_of_fixed
 from capflow.errors import UsageError, explain
-from capflow.steering.clamp import Clamp
-from capflow.steering.patch import Patch
-from capflow.steering.plain import NUMBER_MAX, check_width
-from capflow.steering.request import Steering, Tier
-from capflow.steering.vector import SteeringVector
+from capflow.steering.plain import check_width
 from capflow.text.brief import brief
 
 ADD, CLAMP, PATCH, RELATIVE = 0, 1, 2, 3
@@ -49,30 +47,6 @@ UNGATED = -1
 DIGEST_BYTES = 16
 
 Row = npt.NDArray[np.float32]
-
-
-class SiteError(UsageError):
-    """The vectors or the clamps at one site are refused.
-
-    kind: `vectors` or `clamps`, the end of the field's name.
-    got, expected, do: as in `explain`.
-    where: the field; by default that of the base tier.
-    """
-
-    def __init__(self, site: Site, kind: str, got: str, expected: str, do: str, where: str = "") -> None:
-        where = where or f"steering_{kind}.{site.hook}.{site.layer}"
-        super().__init__(explain(where, got=got, expected=expected, do=do))
-        self.site, self.kind, self._parts = site, kind, (got, expected, do)
-
-    def named(self, where: str) -> SiteError:
-        """Return the same error for another field."""
-        return SiteError(self.site, self.kind, *self._parts, where)
-
-    @classmethod
-    def too_large(cls, site: Site, kind: str, got: str) -> SiteError:
-        """Return the error for numbers beyond float32."""
-        do = "make the vectors, or the scales that multiply them, smaller"
-        return cls(site, kind, got, f"at most {NUMBER_MAX:.3g}", do)
 
 
 class Op(NamedTuple):
@@ -295,169 +269,3 @@ def _comes_after_scores(op: Op) -> bool:
 def digest(row: bytes | memoryview) -> bytes:
     """Return the digest that stands for a row's content in comparisons."""
     return hashlib.sha256(row).digest()[:DIGEST_BYTES]
-
-
-class _Rows:
-    """Rows without repetitions.
-
-    program: its rows come first.
-    """
-
-    def __init__(self, program: SteeringProgram | None = None) -> None:
-        self._numbers = {} if program is None else {name: number for number, name in enumerate(program.digests)}
-        self._rows = [] if program is None else list(program.array())
-
-    def number(self, row: Row) -> int:
-        """Return the number of a contiguous row; it is added unless an equal row is there."""
-        number = self._numbers.setdefault(digest(row.data), len(self._rows))
-        if number == len(self._rows):
-            self._rows.append(row)
-        return number
-
-    def content(self) -> bytes:
-        return b"".join(row.data for row in self._rows)
-
-    @property
-    def digests(self) -> tuple[bytes, ...]:
-        return tuple(self._numbers)
-
-
-def program_of(hidden_size: int, parts: Sequence[Steering]) -> SteeringProgram | None:
-    """Return the program of all steering that applies to a request.
-
-    parts: the global state, its modules and the request's own steering.
-    """
-    return compile_program(
-        hidden_size,
-        [tier for part in parts for tier in (part.base, part.prefill)],
-        [tier for part in parts for tier in (part.base, part.decode)],
-        [patch for part in parts for patch in part.patches],
-    )
-
-
-def compile_program(
-    hidden_size: int, prefill: Sequence[Tier], decode: Sequence[Tier], patches: Iterable[Patch] = ()
-) -> SteeringProgram | None:
-    """Return the program of a request with these tiers, in order, in its two phases; None if it does nothing.
-
-    The vectors at a site are added up in float64 and rounded to float32 once. A sum of zero is left out.
-
-    Raises UsageError for a part of another width and for a position that is patched twice; SiteError for numbers beyond
-    float32 and for more than `limits.CLAMPS_AT_SITE_MAX` clamps at one site and position.
-    """
-    rows = _Rows()
-    before = _site_ops(hidden_size, prefill, rows)
-    after = before if decode == prefill else _site_ops(hidden_size, decode, rows)
-    patched: dict[int, dict[Site, tuple[Op, ...]]] = {}
-    for patch in patches:
-        _check_width(patch, "steering_patches", hidden_size)
-        if patch.amount == 0.0:
-            continue
-        given = np.frombuffer(patch.data, np.float32).reshape(len(patch.positions), hidden_size)
-        for position, row in zip(patch.positions, given, strict=True):
-            here = patched.setdefault(position, {})
-            if patch.site in here:
-                at, expected = f"steering_patches.{patch.hook}.{patch.layer}.positions", "each position of a site once"
-                raise UsageError(explain(at, got=f"{position} twice", expected=expected))
-            here[patch.site] = (Op(PATCH, rows.number(row), patch.amount),)
-    if not before and not after and not patched:
-        return None
-    return SteeringProgram(
-        hidden_size,
-        rows.content(),
-        rows.digests,
-        before,
-        after,
-        tuple(
-            (position, tuple(SiteOps(*site, ops) for site, ops in sorted(here.items())))
-            for position, here in sorted(patched.items())
-        ),
-    )
-
-
-def _site_ops(hidden_size: int, tiers: Sequence[Tier], rows: _Rows) -> tuple[SiteOps, ...]:
-    ops: dict[Site, list[Op]] = {}
-    # Relative vectors come first, so that they read the norm before anything is added.
-    for kind in (RELATIVE, ADD):
-        vectors = (v for tier in tiers for v in tier.vectors if v.relative == (kind == RELATIVE))
-        for site, total in _sums(hidden_size, vectors).items():
-            ops.setdefault(site, []).append(Op(kind, rows.number(total)))
-    for tier in tiers:
-        for clamp in tier.clamps:
-            _check_width(clamp, "steering_clamps", hidden_size)
-            if not abs(clamp.strength) <= NUMBER_MAX:
-                raise SiteError.too_large(clamp.site, "clamps", f"a strength of {clamp.strength:g}")
-            if clamp.strength != 0.0:
-                row = rows.number(np.frombuffer(clamp.data, np.float32))
-                ops.setdefault(clamp.site, []).append(Op(CLAMP, row, clamp.strength, clamp.low, clamp.high))
-    for site, each in ops.items():
-        count = sum(op.kind == CLAMP for op in each)
-        if count > limits.CLAMPS_AT_SITE_MAX:
-            expected = (
-                f"at most {limits.CLAMPS_AT_SITE_MAX} at one position, with those of modules and of the global state"
-            )
-            raise SiteError(site, "clamps", f"{count:,} clamps", expected, "clamp fewer directions there")
-    return tuple(SiteOps(*site, tuple(each)) for site, each in sorted(ops.items()))
-
-
-def _check_width(part: SteeringVector | Clamp | Patch, field: str, hidden_size: int) -> None:
-    check_width(part.width, hidden_size, f"{field}.{part.hook}.{part.layer}")
-
-
-def _sums(hidden_size: int, vectors: Iterable[SteeringVector]) -> dict[Site, Row]:
-    """Return the sum of the vectors at each site where it is not zero."""
-    at: dict[Site, list[SteeringVector]] = {}
-    for vector in vectors:
-        _check_width(vector, "steering_vectors", hidden_size)
-        if vector.scale != 0.0:
-            at.setdefault(vector.site, []).append(vector)
-    sums = np.empty((len(at), hidden_size), np.float32)
-    with np.errstate(over="ignore"):
-        for total, some in zip(sums, at.values(), strict=True):
-            total[:] = some[0].array() if len(some) == 1 else np.sum([v.array(np.float64) for v in some], axis=0)
-    # NaN where a sum holds one.
-    largest = np.maximum(sums.max(axis=1), -sums.min(axis=1))
-    for site, size in zip(at, largest, strict=True):
-        if not size <= NUMBER_MAX:
-            raise SiteError.too_large(site, "vectors", "a sum beyond float32")
-    # Adding 0 turns negative zeros into positive ones.
-    sums += np.float32(0)
-    return {site: total for site, total, size in zip(at, sums, largest, strict=True) if size > 0.0}
-
-
-def with_vectors(
-    program: SteeringProgram | None, hidden_size: int, vectors: Sequence[SteeringVector]
-) -> SteeringProgram | None:
-    """Return a program that also adds vectors at generated positions, after its own vectors and before its clamps.
-
-    Relative vectors are added before the others, relative to the stream as it reaches the site.
-    """
-    sums = _sums(hidden_size, [vector for vector in vectors if not vector.relative])
-    relative = _sums(hidden_size, [vector for vector in vectors if vector.relative])
-    if not sums and not relative:
-        return program
-    old = program or SteeringProgram(hidden_size, b"", ())
-    given, rows = old.array(), _Rows(old)
-    more = {site: Op(ADD, rows.number(total)) for site, total in sums.items()}
-    decode = {Site(layer, hook): ops for layer, hook, ops in old.decode}
-    for site, total in relative.items():
-        ops = decode.get(site, ())
-        summed = [op for op in ops if op.kind == RELATIVE and op.gate == UNGATED]
-        number = rows.number(np.sum([total, *(given[op.row] for op in summed)], axis=0, dtype=np.float32))
-        rest = [op for op in ops if op not in summed]
-        begins = sum(op.kind in SCORES for op in rest)
-        decode[site] = (*rest[:begins], Op(RELATIVE, number), *rest[begins:])
-    for site, add in more.items():
-        ops = decode.get(site, ())
-        begins = next((n for n, op in enumerate(ops) if op.kind == CLAMP), len(ops))
-        decode[site] = (*ops[:begins], add, *ops[begins:])
-    return SteeringProgram(
-        hidden_size,
-        rows.content(),
-        rows.digests,
-        old.prefill,
-        tuple(SiteOps(*site, ops) for site, ops in sorted(decode.items())),
-        old.patched,
-        old.gates,
-        old.owners,
-    )

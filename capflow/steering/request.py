@@ -1,11 +1,11 @@
-"""The steering that a request asks for: three tiers of vectors and clamps, patches, and named modules.
+"""The steering that a request asks for: three tiers of vectors and clamps, patches, gates, and named modules.
 
 The *base* tier applies at every position, *prefill* at prompt positions, *decode* at generated ones. At a position,
-patches come first. Then the vectors of all its tiers are added. Then the clamps apply, one after another. A *module* is
-a named `Steering`.
+gates score first. Patches come next. Then the vectors of all its tiers are added. Then the clamps apply, one after
+another. A *module* is a named `Steering`. The names of gates are scoped to their `Steering`.
 
 As plain values, these are the fields of `STEERING_FIELDS`: fields of an HTTP body, and keyword arguments of
-`capflow.sampling_params`. `parse_steering`, `parse_clamps` and `parse_patches` define the value of each.
+`capflow.sampling_params`. `parse_steering`, `parse_clamps`, `parse_patches` and `parse_gates` define their values.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from capflow.capture.site import Site, refusal_of_fixed
 from capflow.errors import UsageError, explain
 from capflow.steering import plain
 from capflow.steering.clamp import Clamp, parse_clamps
+from capflow.steering.gate import SteeringGate, check_names, parse_gates
 from capflow.steering.patch import Patch, parse_patches
 from capflow.steering.vector import SteeringVector, parse_steering
 from capflow.text.brief import brief
@@ -34,6 +35,7 @@ STEERING_FIELDS = (
     *(f"{before}steering_vectors" for before in _TIERS.values()),
     *(f"{before}steering_clamps" for before in _TIERS.values()),
     "steering_patches",
+    "steering_gates",
     "steering_name",
     "steering_scale",
     "steering_module_ref",
@@ -44,7 +46,7 @@ _NAME_EXPECTED = f"a name of 1..{limits.STEERING_NAME_LENGTH_MAX} characters"
 
 
 class Tier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Vectors, at most one absolute and one relative for each site, and clamps, any number for each site."""
+    """Vectors, at most one absolute and one relative for each site and gate, and any number of clamps."""
 
     vectors: tuple[SteeringVector, ...] = ()
     clamps: tuple[Clamp, ...] = ()
@@ -73,6 +75,7 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     base, prefill, decode: the vectors and clamps for all, prompt and generated positions.
     modules: the named modules to apply.
+    gates: the gates that vectors, clamps and patches name; one that none names only reports its scores.
     """
 
     base: Tier = Tier()
@@ -80,6 +83,7 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode: Tier = Tier()
     patches: tuple[Patch, ...] = ()
     modules: tuple[ModuleUse, ...] = ()
+    gates: tuple[SteeringGate, ...] = ()
 
     __repr__ = brief
 
@@ -108,13 +112,15 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 parse_steering(fields[vectors], where=f"{before}{vectors}") if vectors in fields else (),
                 parse_clamps(fields[clamps], where=f"{before}{clamps}") if clamps in fields else (),
             )
-        patches = "steering_patches"
+        patches, gates = "steering_patches", "steering_gates"
         steering = cls(
             **tiers,
             patches=parse_patches(fields[patches], where=f"{before}{patches}") if patches in fields else (),
             modules=_modules(fields, before),
+            gates=parse_gates(fields[gates], where=f"{before}{gates}") if gates in fields else (),
         )
         steering._check_widths(before)
+        steering.check_gates(before)
         return steering
 
     def parts(self, before: str = "") -> Iterator[tuple[str, SteeringVector | Clamp | Patch]]:
@@ -146,12 +152,53 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             part.check(sites, info.hidden_size, where=field)
             if part.site in info.fixed:
                 raise UsageError(refusal_of_fixed(f"{field}.{part.hook}.{part.layer}", part.site))
+        self._check_probes(info, f"{where}." if where else "")
+        self.check_gates(f"{where}." if where else "")
+
+    def _check_probes(self, info: ModelInfo, before: str) -> None:
+        """Raise UsageError unless every gate fits the model and its taps."""
+        where = f"{before}steering_gates"
+        for gate in self.gates:
+            if not 0 <= gate.layer < info.num_layers:
+                at = f"{where}.{gate.name}.layer"
+                raise UsageError(explain(at, got=f"layer {gate.layer}", expected=f"0..{info.num_layers - 1}"))
+            gate.check(frozenset(info.sites), info.hidden_size, where=where)
+            if gate.site in info.fixed:
+                got = f"{gate.site}, which can only be captured in this model"
+                raise UsageError(explain(f"{where}.{gate.name}", got=got, do="score another hook"))
+
+    def check_gates(self, before: str = "") -> None:
+        """Raise UsageError for a part that names no gate of this steering, or whose gate can never act there.
+
+        before: a prefix of the names of fields.
+        """
+        check_names(self.gates, f"{before}steering_gates")
+        gates = {gate.name: gate for gate in self.gates}
+        for field, part in self.parts(before):
+            if not part.gate:
+                continue
+            at = f"{field}.{part.hook}.{part.layer}.gate"
+            gate = gates.get(part.gate)
+            if gate is None:
+                names = ", ".join(sorted(gates)) or "there are none"
+                expected = f"one of steering_gates beside it ({names})"
+                raise UsageError(explain(at, got=part.gate, expected=expected))
+            if not gate.acts_at(part.site):
+                got = f"{gate.name}, whose probe is at {gate.site}"
+                expected = f"a probe {'before' if gate.latch else 'at or before'} {part.site}"
+                do = "a latched gate acts only behind its probe's site" if gate.latch else ""
+                raise UsageError(explain(at, got=got, expected=expected, do=do))
+            reason = _never_acts(gate, field.removeprefix(before), part)
+            if reason:
+                got = f"{gate.name}, which scores {gate.positions} positions"
+                raise UsageError(explain(at, got=got, expected="a gate that can act there", do=reason))
 
     def _check_widths(self, before: str) -> None:
         """Raise UsageError if two parts differ in width."""
         first: tuple[str, float] | None = None
-        for field, part in self.parts(before):
-            at, width = f"{field}.{part.hook}.{part.layer}", part.width
+        probes = ((f"{before}steering_gates.{gate.name}.vector", gate.width) for gate in self.gates)
+        parts = ((f"{field}.{part.hook}.{part.layer}", part.width) for field, part in self.parts(before))
+        for at, width in (*parts, *probes):
             first = first or (at, width)
             if width != first[1]:
                 expected = f"{first[1]:g}, as in {first[0]}"
@@ -168,7 +215,7 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def largest_field(self) -> str:
         """The field with the most rows; `steering_name` if only modules are named; `steering` if there is no field."""
-        rows: Counter[str] = Counter()
+        rows: Counter[str] = Counter(steering_gates=len(self.gates)) if self.gates else Counter()
         for field, part in self.parts():
             rows[field] += len(part.positions) if isinstance(part, Patch) else 1
         if rows:
@@ -182,6 +229,24 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 NOTHING = Steering()
+
+
+def _never_acts(gate: SteeringGate, field: str, part: SteeringVector | Clamp | Patch) -> str:
+    """Return what to change if a gated part can never act at a position that its field covers; else nothing."""
+    latch = f"set steering_gates.{gate.name}.latch"
+    if isinstance(part, Patch):
+        before_end = max(part.positions) < 0
+        if before_end and gate.positions == "generated":
+            return "score the positions that are patched"
+        if max(part.positions) < -1 and gate.positions == "last_prompt":
+            return "score the positions that are patched"
+    elif field.startswith("prefill_"):
+        return "score the prompt" if gate.positions == "generated" else ""
+    elif not gate.latch and (
+        gate.positions == "last_prompt" or (field.startswith("decode_") and gate.positions == "prompt")
+    ):
+        return latch if field.startswith("decode_") else f"{latch}, or use prefill_{field}"
+    return ""
 
 
 def _modules(fields: Mapping[str, Any], before: str) -> tuple[ModuleUse, ...]:

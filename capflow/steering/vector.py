@@ -33,6 +33,7 @@ class SteeringVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: a key of `VECTOR_DTYPES`.
     scale: multiplies the vector.
     relative: the vector is brought to length 1, and the scale is in units of the stream's norm at each token.
+    gate: the name of the gate that multiplies the vector; empty without one.
     """
 
     layer: int
@@ -41,6 +42,7 @@ class SteeringVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: Name = "float32"
     scale: float = 1.0
     relative: bool = False
+    gate: str = ""
 
     __repr__ = brief
 
@@ -71,7 +73,14 @@ class SteeringVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def make(
-        cls, site: Site, vector: Any, scale: float = 1.0, relative: bool = False, *, where: str = "steering"
+        cls,
+        site: Site,
+        vector: Any,
+        scale: float = 1.0,
+        relative: bool = False,
+        gate: str = "",
+        *,
+        where: str = "steering",
     ) -> SteeringVector:
         """Return the vector that an array, a tensor or a list of `hidden_size` numbers holds.
 
@@ -81,7 +90,8 @@ class SteeringVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         field = f"{where}.{site.hook}.{site.layer}"
         values = plain.vector(vector, field).astype(np.float32)
-        return cls(site.layer, site.hook, values.tobytes(), "float32", plain.number(scale, f"{field}.scale"), relative)
+        times = plain.number(scale, f"{field}.scale")
+        return cls(site.layer, site.hook, values.tobytes(), "float32", times, relative, gate)
 
     def check(self, sites: Collection[Site], hidden_size: int, *, where: str = "steering") -> None:
         """Raise UsageError unless the vector fits a model with these tapped sites and this width."""
@@ -110,9 +120,10 @@ class SteeringVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def parse_steering(value: Any, *, where: str = "steering") -> tuple[SteeringVector, ...]:
     """Return the vectors that a plain value describes: `{hook: layers}`.
 
-    The layers of a hook are `{layer: vector or {"vector": vector, "scale": number, "relative": bool}}` or packed (see
-    `capflow.steering.packed`), with `scales` and `relative` as further keys. A vector is an array, a tensor or a list
-    of `hidden_size` numbers. A layer is a whole number or its digits as text.
+    The layers of a hook are `{layer: vector or {"vector": vector, "scale": number, "relative": bool, "gate": name}}` or
+    packed (see `capflow.steering.packed`), with `scales`, `relative` and `gate` as further keys. A vector is an array,
+    a tensor or a list of `hidden_size` numbers. A layer is a whole number or its digits as text. A layer may have a
+    list of such mappings, each with another gate.
 
     Raises UsageError with the field first. Parsed vectors are returned unchanged.
     """
@@ -126,38 +137,49 @@ def parse_steering(value: Any, *, where: str = "steering") -> tuple[SteeringVect
             vectors += _unpacked(layers, hook, at)
             continue
         for site, field, entry in plain.by_layer(layers, at, hook, "vector"):
-            vector, scale, relative = entry, 1.0, False
-            if isinstance(entry, Mapping):
-                plain.check_keys(entry, field, ("vector", "scale", "relative"), ("vector",))
-                vector, scale = entry["vector"], entry.get("scale", 1.0)
-                relative = _flag(entry.get("relative", False), f"{field}.relative")
-            vectors.append(SteeringVector.make(site, vector, scale, relative, where=where))
+            if isinstance(entry, list | tuple) and entry and isinstance(entry[0], Mapping):
+                several = [_one(site, one, at, where) for at, one in plain.one_or_several(entry, field, "a vector")]
+                _check_each(several, where)
+                vectors += several
+            else:
+                vectors.append(_one(site, entry, field, where))
     return tuple(vectors)
 
 
+def _one(site: Site, entry: Any, field: str, where: str) -> SteeringVector:
+    """Return the vector of one entry of a layer."""
+    if not isinstance(entry, Mapping):
+        return SteeringVector.make(site, entry, where=where)
+    plain.check_keys(entry, field, ("vector", "scale", "relative", "gate"), ("vector",))
+    relative = _flag(entry.get("relative", False), f"{field}.relative")
+    gate = plain.gate_name(entry, field)
+    return SteeringVector.make(site, entry["vector"], entry.get("scale", 1.0), relative, gate, where=where)
+
+
 def _check_each(vectors: Sequence[SteeringVector], where: str) -> None:
-    """Raise UsageError if two vectors of one kind are at one site, or a dtype is unknown."""
+    """Raise UsageError if two vectors of one kind and gate are at one site, or a dtype is unknown."""
     seen = set()
     for vector in vectors:
         field = f"{where}.{vector.hook}.{vector.layer}"
         if vector.dtype not in VECTOR_DTYPES:
             raise UsageError(explain(f"{field}.dtype", got=vector.dtype, expected=f"one of {', '.join(VECTOR_DTYPES)}"))
-        if (vector.site, vector.relative) in seen:
-            raise UsageError(explain(field, got="the site twice", expected="each site once"))
-        seen.add((vector.site, vector.relative))
+        if (vector.site, vector.relative, vector.gate) in seen:
+            got, expected = ("the site", "each site") if not vector.gate else (f"gate {vector.gate}", "each gate")
+            raise UsageError(explain(field, got=f"{got} twice", expected=f"{expected} once"))
+        seen.add((vector.site, vector.relative, vector.gate))
 
 
 def _unpacked(layers: Mapping[str, Any], hook: str, where: str) -> list[SteeringVector]:
     """Return a vector for each row of a packed block, with the row's bytes unchanged."""
-    block = PackedBlock.read(layers, where, ("scales", "relative"))
+    block = PackedBlock.read(layers, where, ("scales", "relative", "gate"))
     for place, layer in enumerate(block.layers):
         if layer in block.layers[:place]:
             raise UsageError(explain(f"{where}.layer_indices", got=f"{layer} twice", expected="each layer once"))
     scales = block.numbers(layers.get("scales", 1.0), f"{where}.scales")
     relative = _flag(layers.get("relative", False), f"{where}.relative")
-    dtype = block.packed.dtype
+    gate, dtype = plain.gate_name(layers, where), block.packed.dtype
     return [
-        SteeringVector(layer, hook, data, dtype, scale, relative)
+        SteeringVector(layer, hook, data, dtype, scale, relative, gate)
         for layer, data, scale in zip(block.layers, block.packed.rows(), scales, strict=True)
     ]
 

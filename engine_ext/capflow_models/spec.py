@@ -201,7 +201,7 @@ def key_of(site: Site) -> int | Site:
 
 
 def join(*parts: Steering | None) -> Steering:
-    """Return one steering with the effect of all parts; vectors of one tier and site are added up."""
+    """Return one steering with the effect of all parts; vectors of one tier, site and gate are added up."""
     present = [part for part in parts if part is not None]
 
     def tier(name: str) -> Tier:
@@ -214,20 +214,21 @@ def join(*parts: Steering | None) -> Steering:
         tier("decode"),
         tuple(patch for part in present for patch in part.patches),
         tuple(use for part in present for use in part.modules),
+        tuple(dict.fromkeys(gate for part in present for gate in part.gates)),
     )
 
 
 def _added(vectors: Iterable[SteeringVector]) -> tuple[SteeringVector, ...]:
-    """Return one vector for each site and kind; several are summed in float64."""
-    groups: dict[tuple[Site, bool], list[SteeringVector]] = {}
+    """Return one vector for each site, kind and gate; several are summed in float64."""
+    groups: dict[tuple[Site, bool, str], list[SteeringVector]] = {}
     for vector in vectors:
-        groups.setdefault((vector.site, vector.relative), []).append(vector)
+        groups.setdefault((vector.site, vector.relative, vector.gate), []).append(vector)
     added = (group[0] if len(group) == 1 else _sum(*kind, group) for kind, group in groups.items())
     return tuple(vector for vector in added if vector is not None)
 
 
-def _sum(site: Site, relative: bool, vectors: Sequence[SteeringVector]) -> SteeringVector | None:
+def _sum(site: Site, relative: bool, gate: str, vectors: Sequence[SteeringVector]) -> SteeringVector | None:
     """Return the sum of vectors of a site; None for relative ones whose sum is zero: they have no direction."""
     total = np.sum([vector.array(np.float64) for vector in vectors], axis=0)
     scale = float(np.linalg.norm(total)) if relative else 1.0
-    return SteeringVector(site.layer, site.hook, total.tobytes(), "float64", scale, relative) if scale else None
+    return SteeringVector(site.layer, site.hook, total.tobytes(), "float64", scale, relative, gate) if scale else None

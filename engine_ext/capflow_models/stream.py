@@ -70,9 +70,14 @@ class Stream:
     sites: the steered sites.
     caught: the last position's row at each captured site, `[hidden_size]` float32 on the CPU, before the site is
         steered.
+
+    Raises UsageError for a program with gates.
     """
 
     def __init__(self, program: SteeringProgram | None, prompt_length: int, device: torch.device) -> None:
+        if program is not None and program.gates:
+            do = "use the vLLM back end"
+            raise UsageError(explain("steering_gates", got=f"{len(program.gates)} gates", expected="none", do=do))
         self.caught: dict[Site, torch.Tensor] = {}
         self.sites = frozenset[Site]() if program is None else program.sites
         self._prompt_length = prompt_length
@@ -124,12 +129,14 @@ class Stream:
     def _apply(self, rows: torch.Tensor, ops: Sequence[Op]) -> torch.Tensor:
         """Return rows `[n, hidden_size]` or `[hidden_size]` with operations applied."""
         x = rows.float()
+        norms = None
         for op in ops:
             row = self._rows[op.row]
             if op.kind == ADD:
                 x = x + op.amount * row
             elif op.kind == RELATIVE:
-                x = x + op.amount * x.norm(dim=-1, keepdim=True) * row
+                norms = x.norm(dim=-1, keepdim=True) if norms is None else norms
+                x = x + op.amount * norms * row
             elif op.kind == CLAMP:
                 projection = (x * row).sum(-1, keepdim=True)
                 x = x + op.amount * (projection.clamp(op.low, op.high) - projection) * row

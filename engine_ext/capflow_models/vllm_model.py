@@ -161,6 +161,7 @@ def _fields(steering: Steering) -> dict[str, Any]:
         "prefill_steering_clamps": steering.prefill.clamps,
         "decode_steering_clamps": steering.decode.clamps,
         "steering_patches": steering.patches,
+        "steering_gates": steering.gates,
         "steering_name": {use.name: use.scale for use in steering.modules},
     }
     return {name: value for name, value in fields.items() if value}

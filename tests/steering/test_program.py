@@ -9,8 +9,9 @@ from capflow import limits
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site
 from capflow.errors import UsageError
+from capflow.steering.compiler import program_of, with_vectors
 from capflow.steering.patch import parse_patches
-from capflow.steering.program import ADD, CLAMP, PATCH, RELATIVE, Op, SiteOps, SteeringProgram, program_of, with_vectors
+from capflow.steering.program import ADD, CLAMP, PATCH, RELATIVE, Op, SiteOps, SteeringProgram
 from capflow.steering.request import Steering, Tier
 from capflow.steering.vector import SteeringVector
 

@@ -10,18 +10,8 @@ from capflow import limits
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site
 from capflow.errors import UsageError
-from capflow.steering.program import (
-    ADD,
-    PATCH,
-    SCORE_DOT,
-    UNGATED,
-    Op,
-    ProgramGate,
-    SiteOps,
-    SteeringProgram,
-    digest,
-    program_of,
-)
+from capflow.steering.compiler import program_of
+from capflow.steering.program import ADD, PATCH, SCORE_DOT, UNGATED, Op, ProgramGate, SiteOps, SteeringProgram, digest
 from capflow.steering.request import Steering
 
 ROWS = np.array([[1, 0], [0, 1]], np.float32)

@@ -15,10 +15,10 @@ from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site
 from capflow.errors import UsageError
 from capflow.steering.clamp import Clamp
+from capflow.steering.compiler import program_of
 from capflow.steering.packed import Packed
 from capflow.steering.patch import Patch
 from capflow.steering.plain import finite
-from capflow.steering.program import program_of
 from capflow.steering.request import NOTHING, STEERING_FIELDS, ModuleUse, Steering, Tier
 from capflow.steering.vector import SteeringVector
 
@@ -405,6 +405,7 @@ def test_the_fields_are_what_a_request_may_have():
         "prefill_steering_clamps",
         "decode_steering_clamps",
         "steering_patches",
+        "steering_gates",
         "steering_name",
         "steering_scale",
         "steering_module_ref",

@@ -7,7 +7,7 @@ import capflow
 import capflow_models
 from capflow.capture.site import Site
 from capflow.steering.action import Steer
-from capflow.steering.program import program_of
+from capflow.steering.compiler import program_of
 from capflow.steering.request import Steering
 from capflow.steering.vector import SteeringVector
 from capflow.testing.frames import make_frame

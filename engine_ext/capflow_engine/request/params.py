@@ -30,6 +30,7 @@ def sampling_params(
     prefill_steering_clamps: Any = None,
     decode_steering_clamps: Any = None,
     steering_patches: Any = None,
+    steering_gates: Any = None,
     steering_name: Any = None,
     steering_scale: float | None = None,
     steering_module_ref: Any = None,
@@ -51,6 +52,8 @@ def sampling_params(
     prefill_steering_clamps, decode_steering_clamps: the same at the prompt's or at generated positions only.
     steering_patches: `{"post_block": {12: {"positions": [3, -1], "vector": …, "amount": 1.0}}}`: rows that replace the
         stream's.
+    steering_gates: `{"rude": {"hook": "post_block", "layer": 9, "vector": …, "threshold": 1.5}}`: probes that decide
+        where vectors, clamps and patches with `"gate": "rude"` act. `capflow.steering.gate` describes them.
     steering_name: a module of the engine, or `{name: scale}`.
     steering_scale: the module's scale.
     steering_module_ref: both, as `(name, scale)`.
@@ -68,6 +71,7 @@ def sampling_params(
         prefill_steering_clamps=prefill_steering_clamps,
         decode_steering_clamps=decode_steering_clamps,
         steering_patches=steering_patches,
+        steering_gates=steering_gates,
         steering_name=steering_name,
         steering_scale=steering_scale,
         steering_module_ref=steering_module_ref,

@@ -31,7 +31,8 @@ from capflow.capture.spec import Wanted, join
 from capflow.errors import UsageError, explain
 from capflow.protocol.message import Act, ControllerSpec, Hello, Welcome
 from capflow.steering.action import Abort, Action, ActionApplied, Rejected, Steer, Unsteer, check_action
-from capflow.steering.program import SteeringProgram, with_vectors
+from capflow.steering.compiler import with_vectors
+from capflow.steering.program import SteeringProgram
 from capflow.steering.request import Steering, Tier
 from capflow_engine.compat import cache as compat_cache
 from capflow_engine.compat import engine as compat

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from capflow.steering.program import SiteOps, SteeringProgram
+from capflow.capture.site import Site
+from capflow.steering.program import SCORES, ProgramGate, SiteOps, SteeringProgram
 from capflow.steering.request import Steering
 
 NOTHING_KEY = "none"
@@ -39,12 +41,45 @@ class Dynamic(msgspec.Struct, frozen=True):
     controllers: tuple[str, ...] = ()
 
 
+class GateSummary(msgspec.Struct, frozen=True):
+    """A gate of a request.
+
+    name: as the request names it; `OWNER/NAME` of a module's, of the global state's and of a controller's.
+    site: of the probe, `HOOK:LAYER`.
+    sharpness: None for a hard gate.
+    positions: the scored positions.
+    """
+
+    name: str
+    site: str
+    score: str
+    threshold: float
+    sharpness: float | None
+    latch: bool
+    positions: str
+    label: str = ""
+
+    @classmethod
+    def of(cls, gate: ProgramGate) -> GateSummary:
+        """Return the summary of a program's gate."""
+        return cls(
+            gate.name,
+            str(Site(gate.layer, gate.hook)),
+            gate.score,
+            gate.threshold,
+            None if math.isinf(gate.sharpness) else gate.sharpness,
+            gate.latched,
+            gate.positions,
+            gate.label,
+        )
+
+
 class SteeringSummary(msgspec.Struct, frozen=True, rename={"everywhere": "global"}):
     """The steering of a request, as its response reports it.
 
     key: id of the steering program; equal programs have equal keys. `none` without a program; `dynamic` or
         `KEY+dynamic` if actions or controllers may have steered the request.
-    prefill: the number of operations at each site, for the positions of the prompt.
+    prefill: the number of operations at each site, for the positions of the prompt. Scores of gates are not counted.
     decode: the same for generated positions. Empty if the answer has one token at most, which is computed from the
         prompt.
     patched: the same for single positions.
@@ -52,6 +87,7 @@ class SteeringSummary(msgspec.Struct, frozen=True, rename={"everywhere": "global
     everywhere: whether the program contains the global state.
     actions: as in `Dynamic`; unset if nothing may have steered the request while it ran.
     controllers: as `actions`.
+    gates: the gates, in the order of their sites; unset without one.
     """
 
     key: str
@@ -62,6 +98,7 @@ class SteeringSummary(msgspec.Struct, frozen=True, rename={"everywhere": "global
     everywhere: bool = False
     actions: tuple[Change, ...] | msgspec.UnsetType = msgspec.UNSET
     controllers: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    gates: tuple[GateSummary, ...] | msgspec.UnsetType = msgspec.UNSET
 
     def beside(self, dynamic: Dynamic | None) -> SteeringSummary:
         """Return this summary with what may have steered the request while it ran."""
@@ -87,9 +124,10 @@ class SteeringSummary(msgspec.Struct, frozen=True, rename={"everywhere": "global
             key_of(program),
             _counts(program.prefill),
             _counts(program.decode if max_tokens is None or max_tokens > 1 else ()),
-            {str(position): _counts(ops) for position, ops in program.patched},
+            {str(position): counts for position, ops in program.patched if (counts := _counts(ops))},
             modules,
             everywhere,
+            gates=tuple(GateSummary.of(gate) for gate in program.gates) or msgspec.UNSET,
         )
 
 
@@ -107,4 +145,5 @@ def key_of(program: SteeringProgram | None) -> str:
 
 
 def _counts(sites: Iterable[SiteOps]) -> dict[str, int]:
-    return {f"{hook}:{layer}": len(ops) for layer, hook, ops in sites}
+    counts = ((Site(layer, hook), sum(op.kind not in SCORES for op in ops)) for layer, hook, ops in sites)
+    return {str(site): count for site, count in counts if count}

@@ -10,7 +10,8 @@ from collections.abc import Callable
 import msgspec
 
 from capflow.capture.model import ModelInfo
-from capflow.steering.program import SiteError, SteeringProgram, program_of
+from capflow.steering.compiler import SiteError, program_of
+from capflow.steering.program import SteeringProgram
 from capflow.steering.request import NOTHING, Steering
 from capflow_engine.steering.budget import Size
 from capflow_engine.steering.store import SteeringStore

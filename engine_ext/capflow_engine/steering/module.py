@@ -1,10 +1,10 @@
 """Modules as users write them: JSON in a request's body or in a file, and files of vectors.
 
-A module has the vectors and clamps of a request. Its fields may omit the word `steering`: `vectors`, `prefill_vectors`,
-`decode_vectors`, `clamps`, `prefill_clamps`, `decode_clamps`. A safetensors file has vectors only: `[hidden_size]`
-tensors named `HOOK:LAYER`, with `prefill.` or `decode.` before the name of one for a single tier; or one tensor
-`vector`, as for `capflow steer`. Other files that `capflow_engine.steering.files` reads, such as those of
-`capflow vectors fit`, hold vectors that are added at every position.
+A module has the vectors, clamps and gates of a request. Its fields may omit the word `steering`: `vectors`,
+`prefill_vectors`, `decode_vectors`, `clamps`, `prefill_clamps`, `decode_clamps`, `gates`. A safetensors file has
+vectors only: `[hidden_size]` tensors named `HOOK:LAYER`, with `prefill.` or `decode.` before the name of one for a
+single tier; or one tensor `vector`, as for `capflow steer`. Other files that `capflow_engine.steering.files` reads,
+such as those of `capflow vectors fit`, hold vectors that are added at every position.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from capflow_engine.steering.files import SUFFIXES, load_sites, read
 
 MODULE_FIELDS = {
     f"{tier}{kind}": f"{tier}steering_{kind}" for kind in ("vectors", "clamps") for tier in ("", "prefill_", "decode_")
-}
+} | {"gates": "steering_gates"}
 """The fields of a module, and their names in the body of a request."""
 
 _TIERS = ("base", "prefill", "decode")

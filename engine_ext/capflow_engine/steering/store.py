@@ -29,7 +29,9 @@ import msgspec
 from capflow import limits
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.files import write_whole
-from capflow.steering.program import SteeringProgram, program_of
+from capflow.steering.compiler import GLOBAL, REQUEST, module_owner, program_of
+from capflow.steering.gate import SteeringGate
+from capflow.steering.program import SteeringProgram
 from capflow.steering.request import NOTHING, ModuleUse, Steering, Tier
 
 _PROGRAMS_KEPT_MAX = 256
@@ -65,12 +67,15 @@ class StoreState(msgspec.Struct, frozen=True):
                 explain(where, got=name, expected=f"a registered module ({names})", do="see GET /v1/steering/modules")
             ) from None
 
-    def parts(self, asked: Steering) -> list[Steering]:
-        """Return the parts of a request's steering, in order: the global state, its scaled modules, its own vectors."""
-        parts = [self.everywhere] if self.everywhere != NOTHING else []
-        parts += [_scaled(self.module(use.name), use.scale) for use in asked.modules]
+    def parts(self, asked: Steering) -> list[tuple[str, Steering]]:
+        """Return the parts of a request's steering with their owners, in order.
+
+        They are the global state, the request's scaled modules, and its own vectors.
+        """
+        parts = [(GLOBAL, self.everywhere)] if self.everywhere != NOTHING else []
+        parts += [(module_owner(use.name), _scaled(self.module(use.name), use.scale)) for use in asked.modules]
         own = msgspec.structs.replace(asked, modules=()) if asked.modules else asked
-        return [*parts, own] if own != NOTHING else parts
+        return [*parts, (REQUEST, own)] if own != NOTHING else parts
 
 
 Check = Callable[[Steering, Steering], None]
@@ -129,16 +134,17 @@ class SteeringStore:
         held = self.held
         if asked is None:
             asked = NOTHING
-        parts = held.parts(asked)
-        if not parts:
+        owned = held.parts(asked)
+        if not owned:
             return None
+        owners, parts = zip(*owned, strict=True)
         if msgspec.structs.replace(asked, modules=()) != NOTHING:  # a request's own vectors rarely come again
-            return program_of(hidden_size, parts)
+            return program_of(hidden_size, parts, owners)
         generation, programs = self._programs
         if generation != held.generation or len(programs) >= _PROGRAMS_KEPT_MAX:
             self._programs = held.generation, (programs := {})
         if asked.modules not in programs:
-            programs[asked.modules] = program_of(hidden_size, parts)
+            programs[asked.modules] = program_of(hidden_size, parts, owners)
         return programs[asked.modules]
 
     def register(self, name: str, module: Steering) -> None:
@@ -175,7 +181,8 @@ class SteeringStore:
         """Change the steering of all requests that arrive from now on.
 
         In each tier, the vectors of `steering` replace the vectors at their sites, and its clamps replace the clamps at
-        theirs; other sites stay as they are. A scale or a strength of 0 removes the old vector or clamp.
+        theirs; other sites stay as they are. A scale or a strength of 0 removes the old vector or clamp. A gate
+        replaces the gate of its name. An old gate that nothing names any more is removed.
 
         Raises UsageError if `steering` is empty, has patches or modules, or if it or the new state does not fit the
         model.
@@ -191,6 +198,8 @@ class SteeringStore:
                 _merged(old.prefill, steering.prefill),
                 _merged(old.decode, steering.decode),
             )
+            everywhere = msgspec.structs.replace(everywhere, gates=_merged_gates(old, steering, everywhere))
+            everywhere.check_gates()
             self._check(everywhere, steering)
             return msgspec.structs.replace(held, everywhere=everywhere)
 
@@ -321,7 +330,15 @@ def _check_shared(steering: Steering, where: str) -> None:
 def _scaled(module: Steering, scale: float) -> Steering:
     if scale == 1.0:
         return module
-    return Steering(module.base.scaled(scale), module.prefill.scaled(scale), module.decode.scaled(scale))
+    base, prefill, decode = (tier.scaled(scale) for tier in (module.base, module.prefill, module.decode))
+    return msgspec.structs.replace(module, base=base, prefill=prefill, decode=decode)
+
+
+def _merged_gates(old: Steering, new: Steering, merged: Steering) -> tuple[SteeringGate, ...]:
+    """Return the gates of the merged tiers: all new ones, and the old ones that a part still names."""
+    named = {part.gate for _, part in merged.parts()}
+    gates = {gate.name: gate for gate in old.gates if gate.name in named}
+    return tuple({**gates, **{gate.name: gate for gate in new.gates}}.values())
 
 
 def _merged(old: Tier, new: Tier) -> Tier:

@@ -28,7 +28,8 @@ from typing import NamedTuple
 from capflow.capture.model import ModelInfo
 from capflow.errors import CapflowError, explain
 from capflow.steering.action import Steer, Unsteer
-from capflow.steering.program import SteeringProgram, with_vectors
+from capflow.steering.compiler import with_vectors
+from capflow.steering.program import SteeringProgram
 from capflow.steering.vector import SteeringVector
 from capflow_engine.steering.budget import Holdings, Need, Size, needs_of
 from capflow_engine.taps.acting import Acts, SlotRange

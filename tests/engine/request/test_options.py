@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from capflow.steering.program import program_of
+from capflow.steering.compiler import program_of
 from capflow_engine.request.options import RequestOptions
 
 VECTOR, OTHER = [1.0, -2.0], [0.5, 4.0]

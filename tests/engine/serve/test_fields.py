@@ -126,7 +126,7 @@ def test_both_ways_at_once_are_refused():
 def test_modules_and_the_global_state_are_worked_out_before_anything_runs():
     at = server(half={"steering_vectors": {"post_block": {"2": [0.25] * 8}}})
     named = parse({"steering_name": "half", "steering_scale": 2.0}, at=at)
-    assert named.program == parse({"steering_vectors": VECTORS}).program
+    assert named.program.id == parse({"steering_vectors": VECTORS}).program.id
     assert parse({"steering_module_ref": ["half", 2.0]}, at=at) == named
     assert parse({}, json.dumps({"steering_module_ref": ["half", 2.0]}), at=at) == named
     at[1].set_global(Steering.parse({"steering_vectors": VECTORS}))
@@ -153,7 +153,7 @@ def test_a_report_says_what_is_done_and_where():
     assert json.loads(msgspec.json.encode(asked.summary)) == {
         "key": key_of(asked.program),
         "prefill": {"post_block:1": 2, "post_block:2": 1},
-        "decode": {"post_block:1": 2, "post_block:2": 1},
+        "decode": {"post_block:1": 2, "post_block:2": 2},
         "patched": {"-1": {"post_block:0": 1}},
         "modules": {"half": 0.5},
         "global": True,

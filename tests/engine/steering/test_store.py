@@ -10,8 +10,8 @@ import pytest
 from capflow.capture.site import Site
 from capflow.errors import CapflowError, UsageError
 from capflow.steering.clamp import Clamp
+from capflow.steering.compiler import program_of
 from capflow.steering.patch import Patch
-from capflow.steering.program import program_of
 from capflow.steering.request import NOTHING, ModuleUse, Steering, Tier
 from capflow.steering.vector import SteeringVector
 from capflow_engine.steering.store import SteeringStore, UnknownModuleError
@@ -52,10 +52,15 @@ def test_modules_are_added_by_their_scales_to_what_a_request_brings_and_to_the_g
     store.register("terse", Steering(decode=Tier((vector(5.0),))))
     store.set_global(base(vector(100.0)))
     asked = Steering(base=Tier((vector(10.0),)), modules=(ModuleUse("kind", 2.0), ModuleUse("terse")))
-    expected = Steering(
-        base=Tier((vector(112.0),), (direction(2, strength=2.0),)), decode=Tier((vector(5.0),))
-    )  # added up in float64, so equal to the sum
-    assert store.resolve(asked, WIDTH) == program_of(WIDTH, [expected])
+    owners = ("global", "module kind", "module terse", "request")
+    kind = base(vector(2.0), clamps=(direction(2, strength=2.0),))
+    parts = [base(vector(100.0)), kind, Steering(decode=Tier((vector(5.0),))), base(vector(10.0))]
+    program = store.resolve(asked, WIDTH)
+    assert program == program_of(WIDTH, parts, owners)
+    (ops,) = (each for layer, _, each in program.decode if layer == 1)
+    assert [(program.owners[op.owner], program.array()[op.row][0]) for op in ops] == [
+        ("global", 100.0), ("module kind", 2.0), ("module terse", 5.0), ("request", 10.0),
+    ]  # fmt: skip
 
 
 def test_a_module_alone_is_worked_out_once_until_something_changes(store):
@@ -65,8 +70,8 @@ def test_a_module_alone_is_worked_out_once_until_something_changes(store):
     assert store.resolve(uses(("kind", 1.0)), WIDTH) != first
     store.register("kind", base(vector(2.0)))
     again = store.resolve(uses(("kind", 0.5)), WIDTH)
-    assert again == program_of(WIDTH, [base(vector(1.0))])
-    assert first == program_of(WIDTH, [base(vector(0.5))]), "who runs keeps what it has"
+    assert again == program_of(WIDTH, [base(vector(1.0))], ["module kind"])
+    assert first.id == program_of(WIDTH, [base(vector(0.5))]).id, "who runs keeps what it has"
 
 
 def test_what_a_request_brings_itself_is_not_taken_for_the_module_that_it_names(store):
@@ -159,8 +164,10 @@ def test_two_stores_of_one_directory_see_each_other(tmp_path):
     program = there.resolve(uses(("kind",)), WIDTH)
     there.register("kind", base(vector(2.0)))
     there.set_global(base(vector(3.0)))
-    assert here.resolve(uses(("kind",)), WIDTH) == program_of(WIDTH, [base(vector(5.0))])
-    assert program == program_of(WIDTH, [base(vector(1.0))])
+    assert here.resolve(uses(("kind",)), WIDTH) == program_of(
+        WIDTH, [base(vector(3.0)), base(vector(2.0))], ["global", "module kind"]
+    )
+    assert program.id == program_of(WIDTH, [base(vector(1.0))]).id
     here.unregister("kind")
     assert there.names == ()
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from capflow.capture.site import Site
 from capflow.errors import CapflowError
+from capflow.steering.compiler import program_of
 from capflow.steering.patch import Patch
-from capflow.steering.program import program_of
 from capflow.steering.request import Steering, Tier
 from capflow.steering.vector import SteeringVector
 from capflow_engine.steering.budget import Holdings, Size, needs_of

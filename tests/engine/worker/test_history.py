@@ -10,7 +10,7 @@ from capflow.capture.site import Site
 from capflow.errors import CapflowError
 from capflow.limits import SITE_OPS_MAX
 from capflow.steering.action import Steer, Unsteer
-from capflow.steering.program import program_of, with_vectors
+from capflow.steering.compiler import program_of, with_vectors
 from capflow.steering.request import Steering, Tier
 from capflow.steering.vector import SteeringVector
 from capflow_engine.steering.budget import Holdings, Size, needs_of

@@ -31,6 +31,7 @@ class Fields(BaseModel):
     prefill_steering_clamps: Any = Field(default=None, description=f"{_CLAMPS} At the prompt's positions only.")
     decode_steering_clamps: Any = Field(default=None, description=f"{_CLAMPS} At generated positions only.")
     steering_patches: Any = Field(default=None, description="Rows that replace the stream at given positions.")
+    steering_gates: Any = Field(default=None, description="Probes, by name, that decide where gated parts act.")
     steering_name: Any = Field(default=None, description="A registered module, several, or a scale for each.")
     steering_scale: Any = Field(default=None, description="The factor of the modules' vectors and strengths.")
     steering_module_ref: Any = Field(default=None, description="A registered module and its scale, `[name, scale]`.")

@@ -8,6 +8,7 @@ import numpy as np
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from capflow.capture.model import ModelInfo
+from capflow.steering.gate import SteeringGate
 from capflow.steering.request import Steering, Tier
 from capflow_engine.steering.module import MODULE_FIELDS, parse_module
 from capflow_engine.steering.store import StoreState
@@ -21,6 +22,10 @@ _CLAMPS = (
     'Clamps, by hook and layer: `{"post_block": {"12": {"vector": […], "min": -1.0, "max": 2.0, "strength": 1.0}}}`. '
     "`value` replaces both bounds; a list holds several directions."
 )
+_GATES = (
+    'Gates, by name: `{"rude": {"hook": "post_block", "layer": 9, "vector": […], "threshold": 1.5}}`. Vectors and '
+    'clamps with `"gate": "rude"` act where the score reaches the threshold.'
+)
 _PREFILL, _DECODE = "At the prompt's positions only.", "At generated positions only."
 
 
@@ -29,7 +34,7 @@ def _field(name: str, description: str) -> Any:
 
 
 class Tiers(BaseModel):
-    """Vectors and clamps at every position, at the prompt's positions, and at generated ones."""
+    """Vectors and clamps at every position, at the prompt's positions, and at generated ones; and gates."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -39,6 +44,7 @@ class Tiers(BaseModel):
     clamps: dict[str, Any] | None = _field("clamps", f"{_CLAMPS} At every position.")
     prefill_clamps: dict[str, Any] | None = _field("prefill_clamps", f"{_CLAMPS} {_PREFILL}")
     decode_clamps: dict[str, Any] | None = _field("decode_clamps", f"{_CLAMPS} {_DECODE}")
+    gates: dict[str, Any] | None = _field("gates", _GATES)
 
     def steering(self, info: ModelInfo) -> Steering:
         """Return the steering, checked against the model. Raises UsageError that begins with the wrong field."""
@@ -51,7 +57,7 @@ class SetBody(Tiers):
     replace: bool = Field(
         default=False,
         description="Whether this replaces the whole global state. Else it replaces, in each tier, the vectors at the "
-        "sites of its vectors and the clamps at the sites of its clamps.",
+        "sites of its vectors and the clamps at the sites of its clamps, and gates by their names.",
     )
 
 
@@ -94,18 +100,37 @@ class TierState(BaseModel):
         return cls(vectors=vectors, clamps=clamps)
 
 
+class HeldGate(BaseModel):
+    """One gate, without its vector."""
+
+    site: str = Field(description="The probe's site, HOOK:LAYER.")
+    score: str = Field(description="`dot`, `cosine` or `cast`.")
+    threshold: float = Field(description="The score from which the gate is open.")
+    sharpness: float | None = Field(description="Null for a hard gate.")
+    latch: bool = Field(description="Whether the gate stays open for the rest of the request.")
+    positions: str = Field(description="The scored positions: `all`, `prompt`, `generated` or `last_prompt`.")
+    label: str = Field(description="The gate's label.")
+
+    @classmethod
+    def of(cls, gate: SteeringGate) -> Self:
+        """Return a gate's parameters."""
+        parts = ("score", "threshold", "sharpness", "latch", "positions", "label")
+        return cls(site=str(gate.site), **{name: getattr(gate, name) for name in parts})
+
+
 class TiersState(BaseModel):
     """The content of the global state or of a module."""
 
     base: TierState
     prefill: TierState
     decode: TierState
+    gates: dict[str, HeldGate] = Field(default_factory=dict, description="The gates by name.")
 
     @classmethod
     def of(cls, steering: Steering) -> Self:
         """Return the content of a steering."""
         tiers = {name: TierState.of(getattr(steering, name)) for name in ("base", "prefill", "decode")}
-        return cls(**tiers)
+        return cls(**tiers, gates={gate.name: HeldGate.of(gate) for gate in steering.gates})
 
 
 class ModulesState(BaseModel):

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("prompt", "prompt_token_ids", "model", "request_id", "max_tokens", "min_tokens", "n", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs", "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "add_special_tokens", "truncate_prompt_tokens", "priority", "cache_salt", "capture", "capture_id", "capture_wait", "steering_vectors", "prefill_steering_vectors", "decode_steering_vectors", "steering_clamps", "prefill_steering_clamps", "decode_steering_clamps", "steering_patches", "steering_name", "steering_scale", "steering_scales", "steering_report")
+    __slots__ = ("prompt", "prompt_token_ids", "model", "request_id", "max_tokens", "min_tokens", "n", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs", "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "add_special_tokens", "truncate_prompt_tokens", "priority", "cache_salt", "capture", "capture_id", "capture_wait", "steering_vectors", "prefill_steering_vectors", "decode_steering_vectors", "steering_clamps", "prefill_steering_clamps", "decode_steering_clamps", "steering_patches", "steering_name", "steering_scale", "steering_scales", "steering_report", "steering_gates")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,13 @@ class GenerateRequest(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class SteeringGatesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: Gate
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Gate, _Mapping]] = ...) -> None: ...
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +122,7 @@ class GenerateRequest(_message.Message):
     STEERING_SCALE_FIELD_NUMBER: _ClassVar[int]
     STEERING_SCALES_FIELD_NUMBER: _ClassVar[int]
     STEERING_REPORT_FIELD_NUMBER: _ClassVar[int]
+    STEERING_GATES_FIELD_NUMBER: _ClassVar[int]
     prompt: str
     prompt_token_ids: TokenIds
     model: str
@@ -158,7 +166,32 @@ class GenerateRequest(_message.Message):
     steering_scale: float
     steering_scales: _containers.ScalarMap[str, float]
     steering_report: bool
-    def __init__(self, prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., model: _Optional[str] = ..., request_id: _Optional[str] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., n: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., spaces_between_special_tokens: _Optional[bool] = ..., add_special_tokens: _Optional[bool] = ..., truncate_prompt_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., capture: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., capture_id: _Optional[str] = ..., capture_wait: _Optional[bool] = ..., steering_vectors: _Optional[_Mapping[str, HookVectors]] = ..., prefill_steering_vectors: _Optional[_Mapping[str, HookVectors]] = ..., decode_steering_vectors: _Optional[_Mapping[str, HookVectors]] = ..., steering_clamps: _Optional[_Mapping[str, HookClamps]] = ..., prefill_steering_clamps: _Optional[_Mapping[str, HookClamps]] = ..., decode_steering_clamps: _Optional[_Mapping[str, HookClamps]] = ..., steering_patches: _Optional[_Mapping[str, HookPatches]] = ..., steering_name: _Optional[_Iterable[str]] = ..., steering_scale: _Optional[float] = ..., steering_scales: _Optional[_Mapping[str, float]] = ..., steering_report: _Optional[bool] = ...) -> None: ...
+    steering_gates: _containers.MessageMap[str, Gate]
+    def __init__(self, prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., model: _Optional[str] = ..., request_id: _Optional[str] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., n: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., spaces_between_special_tokens: _Optional[bool] = ..., add_special_tokens: _Optional[bool] = ..., truncate_prompt_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., capture: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., capture_id: _Optional[str] = ..., capture_wait: _Optional[bool] = ..., steering_vectors: _Optional[_Mapping[str, HookVectors]] = ..., prefill_steering_vectors: _Optional[_Mapping[str, HookVectors]] = ..., decode_steering_vectors: _Optional[_Mapping[str, HookVectors]] = ..., steering_clamps: _Optional[_Mapping[str, HookClamps]] = ..., prefill_steering_clamps: _Optional[_Mapping[str, HookClamps]] = ..., decode_steering_clamps: _Optional[_Mapping[str, HookClamps]] = ..., steering_patches: _Optional[_Mapping[str, HookPatches]] = ..., steering_name: _Optional[_Iterable[str]] = ..., steering_scale: _Optional[float] = ..., steering_scales: _Optional[_Mapping[str, float]] = ..., steering_report: _Optional[bool] = ..., steering_gates: _Optional[_Mapping[str, Gate]] = ...) -> None: ...
+
+class Gate(_message.Message):
+    __slots__ = ("hook", "layer", "vector", "bias", "threshold", "score", "sharpness", "latch", "positions", "label")
+    HOOK_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    VECTOR_FIELD_NUMBER: _ClassVar[int]
+    BIAS_FIELD_NUMBER: _ClassVar[int]
+    THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    SHARPNESS_FIELD_NUMBER: _ClassVar[int]
+    LATCH_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    hook: str
+    layer: int
+    vector: _containers.RepeatedScalarFieldContainer[float]
+    bias: float
+    threshold: float
+    score: str
+    sharpness: float
+    latch: bool
+    positions: str
+    label: str
+    def __init__(self, hook: _Optional[str] = ..., layer: _Optional[int] = ..., vector: _Optional[_Iterable[float]] = ..., bias: _Optional[float] = ..., threshold: _Optional[float] = ..., score: _Optional[str] = ..., sharpness: _Optional[float] = ..., latch: _Optional[bool] = ..., positions: _Optional[str] = ..., label: _Optional[str] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("token_ids",)
@@ -167,7 +200,7 @@ class TokenIds(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HookVectors(_message.Message):
-    __slots__ = ("layers", "dtype", "shape", "layer_indices", "data", "scales", "relative")
+    __slots__ = ("layers", "dtype", "shape", "layer_indices", "data", "scales", "relative", "gate")
     class LayersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -182,6 +215,7 @@ class HookVectors(_message.Message):
     DATA_FIELD_NUMBER: _ClassVar[int]
     SCALES_FIELD_NUMBER: _ClassVar[int]
     RELATIVE_FIELD_NUMBER: _ClassVar[int]
+    GATE_FIELD_NUMBER: _ClassVar[int]
     layers: _containers.MessageMap[int, Vector]
     dtype: str
     shape: _containers.RepeatedScalarFieldContainer[int]
@@ -189,20 +223,23 @@ class HookVectors(_message.Message):
     data: bytes
     scales: _containers.RepeatedScalarFieldContainer[float]
     relative: bool
-    def __init__(self, layers: _Optional[_Mapping[int, Vector]] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., layer_indices: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., scales: _Optional[_Iterable[float]] = ..., relative: _Optional[bool] = ...) -> None: ...
+    gate: str
+    def __init__(self, layers: _Optional[_Mapping[int, Vector]] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., layer_indices: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., scales: _Optional[_Iterable[float]] = ..., relative: _Optional[bool] = ..., gate: _Optional[str] = ...) -> None: ...
 
 class Vector(_message.Message):
-    __slots__ = ("vector", "scale", "relative")
+    __slots__ = ("vector", "scale", "relative", "gate")
     VECTOR_FIELD_NUMBER: _ClassVar[int]
     SCALE_FIELD_NUMBER: _ClassVar[int]
     RELATIVE_FIELD_NUMBER: _ClassVar[int]
+    GATE_FIELD_NUMBER: _ClassVar[int]
     vector: _containers.RepeatedScalarFieldContainer[float]
     scale: float
     relative: bool
-    def __init__(self, vector: _Optional[_Iterable[float]] = ..., scale: _Optional[float] = ..., relative: _Optional[bool] = ...) -> None: ...
+    gate: str
+    def __init__(self, vector: _Optional[_Iterable[float]] = ..., scale: _Optional[float] = ..., relative: _Optional[bool] = ..., gate: _Optional[str] = ...) -> None: ...
 
 class HookClamps(_message.Message):
-    __slots__ = ("layers", "dtype", "shape", "layer_indices", "data", "min", "max", "value", "strength")
+    __slots__ = ("layers", "dtype", "shape", "layer_indices", "data", "min", "max", "value", "strength", "gate")
     class LayersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -219,6 +256,7 @@ class HookClamps(_message.Message):
     MAX_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
     STRENGTH_FIELD_NUMBER: _ClassVar[int]
+    GATE_FIELD_NUMBER: _ClassVar[int]
     layers: _containers.MessageMap[int, LayerClamps]
     dtype: str
     shape: _containers.RepeatedScalarFieldContainer[int]
@@ -228,7 +266,8 @@ class HookClamps(_message.Message):
     max: _containers.RepeatedScalarFieldContainer[float]
     value: _containers.RepeatedScalarFieldContainer[float]
     strength: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, layers: _Optional[_Mapping[int, LayerClamps]] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., layer_indices: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., min: _Optional[_Iterable[float]] = ..., max: _Optional[_Iterable[float]] = ..., value: _Optional[_Iterable[float]] = ..., strength: _Optional[_Iterable[float]] = ...) -> None: ...
+    gate: str
+    def __init__(self, layers: _Optional[_Mapping[int, LayerClamps]] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., layer_indices: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., min: _Optional[_Iterable[float]] = ..., max: _Optional[_Iterable[float]] = ..., value: _Optional[_Iterable[float]] = ..., strength: _Optional[_Iterable[float]] = ..., gate: _Optional[str] = ...) -> None: ...
 
 class LayerClamps(_message.Message):
     __slots__ = ("clamps",)
@@ -237,18 +276,20 @@ class LayerClamps(_message.Message):
     def __init__(self, clamps: _Optional[_Iterable[_Union[Clamp, _Mapping]]] = ...) -> None: ...
 
 class Clamp(_message.Message):
-    __slots__ = ("vector", "min", "max", "value", "strength")
+    __slots__ = ("vector", "min", "max", "value", "strength", "gate")
     VECTOR_FIELD_NUMBER: _ClassVar[int]
     MIN_FIELD_NUMBER: _ClassVar[int]
     MAX_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
     STRENGTH_FIELD_NUMBER: _ClassVar[int]
+    GATE_FIELD_NUMBER: _ClassVar[int]
     vector: _containers.RepeatedScalarFieldContainer[float]
     min: float
     max: float
     value: float
     strength: float
-    def __init__(self, vector: _Optional[_Iterable[float]] = ..., min: _Optional[float] = ..., max: _Optional[float] = ..., value: _Optional[float] = ..., strength: _Optional[float] = ...) -> None: ...
+    gate: str
+    def __init__(self, vector: _Optional[_Iterable[float]] = ..., min: _Optional[float] = ..., max: _Optional[float] = ..., value: _Optional[float] = ..., strength: _Optional[float] = ..., gate: _Optional[str] = ...) -> None: ...
 
 class HookPatches(_message.Message):
     __slots__ = ("layers",)
@@ -270,14 +311,16 @@ class LayerPatches(_message.Message):
     def __init__(self, patches: _Optional[_Iterable[_Union[Patch, _Mapping]]] = ...) -> None: ...
 
 class Patch(_message.Message):
-    __slots__ = ("positions", "vector", "amount")
+    __slots__ = ("positions", "vector", "amount", "gate")
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     VECTOR_FIELD_NUMBER: _ClassVar[int]
     AMOUNT_FIELD_NUMBER: _ClassVar[int]
+    GATE_FIELD_NUMBER: _ClassVar[int]
     positions: _containers.RepeatedScalarFieldContainer[int]
     vector: Rows
     amount: float
-    def __init__(self, positions: _Optional[_Iterable[int]] = ..., vector: _Optional[_Union[Rows, _Mapping]] = ..., amount: _Optional[float] = ...) -> None: ...
+    gate: str
+    def __init__(self, positions: _Optional[_Iterable[int]] = ..., vector: _Optional[_Union[Rows, _Mapping]] = ..., amount: _Optional[float] = ..., gate: _Optional[str] = ...) -> None: ...
 
 class Rows(_message.Message):
     __slots__ = ("dtype", "shape", "data")
@@ -407,7 +450,7 @@ class Gap(_message.Message):
     def __init__(self, sites: _Optional[_Iterable[str]] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
 
 class SteeringApplied(_message.Message):
-    __slots__ = ("key", "prefill", "decode", "patched", "modules", "global_state", "actions", "controllers")
+    __slots__ = ("key", "prefill", "decode", "patched", "modules", "global_state", "actions", "controllers", "gates")
     class PrefillEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -444,6 +487,7 @@ class SteeringApplied(_message.Message):
     GLOBAL_STATE_FIELD_NUMBER: _ClassVar[int]
     ACTIONS_FIELD_NUMBER: _ClassVar[int]
     CONTROLLERS_FIELD_NUMBER: _ClassVar[int]
+    GATES_FIELD_NUMBER: _ClassVar[int]
     key: str
     prefill: _containers.ScalarMap[str, int]
     decode: _containers.ScalarMap[str, int]
@@ -452,7 +496,28 @@ class SteeringApplied(_message.Message):
     global_state: bool
     actions: _containers.RepeatedCompositeFieldContainer[SteeringChange]
     controllers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, key: _Optional[str] = ..., prefill: _Optional[_Mapping[str, int]] = ..., decode: _Optional[_Mapping[str, int]] = ..., patched: _Optional[_Mapping[int, SiteCounts]] = ..., modules: _Optional[_Mapping[str, float]] = ..., global_state: _Optional[bool] = ..., actions: _Optional[_Iterable[_Union[SteeringChange, _Mapping]]] = ..., controllers: _Optional[_Iterable[str]] = ...) -> None: ...
+    gates: _containers.RepeatedCompositeFieldContainer[AppliedGate]
+    def __init__(self, key: _Optional[str] = ..., prefill: _Optional[_Mapping[str, int]] = ..., decode: _Optional[_Mapping[str, int]] = ..., patched: _Optional[_Mapping[int, SiteCounts]] = ..., modules: _Optional[_Mapping[str, float]] = ..., global_state: _Optional[bool] = ..., actions: _Optional[_Iterable[_Union[SteeringChange, _Mapping]]] = ..., controllers: _Optional[_Iterable[str]] = ..., gates: _Optional[_Iterable[_Union[AppliedGate, _Mapping]]] = ...) -> None: ...
+
+class AppliedGate(_message.Message):
+    __slots__ = ("name", "site", "score", "threshold", "sharpness", "latch", "positions", "label")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SITE_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    SHARPNESS_FIELD_NUMBER: _ClassVar[int]
+    LATCH_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    site: str
+    score: str
+    threshold: float
+    sharpness: float
+    latch: bool
+    positions: str
+    label: str
+    def __init__(self, name: _Optional[str] = ..., site: _Optional[str] = ..., score: _Optional[str] = ..., threshold: _Optional[float] = ..., sharpness: _Optional[float] = ..., latch: _Optional[bool] = ..., positions: _Optional[str] = ..., label: _Optional[str] = ...) -> None: ...
 
 class SteeringChange(_message.Message):
     __slots__ = ("request", "kind", "sites", "position")
@@ -531,7 +596,7 @@ class ClearResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class SetRequest(_message.Message):
-    __slots__ = ("vectors", "prefill_vectors", "decode_vectors", "clamps", "prefill_clamps", "decode_clamps", "replace")
+    __slots__ = ("vectors", "prefill_vectors", "decode_vectors", "clamps", "prefill_clamps", "decode_clamps", "replace", "gates")
     class VectorsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -574,6 +639,13 @@ class SetRequest(_message.Message):
         key: str
         value: HookClamps
         def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[HookClamps, _Mapping]] = ...) -> None: ...
+    class GatesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: Gate
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Gate, _Mapping]] = ...) -> None: ...
     VECTORS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_VECTORS_FIELD_NUMBER: _ClassVar[int]
     DECODE_VECTORS_FIELD_NUMBER: _ClassVar[int]
@@ -581,6 +653,7 @@ class SetRequest(_message.Message):
     PREFILL_CLAMPS_FIELD_NUMBER: _ClassVar[int]
     DECODE_CLAMPS_FIELD_NUMBER: _ClassVar[int]
     REPLACE_FIELD_NUMBER: _ClassVar[int]
+    GATES_FIELD_NUMBER: _ClassVar[int]
     vectors: _containers.MessageMap[str, HookVectors]
     prefill_vectors: _containers.MessageMap[str, HookVectors]
     decode_vectors: _containers.MessageMap[str, HookVectors]
@@ -588,7 +661,8 @@ class SetRequest(_message.Message):
     prefill_clamps: _containers.MessageMap[str, HookClamps]
     decode_clamps: _containers.MessageMap[str, HookClamps]
     replace: bool
-    def __init__(self, vectors: _Optional[_Mapping[str, HookVectors]] = ..., prefill_vectors: _Optional[_Mapping[str, HookVectors]] = ..., decode_vectors: _Optional[_Mapping[str, HookVectors]] = ..., clamps: _Optional[_Mapping[str, HookClamps]] = ..., prefill_clamps: _Optional[_Mapping[str, HookClamps]] = ..., decode_clamps: _Optional[_Mapping[str, HookClamps]] = ..., replace: _Optional[bool] = ...) -> None: ...
+    gates: _containers.MessageMap[str, Gate]
+    def __init__(self, vectors: _Optional[_Mapping[str, HookVectors]] = ..., prefill_vectors: _Optional[_Mapping[str, HookVectors]] = ..., decode_vectors: _Optional[_Mapping[str, HookVectors]] = ..., clamps: _Optional[_Mapping[str, HookClamps]] = ..., prefill_clamps: _Optional[_Mapping[str, HookClamps]] = ..., decode_clamps: _Optional[_Mapping[str, HookClamps]] = ..., replace: _Optional[bool] = ..., gates: _Optional[_Mapping[str, Gate]] = ...) -> None: ...
 
 class SetResponse(_message.Message):
     __slots__ = ("key", "hook_points", "layers_updated")
@@ -601,7 +675,7 @@ class SetResponse(_message.Message):
     def __init__(self, key: _Optional[str] = ..., hook_points: _Optional[_Iterable[str]] = ..., layers_updated: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RegisterModuleRequest(_message.Message):
-    __slots__ = ("name", "vectors", "prefill_vectors", "decode_vectors", "clamps", "prefill_clamps", "decode_clamps")
+    __slots__ = ("name", "vectors", "prefill_vectors", "decode_vectors", "clamps", "prefill_clamps", "decode_clamps", "gates")
     class VectorsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -644,6 +718,13 @@ class RegisterModuleRequest(_message.Message):
         key: str
         value: HookClamps
         def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[HookClamps, _Mapping]] = ...) -> None: ...
+    class GatesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: Gate
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Gate, _Mapping]] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     VECTORS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_VECTORS_FIELD_NUMBER: _ClassVar[int]
@@ -651,6 +732,7 @@ class RegisterModuleRequest(_message.Message):
     CLAMPS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_CLAMPS_FIELD_NUMBER: _ClassVar[int]
     DECODE_CLAMPS_FIELD_NUMBER: _ClassVar[int]
+    GATES_FIELD_NUMBER: _ClassVar[int]
     name: str
     vectors: _containers.MessageMap[str, HookVectors]
     prefill_vectors: _containers.MessageMap[str, HookVectors]
@@ -658,7 +740,8 @@ class RegisterModuleRequest(_message.Message):
     clamps: _containers.MessageMap[str, HookClamps]
     prefill_clamps: _containers.MessageMap[str, HookClamps]
     decode_clamps: _containers.MessageMap[str, HookClamps]
-    def __init__(self, name: _Optional[str] = ..., vectors: _Optional[_Mapping[str, HookVectors]] = ..., prefill_vectors: _Optional[_Mapping[str, HookVectors]] = ..., decode_vectors: _Optional[_Mapping[str, HookVectors]] = ..., clamps: _Optional[_Mapping[str, HookClamps]] = ..., prefill_clamps: _Optional[_Mapping[str, HookClamps]] = ..., decode_clamps: _Optional[_Mapping[str, HookClamps]] = ...) -> None: ...
+    gates: _containers.MessageMap[str, Gate]
+    def __init__(self, name: _Optional[str] = ..., vectors: _Optional[_Mapping[str, HookVectors]] = ..., prefill_vectors: _Optional[_Mapping[str, HookVectors]] = ..., decode_vectors: _Optional[_Mapping[str, HookVectors]] = ..., clamps: _Optional[_Mapping[str, HookClamps]] = ..., prefill_clamps: _Optional[_Mapping[str, HookClamps]] = ..., decode_clamps: _Optional[_Mapping[str, HookClamps]] = ..., gates: _Optional[_Mapping[str, Gate]] = ...) -> None: ...
 
 class UnregisterModuleRequest(_message.Message):
     __slots__ = ("name",)
@@ -709,14 +792,16 @@ class ModulesState(_message.Message):
     def __init__(self, modules: _Optional[_Mapping[str, TiersState]] = ...) -> None: ...
 
 class TiersState(_message.Message):
-    __slots__ = ("base", "prefill", "decode")
+    __slots__ = ("base", "prefill", "decode", "gates")
     BASE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
+    GATES_FIELD_NUMBER: _ClassVar[int]
     base: TierState
     prefill: TierState
     decode: TierState
-    def __init__(self, base: _Optional[_Union[TierState, _Mapping]] = ..., prefill: _Optional[_Union[TierState, _Mapping]] = ..., decode: _Optional[_Union[TierState, _Mapping]] = ...) -> None: ...
+    gates: _containers.RepeatedCompositeFieldContainer[AppliedGate]
+    def __init__(self, base: _Optional[_Union[TierState, _Mapping]] = ..., prefill: _Optional[_Union[TierState, _Mapping]] = ..., decode: _Optional[_Union[TierState, _Mapping]] = ..., gates: _Optional[_Iterable[_Union[AppliedGate, _Mapping]]] = ...) -> None: ...
 
 class TierState(_message.Message):
     __slots__ = ("vectors", "clamps")

@@ -58,7 +58,8 @@ def applied_message(applied: SteeringSummary) -> pb.SteeringApplied:
 
 def tiers_message(state: TiersState) -> pb.TiersState:
     """Return the content of the global state or a module as a message."""
-    return pb.TiersState(base=_tier(state.base), prefill=_tier(state.prefill), decode=_tier(state.decode))
+    gates = [pb.AppliedGate(name=name, **gate.model_dump()) for name, gate in state.gates.items()]
+    return pb.TiersState(base=_tier(state.base), prefill=_tier(state.prefill), decode=_tier(state.decode), gates=gates)
 
 
 def _tier(state: TierState) -> pb.TierState:
