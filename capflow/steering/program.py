@@ -140,6 +140,55 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
         """Return an id of the operations at single positions of a request with this prompt length."""
         return _id([(position, self._by_content(ops)) for position, ops in self.patches(prompt_length).items()])
 
+    def effect_key(self, ops: Sequence[SiteOps], phase: str) -> str:
+        """Return an id of the changes that operations make to the stream; empty without any.
+
+        Scores alone change nothing. Operations whose gate can never act in the phase are left out.
+
+        phase: `prompt`, `last_prompt` or `generated`.
+        """
+        effects = [
+            (layer, hook, content)
+            for layer, hook, each in ops
+            if (content := [self._effect(op) for op in each if op.kind not in SCORES and self._acts(op, phase)])
+        ]
+        return _id(effects) if effects else ""
+
+    def patched_effects(self, prompt_length: int) -> dict[int, str]:
+        """Return, for each patched position where more than its phase's operations act, the id of what acts there.
+
+        prompt_length: of the request.
+        """
+        phases = {"prompt": self.prefill, "generated": self.decode}
+        usual = {phase: self.effect_key(ops, phase) for phase, ops in phases.items()}
+        effects = {}
+        for position, ops in self.patches(prompt_length).items():
+            phase = "prompt" if position < prompt_length else "generated"
+            effect = self.effect_key(ops, "last_prompt" if position == prompt_length - 1 else phase)
+            if effect != usual[phase]:
+                effects[position] = effect
+        return effects
+
+    def _acts(self, op: Op, phase: str) -> bool:
+        """Return whether an operation's gate can be open in a phase."""
+        if op.gate == UNGATED:
+            return True
+        gate = self.gates[op.gate]
+        if phase == "generated":
+            return gate.latched or gate.positions in ("all", "generated")
+        return gate.positions in ("all", "prompt") or gate.positions == phase
+
+    def _effect(self, op: Op) -> tuple[Any, ...]:
+        """Return an operation's content, and that of its gate's score instead of the gate's number."""
+        content = (op.kind, self.digests[op.row], *op[2:_UNGATED_FIELDS])
+        if op.gate == UNGATED:
+            return content
+        gate = self.gates[op.gate]
+        sites = (site for ops in self._phases for site in ops)
+        scores = (score for site in sites for score in site.ops if score.kind in SCORES and score.gate == op.gate)
+        score = next(((one.kind, self.digests[one.row], one.amount) for one in scores), None)
+        return (*content, gate.layer, gate.hook, score, gate.positions, gate.sharpness, gate.latched)
+
     def _by_content(self, ops: Sequence[SiteOps]) -> list[Any]:
         """Return operations with the digests of their rows in the place of row numbers."""
         return [(layer, hook, [self._op_by_content(op) for op in each]) for layer, hook, each in ops]

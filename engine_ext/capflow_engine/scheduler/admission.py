@@ -6,6 +6,7 @@ cache by the steering, takes the actions of the hubs, and makes the orders that 
 Invariants:
 
 * A request computes every prompt position that is captured of it. It never reads such a position from the cache.
+* A request computes every position that a latched gate scores, also again after it was preempted.
 * Cache blocks that were filled while a request was steered are keyed by that steering.
 * Every worker applies a change in the same step.
 * A worker knows which rows of a step belong to no request when that step is settled, or earlier.
@@ -204,20 +205,23 @@ class Admission:
     def _key_cache(self, request: Any, program: SteeringProgram) -> None:
         """Key a request's cache blocks by the steering of the positions in them. Equal steering has equal keys.
 
-        If only generated positions are steered, the blocks of the prompt stay shared with unsteered requests.
+        If only generated positions are steered, the blocks of the prompt stay shared with unsteered requests. The
+        parameters of a gate are part of the key from the first position on at which it can act.
         """
         prompt = self._steered_from(request)
-        prefill = program.key(program.prefill)
-        decode = prefill if program.decode == program.prefill else program.key(program.decode)
-        patched = f"patched:{program.patched_key(prompt)}" if program.patched else ""
-        # The end of the prompt is part of the key.
-        generated = f"decode:{prompt}:{decode}" if decode != prefill else ""
-        if program.prefill:
+        prefill = program.effect_key(program.prefill, "prompt")
+        decode = program.effect_key(program.decode, "generated")
+        patched = program.patched_effects(prompt)
+        if prefill:
             compat.fork_cache_from(request, 0, f"prompt:{prefill}", self.hash_block_size)
-        first = program.first_patched(prompt)
-        for position, fork in sorted([(prompt, generated), (prompt if first is None else first, patched)]):
-            if fork:
-                compat.fork_cache_from(request, position, fork, self.hash_block_size)
+        forks = []
+        if decode != prefill:
+            # The end of the prompt is part of the key.
+            forks.append((prompt, f"decode:{prompt}:{decode}"))
+        if patched:
+            forks.append((min(patched), f"patched:{sorted(patched.items())}"))
+        for position, fork in sorted(forks):
+            compat.fork_cache_from(request, position, fork, self.hash_block_size)
 
     def _length_max(self, request: Any) -> int | None:
         """Return the largest number of positions that a request computes; None when more input may come."""
