@@ -1,10 +1,12 @@
 """Gates in real engines, against a float64 reference: every mode and operation, however steps are cut."""
 
+import numpy as np
 import pytest
 
 from tests.kit.engines import engine, save_tiny
-from tests.kit.gated import ALL_MODES, MUTANTS, GatedReference, GatedRun, cases, prove, run_child
+from tests.kit.gated import ALL_MODES, MUTANTS, GatedReference, GatedRun, cases, params_of, prove, run_child
 from tests.kit.steered import RAW
+from tests.kit.waiting import eventually
 from tests.kit.watching import watch
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
@@ -143,3 +145,40 @@ def test_a_mutant_computes_a_wrong_row(model, modes, crowd, drafted, tmp_path, m
         "scored positions are read from the cache": lambda: crowded(model, crowd, root, cached=True, mutant=mutant),
     }.get(mutant, lambda: GatedRun(model, str(root), modes, TOKENS, {"max_num_seqs": 64}, mutant=mutant))()
     run_child(job, tmp_path / "job.json")
+
+
+def crossings(reference, case):
+    """Return where a case's gate opens and closes: position, score, and whether it is open from there on."""
+    fields = case.fields
+    _, _, margins, values = reference.run([*case.prompt, *case.tokens[:-1]], len(case.prompt), fields)
+    gate, state, made = fields["steering_gates"]["g"], False, []
+    for position in np.flatnonzero(margins["g"] > -np.inf):
+        margin = margins["g"][position]
+        if state != (margin >= 0) and not (state and gate["latch"]):
+            state = bool(margin >= 0)
+            made.append((int(position), float(margin) + gate["threshold"]))
+    return made, values["g"]
+
+
+@pytest.mark.parametrize("more", [{}, {"async_scheduling": False, "max_num_batched_tokens": 512}], ids=["cut", "whole"])
+def test_consumers_hear_where_gates_open_and_close_and_which_rows_they_steered(model, reference, modes, keeper, more):
+    some = modes[:24]
+    with engine(model, hub=keeper.address, sites=["*:*"], max_num_seqs=64, **RAW, **more) as llm:
+        params = [params_of(case, f"r{n}", TOKENS) for n, case in enumerate(some)]
+        llm.generate([{"prompt_token_ids": case.prompt} for case in some], params, use_tqdm=False)
+        eventually(lambda: len(keeper.done) == len(some))
+    events = 0
+    for number, case in enumerate(some):
+        expected, values = crossings(reference, case)
+        gate = case.fields["steering_gates"]["g"]
+        mine = [event for event in keeper.events_of(f"r{number}") if event.kind == "gate"]
+        assert [event.position for event in mine] == [position for position, _ in expected], case.name
+        assert [event.score for event in mine] == pytest.approx([score for _, score in expected], abs=1e-4)
+        assert {event.threshold for event in mine} <= {gate["threshold"]}
+        events += len(mine)
+        kept = keeper.steered[f"r{number}"]
+        if "steering_patches" in case.fields or len(case.fields) > 2:  # they steer some positions, or do so ungated
+            continue
+        acts = values > 0 if gate["sharpness"] is None else np.ones(len(values), bool)
+        assert [kept[position] for position in sorted(kept)] == acts.tolist(), case.name
+    assert events > 50

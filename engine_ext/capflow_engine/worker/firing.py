@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from capflow.steering.program import ProgramGate
+from capflow_engine.taps.acting import Mask, Opened
 from capflow_engine.taps.plan import Plan, Tracked
 
 
@@ -39,6 +40,9 @@ class GatedStep:
     """A step that had gates.
 
     margins: float32 `[gates, tokens]`, in the host's memory; valid after `ready` returned.
+    carried: what latched gates carried into the step, in the order of `plan.latched`, as `margins`; None if there are
+        none.
+    layer_last: the last layer of this pipeline stage. The scores of later layers are unknown here.
     limits: by vLLM's id, the end of the positions that belong to the request; without an entry, all do.
     """
 
@@ -46,6 +50,8 @@ class GatedStep:
     plan: Plan
     margins: npt.NDArray[Any]
     ready: Callable[[], None]
+    carried: npt.NDArray[Any] | None
+    layer_last: int
     limits: dict[str, int] = field(default_factory=dict)
 
     @functools.cached_property
@@ -66,6 +72,29 @@ class GatedStep:
                     first = int(opened[0])
                     fires.append(Crossing(request, gate, True, start + first, float(margins[first]) + gate.threshold))
         return tuple(fires)
+
+    def opened(self, request: Tracked) -> Opened:
+        """Return a function that returns where a request's gates are open; a gate without known scores counts as open.
+
+        The function waits for the device.
+        """
+
+        def opened(gates: int, first: int, end: int) -> Mask:
+            self.ready()
+            number = next(n for n in self.plan.gated if self.plan.batch[n].request.key == request.key)
+            _, row, start, length = self.plan.batch[number]
+            mask = np.zeros(end - first, np.bool_)
+            for bit, gate in enumerate(request.gates):
+                if not gates >> bit & 1:
+                    continue
+                margins = self.margins[bit, row : row + length]
+                if gate.latched and self.carried is not None:
+                    margins = np.maximum.accumulate(margins)
+                    margins = np.maximum(margins, self.carried[bit, self.plan.latched.index(number)])
+                mask |= (margins[first - start : end - start] >= 0) | (gate.layer > self.layer_last)
+            return mask
+
+        return opened
 
 
 class Firing:

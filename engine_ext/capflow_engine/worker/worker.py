@@ -140,7 +140,7 @@ class WorkerCapture:
         self.firing = Firing()
         # The last pipeline stage has the margins of all stages; its first rank reports them.
         self._reports_gates = self.rank.tp == 0 and self.rank.pp == self.info.stages - 1
-        # The step that was launched last, if it had gates; only in the rank that reports them.
+        # The step that was launched last, if it had gates; only in ranks that ship rows or report gates.
         self.gated_step: GatedStep | None = None
         # The margins that earlier pipeline stages scored in the step that is being prepared.
         self._received: torch.Tensor | None = None
@@ -594,23 +594,32 @@ class WorkerCapture:
         """Keep the margins of the step that was just launched, `[gates, tokens]`: nothing writes to them again."""
         self.latches.end(plan, carried, margins)
         self.margins = margins
-        if self._reports_gates:
-            host, ready = self._to_host(margins)
-            self.gated_step = GatedStep(self._step, plan, host, ready)
-            self.firing.add(self.gated_step)
+        if self._reports_gates or (self.sends and plan.ship_rows):
+            (host, before), ready = self._to_host((margins, carried))
+            layer_last = max((site.layer for site in self.sites), default=-1)
+            if self._reports_gates:
+                layer_last = self.info.num_layers
+            self.gated_step = GatedStep(self._step, plan, host, ready, before, layer_last)
+            if self._reports_gates:
+                self.firing.add(self.gated_step)
 
-    def _to_host(self, values: torch.Tensor) -> tuple[Any, Callable[[], None]]:
-        """Start to copy values to the host; return the copy, and a function that waits for it."""
+    def _to_host(self, tensors: Sequence[torch.Tensor | None]) -> tuple[list[Any], Callable[[], None]]:
+        """Start to copy tensors to the host; return the copies, and a function that waits for them."""
         if not self.tables.resident:
-            return values.numpy(), READY
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            return [None if each is None else each.numpy() for each in tensors], READY
+        copies: list[Any] = []
         self._copy_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copy_stream):
-            host.copy_(values, non_blocking=True)
-            values.record_stream(self._copy_stream)
+            for each in tensors:
+                host = None
+                if each is not None:
+                    host = torch.empty(each.shape, dtype=each.dtype, pin_memory=True)
+                    host.copy_(each, non_blocking=True)
+                    each.record_stream(self._copy_stream)
+                copies.append(None if host is None else host.numpy())
             copied = torch.cuda.Event()
             copied.record()
-        return host.numpy(), copied.synchronize
+        return copies, copied.synchronize
 
     def rest(self) -> None:
         """Make the taps idle in a forward pass that belongs to no step: it must not overwrite the last step's rows."""
@@ -635,6 +644,7 @@ class WorkerCapture:
             lent = self.ring.size_of(self._rows_copied(plan) * self.row_bytes) if plan.ship_rows else 0
             step = Computed(self._step, now, self._planned, rows, token_ids, ready, self._lost, lent=lent)
             step.events, step.events_lost = self._events.events, self._events.events_lost
+            step.opened = None if self.gated_step is None else self.gated_step.opened
             self._pending.add(step)
         self._events = bare(self._step)
         self._buffer = None
