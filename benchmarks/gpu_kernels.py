@@ -16,6 +16,7 @@ Predicted: an idle tap costs one launch in the graph, about 1.3 µs. A capturing
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import sys
@@ -33,13 +34,23 @@ if SMOKE:
 
 from capflow.capture.positions import Positions  # noqa: E402
 from capflow.capture.site import Site  # noqa: E402
-from capflow.steering.program import ADD, CLAMP, PATCH, Op, SiteOps, SteeringProgram, digest  # noqa: E402
+from capflow.steering.program import (  # noqa: E402
+    ADD,
+    CLAMP,
+    PATCH,
+    SCORE_DOT,
+    Op,
+    ProgramGate,
+    SiteOps,
+    SteeringProgram,
+    digest,
+)
 from capflow_engine.steering.budget import Size  # noqa: E402
 from capflow_engine.taps.bank import Bank, Steered  # noqa: E402
 from capflow_engine.taps.kernel import launch  # noqa: E402
 from capflow_engine.taps.plan import Plan, Planner, Scheduled, SlotRange, Tracked  # noqa: E402
 from capflow_engine.taps.tables import Tables  # noqa: E402
-from tests.kit import tap_cases  # noqa: E402
+from tests.kit import gate_cases, tap_cases  # noqa: E402
 
 DEVICE = torch.device("cpu" if SMOKE else "cuda")
 LAYERS = 3 if SMOKE else 36
@@ -49,7 +60,7 @@ REPLAYS = 1 if SMOKE else 100
 ROUNDS = 1 if SMOKE else 7
 CHECKED_REPLAYS = 6 if SMOKE else 60
 CONFIGURATIONS = 8
-KINDS = ("no taps", "idle", "capture", "add", "clamp")
+KINDS = ("no taps", "idle", "capture", "add", "clamp", "gate", "latch")
 HOOK = "post_block"
 
 
@@ -66,6 +77,12 @@ def check_cases() -> int:
     return done
 
 
+def check_gates() -> tuple[int, int]:
+    """Compare gates with the float64 reference; return the number of cases, and how often a gate was open."""
+    cases, counts = gate_cases.run_all_gate_cases(DEVICE, 1 if SMOKE else 20)
+    return cases, counts["open", False] + counts["open", True]
+
+
 class Stack:
     """A stack of layers over a split stream, with a tap after each, as one graph; its tensors never move.
 
@@ -80,14 +97,23 @@ class Stack:
         self.hidden = torch.empty(tokens, width, dtype=dtype, device=DEVICE)
         self.residual = torch.empty_like(self.hidden)
         self.tables = Tables(
-            sites=LAYERS, tokens=tokens, rows=LAYERS * tokens, hidden=width, dtype=dtype, device=DEVICE, resident=True
+            sites=LAYERS,
+            tokens=tokens,
+            rows=LAYERS * tokens,
+            hidden=width,
+            dtype=dtype,
+            device=DEVICE,
+            resident=True,
+            requests=tokens,
         )
         index = {Site(n, HOOK): n for n in range(LAYERS)}
         self.bank = Bank(
-            Size(4 * CONFIGURATIONS, 8 * LAYERS * CONFIGURATIONS, 4 * CONFIGURATIONS), index, width, DEVICE
+            Size(8 * CONFIGURATIONS, 16 * LAYERS * CONFIGURATIONS, 8 * CONFIGURATIONS), index, width, DEVICE
         )
         rows = torch.randn(CONFIGURATIONS, width, generator=generator)
         self.steered = {kind: self._configurations(rows, kind) for kind in (ADD, CLAMP, PATCH)}
+        self.gates = {latched: ProgramGate("g", math.inf, latched, 0.0, 0, HOOK) for latched in (False, True)}
+        self.gated = {latched: self._gated(rows, latched) for latched in (False, True)}
         self.sites = [torch.tensor([n], dtype=torch.int32, device=DEVICE) for n in range(LAYERS)]
         self.taps = taps
         self.replay = _graph_of(self.forward)
@@ -99,6 +125,18 @@ class Stack:
             ops = tuple(SiteOps(n, HOOK, (Op(kind, 0, 1.0, -1.0, 1.0),)) for n in range(LAYERS))
             content = row.tobytes()
             slots.append(self.bank.acquire(SteeringProgram(self.width, content, (digest(content),), ops, ops), 1))
+        return slots
+
+    def _gated(self, rows: torch.Tensor, latched: bool) -> list[Steered]:
+        """Return slots that score at the first layer, and add one of the rows where the gate is open at all others."""
+        slots = []
+        for row in rows.numpy():
+            content = np.ascontiguousarray(np.stack([row, row[::-1]]))
+            adds = tuple(SiteOps(n, HOOK, (Op(ADD, 0, gate=0),)) for n in range(1, LAYERS))
+            ops = (SiteOps(0, HOOK, (Op(SCORE_DOT, 1, 0.0, gate=0),)), *adds)
+            names = tuple(digest(each.tobytes()) for each in content)
+            program = SteeringProgram(self.width, content.tobytes(), names, ops, ops, (), (self.gates[latched],))
+            slots.append(self.bank.acquire(program, 1))
         return slots
 
     def forward(self) -> None:
@@ -121,6 +159,7 @@ class Stack:
         """Return the staging rows and the stream of a plan, computed without the kernel and without a graph."""
         hidden, residual = self.entry[0].clone(), self.entry[1].clone()
         rows = torch.full((plan.rows, self.width), tap_cases.POISON, dtype=hidden.dtype, device=DEVICE)
+        margins = torch.full((self.tokens,), -math.inf, dtype=torch.float64, device=DEVICE)
         for number in range(LAYERS):
             self.layer(number, hidden, residual)
             stream = _rounded(hidden.float() + residual.float(), hidden.dtype)
@@ -132,11 +171,24 @@ class Stack:
                             run.source : run.source + run.length
                         ]
             for source, length, slot in plan.steered:
+                op = int(self.bank.heads[slot, number])
+                if op < 0:
+                    continue
                 half, other = (part[source : source + length].float() for part in (hidden, residual))
-                kind, row, *_ = self.bank.op_ints[self.bank.heads[slot, number]].tolist()
+                kind, row, _, code = self.bank.op_ints[op].tolist()
+                if kind == SCORE_DOT:
+                    margins[source : source + length] = (half + other).double() @ self.bank.rows[row].double()
+                    continue
                 change = self.bank.rows[row] if kind == ADD else self.bank.rows[row] - (half + other)
+                if code >= 0:
+                    change = change * _opened(plan, margins, source, length, latched=code % 2 == 1)
                 hidden[source : source + length] = _rounded(half + change, hidden.dtype)
         return rows, hidden
+
+
+def carried_by(plan: Plan) -> torch.Tensor | None:
+    """Return what the latched gates of a plan carry: nothing is open yet; None if there are none."""
+    return torch.full((plan.gates, len(plan.latched)), -math.inf, device=DEVICE) if plan.latched else None
 
 
 def check_graphs() -> int:
@@ -150,7 +202,8 @@ def check_graphs() -> int:
         rng = np.random.default_rng(width)
         for number in range(CHECKED_REPLAYS):
             plan = _random_plan(rng, tokens, stack) if number % 5 else plan_of("idle", tokens, stack)
-            stack.tables.load(plan, tokens)
+            stack.tables.margins.fill_(-tap_cases.POISON)
+            stack.tables.load(plan, tokens, carried_by(plan))
             stack.tables.staging.fill_(tap_cases.POISON)
             stack.replay()
             rows, hidden = stack.expected(plan)
@@ -161,6 +214,15 @@ def check_graphs() -> int:
             assert torch.equal(stack.hidden, hidden), f"replay {number}: the stream"
             checked += 1
     return checked
+
+
+def _opened(plan: Plan, margins: torch.Tensor, source: int, length: int, *, latched: bool) -> torch.Tensor:
+    """Return 1 for each of some token rows of one request at which its hard gate is open, `[length, 1]`, else 0."""
+    part = next(part for part in plan.batch if part.row <= source < part.row + part.length)
+    if latched:
+        margins = margins.clone()
+        margins[part.row : part.row + part.length] = margins[part.row : part.row + part.length].cummax(0).values
+    return (margins[source : source + length] >= 0).float().unsqueeze(1)
 
 
 def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -184,6 +246,10 @@ def _random_plan(rng: np.random.Generator, tokens: int, stack: Stack) -> Plan:
             every = [stack.steered[ADD], stack.steered[PATCH]]
             prefill, decode = (every[rng.integers(2)][rng.integers(CONFIGURATIONS)] for _ in range(2))
             request.steered = [SlotRange(0, request.prompt_length, Steered(prefill.prefill, decode.decode, {}))]
+        elif rng.random() < 0.6:
+            latched = bool(rng.integers(2))
+            request.steered = [SlotRange(0, request.prompt_length, stack.gated[latched][rng.integers(CONFIGURATIONS)])]
+            request.gates, request.latched = (stack.gates[latched],), latched
         batch.append(Scheduled(request, row, start, length))
         row += length + int(rng.random() < 0.2)  # a request without captures lies between
     return planner.plan(batch)
@@ -195,7 +261,8 @@ def _random_plan(rng: np.random.Generator, tokens: int, stack: Stack) -> Plan:
 def plan_of(kind: str, tokens: int, stack: Stack) -> Plan:
     """Return the plan of a decode step of `tokens` requests.
 
-    kind: `idle`, `capture` (everything), `add` or `clamp` (all requests steered at every layer).
+    kind: `idle`, `capture` (everything), `add` or `clamp` (all requests steered at every layer), `gate` or `latch` (all
+        requests scored at the first layer, and steered at all others where the gate is open).
     """
     planner = Planner(LAYERS)
     wanted = dict.fromkeys(range(LAYERS), Positions.ALL) if kind == "capture" else {}
@@ -205,6 +272,10 @@ def plan_of(kind: str, tokens: int, stack: Stack) -> Plan:
         if kind in ("add", "clamp"):
             steered = stack.steered[ADD if kind == "add" else CLAMP][number % CONFIGURATIONS]
             request.steered = [SlotRange(0, 1, steered)]
+        if kind in ("gate", "latch"):
+            latched = kind == "latch"
+            request.steered = [SlotRange(0, 1, stack.gated[latched][number % CONFIGURATIONS])]
+            request.gates, request.latched = (stack.gates[latched],), latched
         batch.append(Scheduled(request, number, 5, 1))
     return planner.plan(batch)
 
@@ -231,7 +302,8 @@ def measure(width: int, tokens: int, bytes_per_us: float) -> Cost:
             if kind == "no taps":
                 times.setdefault(kind, []).append(_time(plain.replay))
                 continue
-            tapped.tables.load(plan_of(kind, tokens, tapped), tokens)
+            plan = plan_of(kind, tokens, tapped)
+            tapped.tables.load(plan, tokens, carried_by(plan))
             times.setdefault(kind, []).append(_time(tapped.replay))
     step = {kind: statistics.median(values) for kind, values in times.items()}
     moved = 3 * LAYERS * tokens * width * 2  # both halves are read, the row is written
@@ -304,15 +376,16 @@ def report(costs: Sequence[Cost]) -> list[str]:
     lines = [
         f"A stack of {LAYERS} layers, bfloat16; microseconds a step, and of one tap:",
         "",
-        "| width | tokens | no taps | idle | capture | add | clamp | one idle tap | all rows | 1.2 x floor |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| width | tokens | no taps | idle | capture | add | clamp | gate | latch | a tap | all rows | 1.2 x floor |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for width, tokens, step, floor in costs:
         plain = step["no taps"]
         idle, capture = step["idle"] - plain, step["capture"] - plain
         lines.append(
             f"| {width} | {tokens} | {plain:.1f} | {step['idle']:.1f} | {step['capture']:.1f} "
-            f"| {step['add']:.1f} | {step['clamp']:.1f} | {idle / LAYERS:.2f} | {capture:.1f} | {1.2 * floor:.1f} |"
+            f"| {step['add']:.1f} | {step['clamp']:.1f} | {step['gate']:.1f} | {step['latch']:.1f} "
+            f"| {idle / LAYERS:.2f} | {capture:.1f} | {1.2 * floor:.1f} |"
         )
     return lines
 
@@ -327,7 +400,9 @@ def main() -> None:
         sys.exit("gpu_kernels: no GPU here; --smoke runs in Triton's interpreter")
     name = "Triton's interpreter" if SMOKE else torch.cuda.get_device_name()
     cases, replays, bandwidth = check_cases(), check_graphs(), device_bandwidth()
+    gated, opened = check_gates()
     checked = f"{cases} cases equal to float64, {replays} replays with changing plans right"
+    checked += f"; {gated} cases with gates, {opened} times open"
     lines = [
         f"{name}, torch {torch.__version__}: {checked}.",
         "",

@@ -45,13 +45,13 @@ class Gating:
         # The requests that are latched and have several tokens: their first rows and their end rows.
         self._chunks: list[tuple[int, int]] = []
         if carried is not None:
-            columns = torch.full((tokens,), carried.shape[1])
+            columns = np.full(tokens, carried.shape[1])
             for column, number in enumerate(plan.latched):
                 _, row, _, length = plan.batch[number]
                 columns[row : row + length] = column
                 if length > 1:
                     self._chunks.append((row, row + length))
-            self._columns = columns
+            self._columns = torch.from_numpy(columns)
             self._carried = torch.cat((carried, torch.full((carried.shape[0], 1), -math.inf)), 1)
 
     @property

@@ -15,7 +15,7 @@ from capflow_engine.taps import bank, kernel, tables, tap
 from capflow_engine.taps.acting import SlotRange
 from capflow_engine.taps.bank import NONE, Steered
 from capflow_engine.taps.plan import Planner, Scheduled, Tracked
-from capflow_engine.worker import worker
+from capflow_engine.worker import latches, worker
 from capflow_engine.worker.pending import EMPTY_PLAN
 from tests.kit.engines import GREEDY, LAYERS, engine, prompts, vector
 from tests.kit.rows import ALL
@@ -157,6 +157,7 @@ ON_THE_STEP = [
     *methods(worker.WorkerCapture, "__init__", "close", "_run_controllers"),
     *methods(tables.Tables, "__init__"),
     *methods(bank.Bank, "__init__"),
+    *methods(latches.Latches, "__init__"),
     *methods(tap.Tap, "__init__"),
     (kernel, "launch"),
     (tap, "_tap_gpu"),

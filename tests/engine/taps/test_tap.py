@@ -115,4 +115,4 @@ def test_the_gpu_benchmark_checks_graphs_whose_plans_change():
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu_kernels.py"), "--smoke"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "6 cases equal to float64, 12 replays with changing plans right" in done.stdout
+    assert "6 cases equal to float64, 12 replays with changing plans right; 8 cases with gates" in done.stdout

@@ -1,0 +1,178 @@
+"""The cost of gates in the graph: requests with a gate against the same requests with static steering.
+
+    OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/gates.py [--model demo] [--batches 1,8,64,256] [--rounds N]
+
+One engine in this process runs all modes, turns interleaved. Each turn starts a batch of requests and times every step
+in which all of them decode, by the CPU time of the process: that is the time on an idle machine with one thread, and
+another process does not add to it. A ratio is that of the medians of all steps.
+
+All gates are open, which is the dear case: at a site where all gates are closed, nothing is added.
+
+* `one`: a vector at one layer; gated by a probe at the layer before it.
+* `all`: a vector at every layer; gated by one probe at the first layer.
+
+Predicted: a score is one product of the stream with a probe, and a gated addition multiplies its rows by one factor for
+    each token. That is 20 to 40 µs for the probe, 5 to 10 µs for each gated site, and 30 to 60 µs for a latch, whatever
+    the batch. A step of the demo model takes 100 ms and more on one core at a batch of 8. So 1.000 to 1.003 at one site
+    and up to 1.005 at all sites. Goal: at most 1.01 for batches of 8 and more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+import numpy as np
+
+from capflow.steering.program import ADD, SCORE_DOT, Op, ProgramGate, SiteOps, SteeringProgram, digest
+
+GOAL, BATCH_MIN = 1.01, 8
+HOOK = "post_block"
+# The gate of each mode: its sharpness, and whether it is latched.
+GATES = {"hard": (math.inf, False), "sigmoid": (1e-3, False), "latched": (math.inf, True)}
+
+
+def program(layers: int, width: int, where: str, gate: str | None) -> SteeringProgram:
+    """Return a program with a vector at one layer or at all, with a gate or without."""
+    rng = np.random.default_rng(0)
+    rows = (rng.normal(size=(layers + 1, width)) * 0.01).astype(np.float32)
+    first = layers // 2 if where == "one" else 0
+    steered = [first + 1] if where == "one" else list(range(layers))
+    number = -1 if gate is None else 0
+    ops: dict[int, list[Op]] = {}
+    gates = []
+    if gate is not None:
+        sharpness, latched = GATES[gate]
+        gates.append(ProgramGate("g", sharpness, latched, -1e6, first, HOOK))
+        ops[first] = [Op(SCORE_DOT, layers, 1e6, gate=0)]
+        if latched:
+            steered = [layer for layer in steered if layer > first]
+    for layer in steered:
+        ops.setdefault(layer, []).append(Op(ADD, layer, gate=number))
+    sites = tuple(SiteOps(layer, HOOK, tuple(each)) for layer, each in sorted(ops.items()))
+    return SteeringProgram(
+        width, rows.tobytes(), tuple(digest(row.data) for row in rows), sites, sites, (), tuple(gates)
+    )
+
+
+def turn(llm: Any, options: Any, batch: int, steps: int, number: int) -> list[float]:
+    """Return the CPU seconds of each step in which the whole batch decodes."""
+    from vllm import SamplingParams
+
+    from capflow_engine.request.options import KEY
+
+    rng = np.random.default_rng(number)
+    engine = llm.llm_engine
+    for n in range(batch):
+        extra = None if options is None else {KEY: options.pack()}
+        params = SamplingParams(
+            max_tokens=steps + 2, temperature=0.0, ignore_eos=True, detokenize=False, extra_args=extra
+        )
+        prompt = {"prompt_token_ids": [2, *rng.integers(5, 290, 3).tolist()]}
+        engine.add_request(f"{number}-{n}", prompt, params)
+    times = []
+    while engine.has_unfinished_requests():
+        begin = time.process_time()
+        engine.step()
+        times.append(time.process_time() - begin)
+    return times[2:-1]  # without the prompts, and the step that ends the requests
+
+
+def tiny() -> str:
+    """Return the directory of a random model."""
+    import tempfile
+
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.kit.engines import save_tiny
+
+    return str(save_tiny(tempfile.mkdtemp(prefix="capflow-bench-")))
+
+
+def measure(llm: Any, model: Any, batch: int, steps: int, rounds: int) -> dict[str, list[float]]:
+    """Return the CPU seconds of the steps of each mode."""
+    from capflow_engine.request.options import RequestOptions
+
+    modes: dict[str, Any] = {"idle": None}
+    for where in ("one", "all"):
+        for gate in (None, *GATES):
+            made = program(model.num_layers, model.hidden_size, where, gate)
+            modes[f"{where} {gate or 'static'}"] = RequestOptions(program=made)
+    times: dict[str, list[float]] = {mode: [] for mode in modes}
+    number = 0
+    for one in range(rounds + 1):  # the first warms up
+        for mode, options in (*modes.items(), *reversed(modes.items())):
+            number += 1
+            seconds = turn(llm, options, batch, steps, number)
+            if one:
+                times[mode] += seconds
+    return times
+
+
+def report(batch: int, times: dict[str, list[float]]) -> list[str]:
+    """Return the table's lines for a batch."""
+    middle = {mode: statistics.median(values) for mode, values in times.items()}
+    lines = []
+    for where in ("one", "all"):
+        static = middle[f"{where} static"]
+        ratios = [middle[f"{where} {gate}"] / static for gate in GATES]
+        goal = f"{GOAL:.2f}" if batch >= BATCH_MIN else ""
+        cells = " | ".join(f"{ratio:.4f}" for ratio in ratios)
+        lines.append(
+            f"| {batch} | {where} | {1e3 * static:.2f} ms | {static / middle['idle']:.3f} | {cells} | {goal} |"
+        )
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print its table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="demo", help="demo, tiny, or a directory")
+    parser.add_argument("--batches", default="1,8,64,256")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=24, help="steps of a turn at a batch of 8 or less")
+    parser.add_argument("--dtype", default="float32")
+    args = parser.parse_args(arguments)
+    import capflow
+
+    model = args.model
+    if model == "demo":
+        from capflow_engine.jobs.demo import prepare
+
+        model = str(prepare())
+    elif model == "tiny":
+        model = tiny()
+    batches = [int(batch) for batch in args.batches.split(",")]
+    llm = capflow.LLM(
+        model,
+        dtype=args.dtype,
+        max_model_len=64,
+        max_num_seqs=max(batches),
+        max_num_batched_tokens=max(1024, 4 * max(batches)),
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+    )
+    print("| batch | sites | static step | of idle | hard | sigmoid | latched | goal |")
+    print("|---|---|---|---|---|---|---|---|")
+    for batch in batches:
+        steps = max(4, min(args.steps, args.steps * 16 // batch))
+        print("\n".join(report(batch, measure(llm, llm.capflow_model, batch, steps, args.rounds))), flush=True)
+    llm.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
