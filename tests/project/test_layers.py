@@ -24,7 +24,7 @@ LAYERS = {
         "cli __main__",
     ),
     "capflow_consumers": (
-        "log gate record progress framelog",
+        "log gate async_gate record progress framelog",
         "dataset",
         "filesystem duckdb nats inspect export",
     ),
@@ -172,7 +172,7 @@ def test_consumers_import_capflow_and_themselves(name):
     ]
 
 
-CONSUMERS = ("duckdb", "filesystem", "gate", "log", "nats", "record")
+CONSUMERS = ("async_gate", "duckdb", "filesystem", "gate", "log", "nats", "record")
 
 
 @pytest.mark.parametrize("name", sorted(name for name in FILES if top(name) == "capflow_consumers"))

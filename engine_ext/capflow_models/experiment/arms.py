@@ -149,8 +149,14 @@ def sites_of(settings: Sequence[Setting], directions: Directions) -> list[str]:
     return [str(site) for site in sorted(sites)] or ["post_block:*"]
 
 
-TIERS = {"gated_sync": "sync", "gated_async": "async", "shadow": "sync"}
-"""The tiers of the `gate` plugin that arms use."""
+PLUGINS = {"gated_sync": "gate", "gated_async": "async_gate", "shadow": "gate"}
+"""The plugins that run beside the engine for arms, an instance for each setting."""
+
+
+def instance_of(setting: Setting) -> str | None:
+    """Return the name of a setting's own plugin; None if it has none."""
+    plugin = PLUGINS.get(setting.kind)
+    return None if plugin is None else f"{plugin}@{setting.name}"
 
 
 def gates_of(
@@ -162,26 +168,26 @@ def gates_of(
     """
     consumers = []
     for setting in settings:
-        if setting.kind not in TIERS:
+        instance = instance_of(setting)
+        if instance is None:
             continue
         layer = setting.layer if setting.layer is not None else next(iter(files))
         options = {
-            "tier": TIERS[setting.kind],
             "probe": directions.probe_file,
             "vector": files[layer],
             "threshold": repr(setting.threshold),
             "scale": repr(1.0 if setting.scale is None else setting.scale),
-            "positions": POSITIONS[experiment.gate.positions],
             "requests": f"{setting.name}.*",
         }
+        if setting.kind == "gated_async":
+            options["capture"] = "requests"
+        else:
+            options["positions"] = POSITIONS[experiment.gate.positions]
         if not experiment.gate.latch:
             options["release"] = repr(setting.threshold)
         if setting.kind == "shadow":
             options["shadow"] = "true"
-        if options["tier"] == "sync":
-            del options["tier"]
-        text = ",".join(f"{name}={value}" for name, value in options.items())
-        consumers.append(f"gate@{setting.name}:{text}")
+        consumers.append(f"{instance}:{','.join(f'{name}={value}' for name, value in options.items())}")
     return consumers
 
 
@@ -191,7 +197,7 @@ POSITIONS = {"all": "all", "last_prompt": "last_prompt", "prompt": "all_prompt",
 
 def check_engine(settings: Sequence[Setting], experiment: Experiment) -> None:
     """Raise UsageError for an arm that this version of the engine and of the gate cannot run."""
-    needed = {"gated_sync": ("requests",), "gated_async": ("requests", "tier"), "shadow": ("requests", "shadow")}
+    needed = {"gated_sync": ("requests",), "shadow": ("requests", "shadow")}
     options = {field.name for field in msgspec.structs.fields(load_plugins()["gate"].Config)}
     for setting in settings:
         lacking = [name for name in needed.get(setting.kind, ()) if name not in options]

@@ -37,11 +37,9 @@ def steered_positions(
 ) -> Values:
     """Return how strongly the vector acts at each generated position that is an input, `[generated]`, 0..1.
 
-    NaN for an async gate of which nothing is known but that it fired.
-
     positions, scores: of the scored positions.
     generated: the number of generated positions that are inputs.
-    actions: the engine's report.
+    actions: those that the engine applied, as it reports them.
     """
     steered = np.zeros(generated)
     if setting.kind in ("always_on", "random"):
@@ -58,9 +56,6 @@ def steered_positions(
         for action in actions:
             if action.get("kind") in ("steer", "unsteer") and action.get("position") is not None:
                 steered[max(0, int(action["position"]) - prompt_tokens) :] = action["kind"] == "steer"
-        assert setting.threshold is not None
-        if not actions and (scores >= setting.threshold).any():
-            steered[:] = np.nan
     return steered
 
 

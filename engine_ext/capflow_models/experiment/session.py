@@ -24,7 +24,7 @@ from capflow.capture.site import Site
 from capflow.errors import CapflowError, explain
 from capflow.probes.probe import Probe, as_float32
 from capflow_models.backends import resolved_model
-from capflow_models.experiment.arms import POSITIONS, Directions, Setting, fields_of, prompt_of
+from capflow_models.experiment.arms import POSITIONS, Directions, Setting, fields_of, instance_of, prompt_of
 from capflow_models.experiment.file import Experiment
 from capflow_models.experiment.fits import Fitter
 from capflow_models.experiment.prompts import LabelledPrompt
@@ -114,10 +114,6 @@ class Session:
         general, directions = self._experiment.general, self._directions
         assert directions is not None
         probe = directions.probe
-        captures: dict[str, Any] = {}
-        if probe is not None:
-            positions = POSITIONS[self._experiment.gate.positions]
-            captures = {"capture": {"hooks": {probe.site.hook: [probe.site.layer]}, "positions": positions}}
         params = [
             capflow.sampling_params(
                 id=self._id(setting, prompt, seed, "a"),
@@ -126,7 +122,7 @@ class Session:
                 top_p=general.top_p,
                 seed=seed,
                 ignore_eos=general.ignore_eos,
-                **captures,
+                **self._captures(setting, scored=True),
                 **fields_of(setting, self._experiment, directions),
             )
             for prompt in prompts
@@ -232,6 +228,7 @@ class Session:
                         "reference": self._id(baseline, prompt, seed, "f"),
                     }
                 },
+                **self._captures(setting, scored=False),
                 **fields_of(setting, self._experiment, self._directions),
             )
             for setting, prompt in part
@@ -254,6 +251,21 @@ class Session:
             ]
             for setting, prompt in turns
         }
+
+    def _captures(self, setting: Setting, *, scored: bool) -> dict[str, Any]:
+        """Return the field `capture` of a setting's requests: rows for the scores, and for a gate in the hub."""
+        probe = self._directions.probe if self._directions is not None else None
+        if probe is None:
+            return {}
+        spec = {
+            "hooks": {probe.site.hook: [probe.site.layer]},
+            "positions": POSITIONS[self._experiment.gate.positions],
+        }
+        specs = {"filesystem": spec} if scored else {}
+        instance = instance_of(setting)
+        if setting.kind == "gated_async" and instance is not None:
+            specs[instance] = spec
+        return {"capture": specs} if specs else {}
 
     def _generate(self, prompts: list[Any], params: list[Any]) -> list[Any]:
         outputs: list[Any] = self.llm.generate(prompts, params, use_tqdm=False)

@@ -145,6 +145,9 @@ def _gate(tables: ResultTables, settings: Sequence[Setting]) -> tuple[str, Any] 
         seen.add(point)
         left.plot(point[1], point[0], MARKERS[setting.kind], color=COLOURS[setting.kind], ms=max(4, size), mfc="none")
     bars = [s for s in settings if (s.name, "target", "gate_rate") in rows][:16]
+    if not bars:
+        right.remove()
+        return "How well the highest score of a request separates the labels; no arm has a gate.", figure
     places = np.arange(len(bars))
     for offset, label, colour in ((-0.2, "target", "#0b62a4"), (0.2, "benign", "#d1590f")):
         each = [rows[s.name, label, "gate_rate"] for s in bars]

@@ -1,0 +1,121 @@
+"""The async gate: it acts from the hub, once for each change of its decision."""
+
+import numpy as np
+import pytest
+
+from capflow.capture.site import Site
+from capflow.errors import UsageError
+from capflow.probes.probe import Probe, save_vector
+from capflow.steering.action import Steer, Unsteer
+from capflow_consumers.async_gate import AsyncGate, AsyncGateConfig
+from tests.kit.frames import make_frame
+
+SITE = Site(1, "post_block")
+WIDTH = 4
+
+
+class Context:
+    """Keeps the actions."""
+
+    def __init__(self):
+        self.actions = []
+
+    def act(self, action):
+        self.actions.append(action)
+
+    def count(self, name, amount=1):
+        pass
+
+
+@pytest.fixture
+def files(tmp_path):
+    Probe.make(SITE, np.ones(WIDTH) / WIDTH, threshold=2.0).save(tmp_path / "probe.safetensors")
+    save_vector(tmp_path / "vector.safetensors", Site(2, "post_block"), np.arange(WIDTH))
+    return {"probe": str(tmp_path / "probe.safetensors"), "vector": str(tmp_path / "vector.safetensors")}
+
+
+def opened(files, **options):
+    gate = AsyncGate(AsyncGateConfig(**files, **options))
+    gate.check()
+    context = Context()
+    gate.open(context)
+    return gate, context.actions
+
+
+def give(gate, request, start, *values):
+    """Give the gate rows that score these values."""
+    from capflow.capture.frame import Frame
+
+    frame = make_frame([(request, 2, start, len(values))], [SITE], hidden=WIDTH)
+    rows = np.repeat(np.asarray(values, np.float32)[:, None], WIDTH, axis=1)
+    gate.on_frame(Frame.seal(frame.header, rows.reshape(-1).view(np.uint8)))
+
+
+def kinds(actions):
+    return [(type(action), action.request) for action in actions]
+
+
+def test_it_steers_once_when_a_row_reaches_the_threshold(files):
+    gate, actions = opened(files)
+    give(gate, "a", 0, 0.0, 1.9)
+    assert actions == []
+    give(gate, "a", 2, 2.0)
+    give(gate, "a", 3, 5.0)
+    give(gate, "a", 4, 0.0)
+    assert kinds(actions) == [(Steer, "a")]
+    assert actions[0].vectors[0].array().tolist() == [0, 1, 2, 3]
+
+
+def test_with_a_release_it_unsteers_and_steers_again(files):
+    gate, actions = opened(files, release=1.0)
+    for start, value in enumerate([3.0, 1.5, 0.5, 0.4, 2.5]):
+        give(gate, "a", start, value)
+    assert kinds(actions) == [(Steer, "a"), (Unsteer, "a"), (Steer, "a")]
+
+
+def test_the_latest_row_of_a_frame_decides(files):
+    gate, actions = opened(files, release=1.0)
+    give(gate, "a", 0, 3.0, 0.0)
+    assert actions == []
+    give(gate, "a", 2, 0.0, 3.0)
+    assert kinds(actions) == [(Steer, "a")]
+
+
+def test_it_sees_only_requests_whose_id_matches(files):
+    gate, actions = opened(files, requests="mine.*")
+    give(gate, "other.1", 0, 9.0)
+    give(gate, "mine.1", 0, 9.0)
+    assert kinds(actions) == [(Steer, "mine.1")]
+
+
+def test_a_later_request_of_the_same_id_is_decided_anew(files):
+    gate, actions = opened(files)
+    give(gate, "a", 0, 9.0)
+    header = make_frame([("a", 2, 0, 1)], [SITE], hidden=WIDTH).header
+    gate.on_engine_gone(header.engine)
+    give(gate, "a", 0, 9.0)
+    assert kinds(actions) == [(Steer, "a")] * 2
+
+
+def test_it_captures_every_request_or_what_requests_ask_for(files):
+    gate, _ = opened(files, positions="last_prompt")
+    assert gate.spec().hooks == {"post_block": [1]}
+    assert opened(files, capture="requests")[0].spec() is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"threshold": float("nan")}, "threshold: got nan, expected a finite number"),
+        ({"release": 3.0}, "release: got 3.0, expected at most the threshold, 2.0"),
+    ],
+)
+def test_wrong_options_are_refused(files, options, words):
+    with pytest.raises(UsageError, match=words):
+        opened(files, **options)
+
+
+def test_a_vector_of_another_width_than_the_probe_is_refused(files, tmp_path):
+    save_vector(tmp_path / "wide.safetensors", SITE, np.ones(5))
+    with pytest.raises(UsageError, match="got 5 numbers, expected 4, the probe's width"):
+        opened(files | {"vector": str(tmp_path / "wide.safetensors")})
