@@ -3,7 +3,7 @@
 The child is this module run as a script: it reads a `Run` as JSON, and writes the answers of `capflow.LLM`.
 """
 
-import collections
+import contextlib
 import dataclasses
 import json
 import os
@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import capflow
-from tests.kit.engines import GREEDY, engine, prompts, vector
+from tests.kit.engines import GREEDY, engine, prompts, scheduled_ahead, vector
 from tests.kit.rows import ALL, check_rows
 from tests.kit.sources import ROOT
 from tests.kit.watching import watch
@@ -87,34 +87,17 @@ def check_answers(answers, root, reference, steering):
         check_rows(data[answer.id], [*answer.prompt, *answer.tokens], reference, steering.get(answer.id))
 
 
-def _keep_async_scheduling():
-    """Have vLLM's CPU platform leave async scheduling on, which it turns off because it brings nothing there."""
-    from vllm.platforms import current_platform
-
-    platform = type(current_platform)
-    original = platform.check_and_update_config.__func__
-
-    def check(cls, vllm_config):
-        original(cls, vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    platform.check_and_update_config = classmethod(check)
-
-
 def _child():
     job = Run(**json.load(sys.stdin))
-    if job.ahead:
-        _keep_async_scheduling()
+    scheduling = scheduled_ahead(job.ahead) if job.ahead else contextlib.nullcontext(lambda llm: None)
     arguments = {"consumers": [f"filesystem:root={job.root},capture=requests"], "seed": 0, **job.engine}
-    with engine(job.model, **arguments) as llm:
+    with scheduling as deepen, engine(job.model, **arguments) as llm:
         core = llm.llm_engine.engine_core.engine_core
         kinds = {
             "runner": type(core.model_executor.driver_worker.worker.model_runner).__mro__[2].__module__,
             "scheduler": type(core.scheduler).__name__,
         }
-        if job.ahead:  # as deep as with pipeline stages
-            core.batch_queue_size = job.ahead + 1
-            core.batch_queue = collections.deque(maxlen=job.ahead + 1)
+        deepen(llm)
         counts = watch(llm)
         params = [
             capflow.sampling_params(

@@ -1,6 +1,7 @@
 """Tiny random models that real vLLM runs in this process, and what Transformers computes for the same tokens."""
 
 import atexit
+import collections
 import contextlib
 import gc
 import os
@@ -135,6 +136,46 @@ def engine(model, *, capflow_on=True, in_process=True, **arguments):
             del llm
             gc.collect()
             cleanup_dist_env_and_memory()
+
+
+@contextlib.contextmanager
+def scheduled_ahead(steps):
+    """Let engines that start in the block schedule `steps` steps before the output of one is processed.
+
+    vLLM's CPU platform turns async scheduling off, because it brings nothing there; in the block it leaves it on.
+
+    Yields a function that makes a started engine of this process run so deep; pipeline stages are deeper than one step.
+    """
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    original = platform.check_and_update_config
+
+    def check(cls, vllm_config):
+        original.__func__(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    def deepen(llm):
+        core = llm.llm_engine.engine_core.engine_core
+        core.batch_queue_size = steps + 1
+        core.batch_queue = collections.deque(maxlen=steps + 1)
+
+    platform.check_and_update_config = classmethod(check)
+    try:
+        yield deepen
+    finally:
+        platform.check_and_update_config = original
+
+
+def save_drafter(model, directory, noise):
+    """Save a model with noise in its weights; as a drafter for the model it is right now and then."""
+    drafter = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for weight in drafter.parameters():
+            weight.add_(noise * torch.randn_like(weight))
+    drafter.save_pretrained(directory)
+    return {"method": "draft_model", "model": str(directory), "num_speculative_tokens": 2}
 
 
 def vector(seed, norm=6.0):

@@ -6,6 +6,7 @@ expected result is computed once more without the engine: positions by `selector
 one request at a time.
 """
 
+import contextlib
 import itertools
 
 import duckdb
@@ -17,13 +18,17 @@ from capflow.capture.site import HOOKS, Site
 from capflow.probes.probe import Probe
 from capflow.transport.client import Client
 from capflow_engine.compat import engine as compat
-from tests.kit.engines import LAYERS, VOCABULARY, WIDTH, engine
+from tests.kit.engines import LAYERS, VOCABULARY, WIDTH, engine, scheduled_ahead
 from tests.kit.selectors_model import meant, specs
 from tests.kit.steered import SteeredReference
+from tests.kit.watching import watch
 
 BOUND = {"float32": 1e-5, "float16": 2e-3}
 LENGTH_MAX = 160
 ARRIVAL_MAX = 40
+PATCHED_GENERATED = 13
+"""In a scenario's patches, this number stands for the first generated position; smaller ones are in the prompt."""
+
 PROBED = Site(2, "post_block")
 """The site where the second consumer scores every request's last prompt token and its other captured tokens."""
 
@@ -38,7 +43,11 @@ _TIERS = ("", "prefill_", "decode_")
 _operations = st.one_of(
     st.tuples(st.just("vectors"), st.sampled_from(_TIERS), st.sampled_from((1.0, -0.5))),
     st.tuples(st.just("clamps"), st.sampled_from(_TIERS), st.sampled_from(({"value": 0}, {"min": -0.2, "max": 0.5}))),
-    st.tuples(st.just("patches"), st.just(""), st.lists(st.integers(-1, 12), min_size=1, max_size=3, unique=True)),
+    st.tuples(
+        st.just("patches"),
+        st.just(""),
+        st.lists(st.integers(-1, PATCHED_GENERATED + 12), min_size=1, max_size=3, unique=True),
+    ),
 )
 _steering = st.one_of(
     st.just([]),
@@ -79,17 +88,27 @@ def vector(seed, site):
 
 
 def fields_of(request):
-    """Return the fields of a scenario's steering; patch positions after the prompt's end wrap to its start."""
+    """Return the fields of a scenario's steering."""
     fields = {}
-    length = len(request["prompt"])
     for site, seed, (kind, tier, given) in request["steering"]:
-        how = (
-            list({p % length: p if p < length else p % length for p in given}.values()) if kind == "patches" else given
-        )
+        how = _patched(request, given) if kind == "patches" else given
         added = {"vectors": {"scale": how}, "clamps": how, "patches": {"positions": how}}[kind]
         value = {"vector": vector(seed, site), **added}
         fields.setdefault(f"{tier}steering_{kind}", {}).setdefault(site.hook, {})[site.layer] = value
     return fields
+
+
+def _patched(request, given):
+    """Return patched positions; those after the prompt's end or after the last computed position wrap."""
+    length, generated = len(request["prompt"]), request["max_tokens"] - 1
+    positions = {}
+    for number in given:
+        if number >= PATCHED_GENERATED and generated:
+            position = length + (number - PATCHED_GENERATED) % generated
+        else:
+            position = number if number < length else number % length
+        positions[position if position >= length else position % length] = position
+    return list(positions.values())
 
 
 # --- the engine ---
@@ -98,12 +117,17 @@ def fields_of(request):
 class Live:
     """An engine with two consumers: files of what requests ask for, and scores of everyone's last prompt token.
 
+    ahead: how many steps are scheduled before the output of one is processed; above 0, async scheduling is on.
+    arguments: more arguments of the engine.
+    work: the work of its scheduler, as `watch` counts it.
     proved, rows: the number of correct requests and rows.
     seen: the events that happened to them.
     scores: the expected scores of the second consumer.
     """
 
-    def __init__(self, model, directory):
+    def __init__(self, model, directory, *, ahead=0, **arguments):
+        self.ahead, self.arguments = ahead, arguments
+        self.work = None
         self.reference = SteeredReference(model)
         self.root, self.database = directory / "rows", directory / "scores.duckdb"
         self.probe = Probe.make(PROBED, vector(9, PROBED))
@@ -119,18 +143,18 @@ class Live:
         self.seen = {"preempted": 0, "cached": 0, "aborted": 0, "chunked": 0, "vectors": 0, "clamps": 0, "patches": 0}
         self.scores = {}
 
+    @contextlib.contextmanager
     def start(self):
-        """Return the engine as a context."""
-        return engine(
-            self.model,
-            consumers=self.options,
-            sites=["*:*"],
-            block_size=32,
-            num_gpu_blocks_override=14,
-            max_model_len=192,
-            max_num_batched_tokens=48,
-            max_num_seqs=6,
-        )
+        """Run the engine for as long as a block runs."""
+        arguments = {"block_size": 32, "num_gpu_blocks_override": 14, "max_model_len": 192, **self.arguments}
+        arguments |= {"sites": ["*:*"], "max_num_batched_tokens": 48, "max_num_seqs": 6}
+        with contextlib.ExitStack() as stack:
+            deepen = stack.enter_context(scheduled_ahead(self.ahead)) if self.ahead else None
+            llm = stack.enter_context(engine(self.model, consumers=self.options, **arguments))
+            if deepen is not None:
+                deepen(llm)
+            self.work = watch(llm)
+            yield llm
 
     def run(self, llm, scenario):
         """Run a scenario; return the token ids of each answer, by request id."""

@@ -6,11 +6,10 @@ The engines with drafts run in a process of their own: once numba is loaded, vLL
 import dataclasses
 
 import pytest
-import torch
-import transformers
 
 import capflow
 from tests.kit.children import Run, check_answers, requests, run
+from tests.kit.engines import save_drafter
 
 pytestmark = pytest.mark.engine
 
@@ -65,16 +64,10 @@ def test_drafts_and_preemption_together_neither_lose_nor_repeat_a_row(tiny, refe
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("ahead", [0, 1], ids=["sync", "async"])
 @pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
-def test_rule_3_holds_with_a_model_that_drafts(tiny, reference, tmp_path, v2):
-    """Drafts of the same model with noise in its weights, so that it is right now and then."""
-    drafter = transformers.AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for weight in drafter.parameters():
-            weight.add_(0.02 * torch.randn_like(weight))
-    drafter.save_pretrained(tmp_path / "drafter")
-    model = {"method": "draft_model", "model": str(tmp_path / "drafter"), "num_speculative_tokens": 2}
+def test_rule_3_holds_with_a_model_that_drafts(tiny, reference, tmp_path, v2, ahead):
+    model = save_drafter(tiny, tmp_path / "drafter", noise=0.02)
     drafting = Run(
         tiny,
         str(tmp_path / "rows"),
@@ -82,24 +75,11 @@ def test_rule_3_holds_with_a_model_that_drafts(tiny, reference, tmp_path, v2):
         steering=STEERED,
         engine={"speculative_config": model},
         v2=v2,
+        ahead=ahead,
     )
     answers, report = run(drafting)
     assert report["runner"] == ("vllm.v1.worker.cpu.model_runner" if v2 else "vllm.v1.worker.cpu_model_runner")
+    assert report["counts"]["ahead"] == ahead
     assert report["counts"]["accepted"] > 0
     assert report["counts"]["rejected"] > 0
     check_answers(answers, drafting.root, reference, STEERED)
-
-
-@pytest.mark.long
-def test_drafts_with_async_scheduling_are_refused_before_anything_runs(tiny, tmp_path):
-    """There, the positions of a step's tokens are on the device alone when the step is planned."""
-    ahead = Run(
-        tiny,
-        str(tmp_path / "rows"),
-        requests((5,), (4,)),
-        engine={"speculative_config": NGRAM},
-        v2=True,
-        ahead=1,
-    )
-    with pytest.raises(AssertionError, match="--no-async-scheduling"):
-        run(ahead)

@@ -205,17 +205,20 @@ def check_config(vllm_config: Any) -> None:
     ):
         if on:
             raise UsageError(explain(f"{name} is not supported with capflow", do="leave it out"))
-    if speculative is not None and vllm_config.scheduler_config.async_scheduling:
-        raise UsageError(
-            explain(
-                "speculative decoding together with async scheduling is not supported with capflow",
-                got=f"method {speculative.method}",
-                do="add --no-async-scheduling",
-            )
-        )
     if vllm_config.model_config.runner_type != "generate":
         got = vllm_config.model_config.runner_type
         raise UsageError(explain("model runner type", got=got, expected="a model that generates text"))
+
+
+def drafts_ahead(vllm_config: Any) -> tuple[int, int] | None:
+    """Return the largest number of drafts of a request in a step, and the number of pipeline stages.
+
+    Returns None unless steps are scheduled before the drafts of earlier ones are accepted or rejected.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None or not vllm_config.scheduler_config.async_scheduling:
+        return None
+    return int(speculative.num_speculative_tokens), int(vllm_config.parallel_config.pipeline_parallel_size)
 
 
 def model_info(vllm_config: Any) -> ModelInfo:

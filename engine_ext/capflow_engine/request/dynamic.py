@@ -60,6 +60,15 @@ class Reports:
             sites = tuple(f"{v.site.hook}:{v.site.layer}" for v in action.vectors) if isinstance(action, Steer) else ()
             changes.append(Change(name, str(action.__struct_config__.tag), sites, position))
 
+    def shift(self, key: str, first: int, count: int) -> None:
+        """Lower the positions of a request's actions that hold from position `first` or from a later one."""
+        together, name = self._members[key]
+        if together in self._reports:
+            changes = self._reports[together].changes
+            for number, change in enumerate(changes):
+                if change.request == name and change.position >= first:
+                    changes[number] = msgspec.structs.replace(change, position=change.position - count)
+
     def end(self, key: str) -> None:
         """Note that a request ended."""
         member = self._members.pop(key, None)

@@ -43,7 +43,8 @@ from capflow_engine.request.dynamic import Reports
 from capflow_engine.request.options import KEY, RequestOptions
 from capflow_engine.request.reach import check_patches, first_latching, length_max
 from capflow_engine.scheduler.decisions import Decisions
-from capflow_engine.scheduler.orders import Admitted, Ended, Orders, Unscheduled, Wants
+from capflow_engine.scheduler.drafting import Drafting
+from capflow_engine.scheduler.orders import Admitted, Ended, Orders, Rejection, Unscheduled, Wants
 from capflow_engine.scheduler.stops import Stops
 from capflow_engine.settings import Settings
 from capflow_engine.steering.budget import HOLDS_MORE, Holdings, Need, Size, needs_of
@@ -56,11 +57,12 @@ class UnderWay(NamedTuple):
     """A step that was scheduled and whose output the scheduler does not have yet.
 
     requests: the number of tokens that the step computes of each request, by vLLM's id.
-    drafts: for each request with draft tokens, the position after the last draft token, and the number of drafts.
+    drafts: for each request with draft tokens, the position after the last draft token, and the number of drafts. The
+        position is right if the drafts of the earlier steps under way are all accepted.
     """
 
     requests: Mapping[str, int]
-    drafts: Mapping[str, tuple[int, int]]
+    drafts: dict[str, tuple[int, int]]
 
 
 class Admission:
@@ -117,6 +119,9 @@ class Admission:
         self._under_way: dict[int, UnderWay] = {}
         # For the next step's orders: the first position whose rows are dropped.
         self._cuts: dict[str, int] = {}
+        # For the next step's orders.
+        self._rejected: list[Rejection] = []
+        self.drafting = Drafting(*ahead) if (ahead := compat.drafts_ahead(vllm_config)) else None
         self.stops = Stops(lambda: compat.load_tokenizer(vllm_config))
         self._welcomes: tuple[Welcome | None, ...] = (None,) * len(self.settings.hubs)
         # What each hub wants of requests that are admitted now. The number counts the changes.
@@ -155,7 +160,10 @@ class Admission:
         together = key if len(names) < 2 else compat_step.parent_of(key)
         controllers = [spec for spec in wants.controllers if spec.sees(name)]
         self.reports.admit(key, together, name, [spec.label for spec in controllers])
-        if positions := _positions(options, controllers, wants.wanted):
+        sets = _position_sets(options, controllers, wants.wanted)
+        if self.drafting is not None and not controllers:
+            self.drafting.admit(request, sets, options.program)
+        if positions := functools.reduce(operator.or_, sets, Positions.NONE):
             compat_cache.compute(request, positions)
         if positions or options.program is not None or controllers:
             self.stops.watch(request)
@@ -275,6 +283,7 @@ class Admission:
         for key, limit in self.stops.limits.items():
             self.cut(key, limit)
         orders.cuts, self._cuts = self._cuts, {}
+        orders.rejected, self._rejected = self._rejected, []
         step = UnderWay(*compat_step.scheduled_tokens(scheduler_output, requests))
         if step.requests:
             self._under_way[self._step] = step
@@ -296,12 +305,31 @@ class Admission:
     def settle(self, scheduler_output: Any, model_runner_output: Any) -> None:
         """Note that the scheduler has the output of a step. Rows of draft tokens that it rejects are dropped."""
         orders = Orders.of(scheduler_output)
-        step = self._under_way.pop(orders.step, None) if orders is not None else None
-        if step is not None:
+        if orders is not None and (step := self._under_way.pop(orders.step, None)) is not None:
             for key, (end, drafts) in step.drafts.items():
                 accepted = max(compat_step.sampled_tokens(model_runner_output, key) - 1, 0)
-                if accepted < drafts:
-                    self.cut(key, end - drafts + accepted)
+                if accepted < drafts and key in self._names:
+                    self._reject(key, orders.step, end - drafts + accepted, drafts - accepted)
+
+    def _reject(self, key: str, step: int, limit: int, count: int) -> None:
+        """Note that `count` drafts of a request were rejected in a step, the first of them at position `limit`."""
+        later = [each for each in self._under_way.values() if key in each.requests]
+        if not later:
+            self.cut(key, limit)
+            return
+        self._rejected.append(Rejection(key, step, limit, count))
+        self.reports.shift(key, limit + count, count)
+        for each in later:
+            if key in each.drafts:
+                end, drafts = each.drafts[key]
+                each.drafts[key] = end - count, drafts
+
+    def drop_under_way(self, request: Any) -> None:
+        """Note that the output of a preempted request's steps under way is dropped."""
+        key = request.request_id
+        self.cut(key, request.num_tokens)
+        for step in self._under_way.values():
+            step.drafts.pop(key, None)
 
     def cut(self, key: str, limit: int) -> None:
         """Have every worker drop a request's rows from position `limit` on, in the steps that are under way."""
@@ -311,6 +339,8 @@ class Admission:
         """Note that a request ended."""
         key = request.request_id
         self._waiting.pop(key, None)
+        if self.drafting is not None:
+            self.drafting.end(key)
         self._options.pop(key, None)
         self._held.release(key)
         for held in self._acted.pop(key, {}).values():
@@ -393,7 +423,9 @@ class Admission:
                 return explain(
                     "steering bank", got=f"no room for more {lacking} beside those of the running requests", do=do
                 )
-            self._fork_for_itself(request, max(request.num_computed_tokens, request.num_prompt_tokens))
+            # Drafts under way may be rejected. Blocks that are in the cache already end before the last token.
+            computed = min(request.num_computed_tokens, request.num_tokens - 1)
+            self._fork_for_itself(request, max(computed, request.num_prompt_tokens))
         assert isinstance(action, Steer | Unsteer)
         # A preempted request has computed nothing. The action holds from the position that the request had reached.
         computed = max(request.num_computed_tokens, request.num_tokens - 1)
@@ -440,10 +472,9 @@ def _drop_options(request: Any) -> None:
         params.extra_args = {name: value for name, value in params.extra_args.items() if name != KEY} or None
 
 
-def _positions(options: RequestOptions, controllers: Sequence[ControllerSpec], wants: Wanted) -> Positions:
-    """Return the positions of a request that are wanted at any site, also by the controllers that see it."""
+def _position_sets(options: RequestOptions, controllers: Sequence[ControllerSpec], wants: Wanted) -> list[Positions]:
+    """Return the sets of positions of a request that are wanted, each at some site, also by the controllers."""
     asked = options.capture.specs if options.capture is not None else ()
     seen = (capture for controller in controllers for capture in controller.captures)
     every = (spec.set_of_positions() for spec in (*asked, *seen) if spec is not None)
-    wanted = {want.positions for want in wants.values()}
-    return functools.reduce(operator.or_, (*every, *wanted), Positions.NONE)
+    return list(dict.fromkeys((*every, *(want.positions for want in wants.values()))))

@@ -46,6 +46,14 @@ class Captured:
         self.capflow.order(output, self.requests)  # type: ignore[attr-defined]
         return output
 
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
+        if self.capflow.drafting is not None:
+            for key in scheduler_output.num_scheduled_tokens:
+                request = self.requests[key]  # type: ignore[attr-defined]
+                if request.spec_token_ids and not self.capflow.drafting.allowed(request):
+                    request.spec_token_ids = []
+
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         """Take a step's output; requests that actions aborted are reported with it."""
         update = super().update_from_output  # type: ignore[misc]
@@ -69,7 +77,7 @@ class Captured:
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
         if compat_step.drops_steps_under_way(request):
-            self.capflow.cut(request.request_id, request.num_tokens)
+            self.capflow.drop_under_way(request)
 
     def _handle_stopped_request(self, request: Any) -> bool:
         over: bool = super()._handle_stopped_request(request)  # type: ignore[misc]

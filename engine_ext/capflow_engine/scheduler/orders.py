@@ -104,6 +104,23 @@ class Unscheduled(NamedTuple):
     status: str
 
 
+class Rejection(NamedTuple):
+    """Draft tokens of a step that were rejected after later steps of their request were planned.
+
+    Those steps were planned as if all drafts were accepted.
+
+    key: vLLM's id of the request.
+    step: the number of the step.
+    limit: the position after the last row of the step that belongs to the request.
+    drafts: the number of rejected drafts. All positions of the request's later steps are lower by it.
+    """
+
+    key: str
+    step: int
+    limit: int
+    drafts: int
+
+
 @dataclass
 class Orders:
     """One step's orders. All keys are vLLM's ids of requests, unless said otherwise.
@@ -111,6 +128,8 @@ class Orders:
     settled: steps up to this number are settled: their accepted drafts and the ends of their requests are known.
     cuts: the position after the last row that belongs to each request, in the earlier steps that are not settled. Rows
         from there on were computed for tokens that were never taken.
+    rejected: drafts that were rejected while later steps of their requests were under way, in the order of the steps.
+        They apply before `cuts` and `ended`.
     admitted: requests that are first scheduled now.
     wants: new wants of all hubs, by number.
     ended: requests that ended since the last step.
@@ -122,6 +141,7 @@ class Orders:
     step: int
     settled: int = 0
     cuts: dict[str, int] = field(default_factory=dict)
+    rejected: list[Rejection] = field(default_factory=list)
     admitted: dict[str, Admitted] = field(default_factory=dict)
     wants: dict[int, tuple[Wants, ...]] = field(default_factory=dict)
     ended: dict[str, Ended] = field(default_factory=dict)

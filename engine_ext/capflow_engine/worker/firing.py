@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from capflow.steering.program import ProgramGate
+from capflow_engine.scheduler.orders import Rejection
 from capflow_engine.taps.acting import Mask, Opened
 from capflow_engine.taps.plan import Plan, Tracked
 
@@ -44,6 +45,7 @@ class GatedStep:
         none.
     layer_last: the last layer of this pipeline stage. The scores of later layers are unknown here.
     limits: by vLLM's id, the end of the positions that belong to the request; without an entry, all do.
+    shifts: by vLLM's id, by how much the request's positions are lower than planned.
     """
 
     number: int
@@ -53,6 +55,7 @@ class GatedStep:
     carried: npt.NDArray[Any] | None
     layer_last: int
     limits: dict[str, int] = field(default_factory=dict)
+    shifts: dict[str, int] = field(default_factory=dict)
 
     @functools.cached_property
     def fires(self) -> tuple[Crossing, ...]:
@@ -83,6 +86,7 @@ class GatedStep:
             self.ready()
             number = next(n for n in self.plan.gated if self.plan.batch[n].request.key == request.key)
             _, row, start, length = self.plan.batch[number]
+            start -= self.shifts.get(request.key, 0)
             mask = np.zeros(end - first, np.bool_)
             for bit, gate in enumerate(request.gates):
                 if not gates >> bit & 1:
@@ -115,6 +119,15 @@ class Firing:
         for step in self._steps:
             step.limits[key] = min(limit, step.limits.get(key, limit))
 
+    def reject(self, rejection: Rejection) -> None:
+        """Drop the positions of rejected drafts from their step, and lower those of the request's later steps."""
+        key = rejection.key
+        for step in self._steps:
+            if step.number <= rejection.step:
+                step.limits[key] = min(rejection.limit, step.limits.get(key, rejection.limit))
+            else:
+                step.shifts[key] = step.shifts.get(key, 0) + rejection.drafts
+
     def settle(self, settled: int) -> Iterator[tuple[int, Crossing]]:
         """Yield the crossings of the steps up to number `settled`, in order, each with the number of its step.
 
@@ -137,6 +150,7 @@ class Firing:
         scored, opened = (weights @ (step.margins > -np.inf)).tolist(), (weights @ (step.margins >= 0)).tolist()
         for number in step.plan.gated:
             request, row, start, length = step.plan.batch[number]
+            start -= step.shifts.get(request.key, 0)
             before, first = self._open.get(request.key, (0, 0))
             end = min(start + length, step.limits.get(request.key, start + length))
             begin = max(start, first)

@@ -135,6 +135,14 @@ class Histories:
                 self._order(tracked, held.first, after)
                 before = after
 
+    def shift(self, tracked: Tracked, first: int, count: int) -> None:
+        """Lower the positions of the actions that apply from position `first` or from a later one by `count`."""
+        changes, held = self._changes.get(tracked.key, []), tracked.steered or []
+        for number, change in enumerate(changes):
+            if change.held.first >= first:
+                held[number] = change.held._replace(first=change.held.first - count)
+                changes[number] = change._replace(held=held[number])
+
     def forget(self, tracked: Tracked) -> None:
         """Give back everything that a finished request holds."""
         self._drop(tracked, 0)

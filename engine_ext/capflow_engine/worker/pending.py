@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from capflow_engine.scheduler.orders import Ended
+from capflow_engine.scheduler.orders import Ended, Rejection
 from capflow_engine.taps.plan import Plan, Tracked
 from capflow_engine.worker.sender import Computed
 
@@ -45,6 +45,14 @@ class Pending:
         """Drop a request's rows at position `limit` and later from every step."""
         for step in self._steps:
             step.cut(key, limit)
+
+    def reject(self, rejection: Rejection) -> None:
+        """Drop the rows of rejected drafts from their step, and lower the positions of the request's later steps."""
+        for step in self._steps:
+            if step.number <= rejection.step:
+                step.cut(rejection.key, rejection.limit)
+            elif step.holds(rejection.key):
+                step.shift(rejection.key, rejection.drafts)
 
     def end(self, request: Tracked, ended: Ended) -> None:
         """Add the end of a request; it leaves with the request's last step, or with a later one."""

@@ -17,9 +17,10 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -49,6 +50,13 @@ class Noted(NamedTuple):
     event: Acted
     decided: int
 
+    def lowered(self, count: int) -> Noted:
+        """Return the event with its positions lower by `count`."""
+        if self.event.position is None:
+            return self
+        event = msgspec.structs.replace(self.event, position=self.event.position - count)
+        return Noted(self.request, event, self.decided - count)
+
 
 @dataclass
 class Computed:
@@ -60,6 +68,7 @@ class Computed:
     lost: why `rows` is None although rows were planned.
     ended: the finished requests whose end leaves with this step.
     limits: by vLLM's id, the end of the positions that belong to the request; without an entry, all do.
+    shifts: by vLLM's id, by how much the request's positions are lower than planned, until `place` corrects them.
     lent: the bytes that the worker's ring lent for the rows.
     events: the events of the step, in order.
     events_lost: by request, how many events of the step had no room.
@@ -75,6 +84,7 @@ class Computed:
     lost: str | None = None
     ended: list[tuple[Tracked, Ended]] = field(default_factory=list)
     limits: dict[str, int] = field(default_factory=dict)
+    shifts: dict[str, int] = field(default_factory=dict)
     lent: int = 0
     events: list[Noted] = field(default_factory=list)
     events_lost: Counter[Tracked] = field(default_factory=Counter)
@@ -90,6 +100,32 @@ class Computed:
     def cut(self, key: str, limit: int) -> None:
         """Drop the rows of a request at position `limit` and later, and the events that these decided."""
         self.limits[key] = min(limit, self.limits.get(key, limit))
+
+    def shift(self, key: str, count: int) -> None:
+        """Lower all positions of a request by `count`; limits, cuts and later events have corrected positions."""
+        self.shifts[key] = self.shifts.get(key, 0) + count
+        self.events = [noted.lowered(count) if noted.request.key == key else noted for noted in self.events]
+
+    def place(self) -> None:
+        """Correct the positions of the plan that `shift` lowered."""
+        if not self.shifts:
+            return
+        by, self.shifts = self.shifts, {}
+        lower = [by.get(part.request.key, 0) for part in self.plan.batch]
+        batch = tuple(
+            part._replace(start=part.start - count) for part, count in zip(self.plan.batch, lower, strict=True)
+        )
+        blocks = tuple(
+            block._replace(spans=tuple(s._replace(start=s.start - lower[s.request]) for s in block.spans))
+            for block in self.plan.blocks
+        )
+        histories = {
+            number: tuple(
+                h._replace(first=h.first - lower[number]) if h.first > batch[number].start else h for h in held
+            )
+            for number, held in self.plan.histories.items()
+        }
+        self.plan = replace(self.plan, batch=batch, blocks=blocks, histories=histories)
 
     def holds(self, key: str) -> bool:
         """Return whether a request has a part in the step."""
@@ -184,6 +220,7 @@ class Sender:
 
     def _send(self, step: Computed) -> None:
         step.ready()
+        step.place()
         for hub in range(len(self.ways)):
             self._send_to(hub, step)
 

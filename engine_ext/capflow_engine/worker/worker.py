@@ -35,7 +35,17 @@ from capflow.steering.action import Abort, Steer, Unsteer
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import model as compat_model
 from capflow_engine.compat import step as compat_step
-from capflow_engine.scheduler.orders import Admitted, Decided, Ended, Orders, Unscheduled, Wants, decode, encode
+from capflow_engine.scheduler.orders import (
+    Admitted,
+    Decided,
+    Ended,
+    Orders,
+    Rejection,
+    Unscheduled,
+    Wants,
+    decode,
+    encode,
+)
 from capflow_engine.settings import Settings
 from capflow_engine.steering.budget import Size
 from capflow_engine.taps import step as step_module
@@ -215,15 +225,13 @@ class WorkerCapture:
         self._end_events()
         orders = orders or Orders(self._step)
         cuts = orders.cuts | {key: ended.limit for key, ended in orders.ended.items()}
+        for rejection in orders.rejected:
+            self._reject(rejection)
         self._note_gates(orders.settled, cuts)
         self._unanswered = None
         self._drafts = compat_step.drafts(scheduler_output)
         actions = self._run_controllers(cuts)
-        for key, limit in orders.cuts.items():
-            self._pending.cut(key, limit)
-            if key in self.requests:
-                self.requests[key].computed = min(self.requests[key].computed, limit)
-                self.histories.cut(self.requests[key], limit)
+        self._cut(orders.cuts)
         for key, ended in orders.ended.items():
             self._forget(key, ended, orders.step)
         for number, wants in orders.wants.items():
@@ -246,6 +254,23 @@ class WorkerCapture:
                 # Streaming input makes the prompt longer. Pending steps keep the prompt that they were planned with.
                 self.requests[key] = replace(self.requests[key], prompt_length=prompt_length)
                 self.histories.lengthen(self.requests[key])
+
+    def _reject(self, rejection: Rejection) -> None:
+        """Correct the positions of a request's steps, which were planned as if all drafts were accepted."""
+        key, _, limit, drafts = rejection
+        self._pending.reject(rejection)
+        self.firing.reject(rejection)
+        if key in self.requests:
+            self.requests[key].computed -= drafts
+            self.histories.shift(self.requests[key], limit + drafts, drafts)
+
+    def _cut(self, cuts: Mapping[str, int]) -> None:
+        """Drop rows that belong to no request; `cuts` are the positions after the last row of each request."""
+        for key, limit in cuts.items():
+            self._pending.cut(key, limit)
+            if key in self.requests:
+                self.requests[key].computed = min(self.requests[key].computed, limit)
+                self.histories.cut(self.requests[key], limit)
 
     def _admit(self, key: str, prompt_length: int, request: Admitted) -> None:
         hub = self.settings.hub_of(request.name)

@@ -1,0 +1,90 @@
+"""Drafts with async scheduling: steps are planned before the drafts of the earlier ones are accepted or rejected.
+
+Random requests are held against the oracle, two and four steps deep. They are captured and patched at single positions,
+aborted and preempted while drafts are under way.
+"""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from capflow.capture.site import Site
+from capflow.capture.spec import CaptureSpec
+from capflow_engine.scheduler.drafting import Drafting
+from capflow_engine.worker.pending import Pending
+from tests.kit.engines import save_drafter
+from tests.kit.oracle import Live, scenarios
+
+pytestmark = pytest.mark.engine
+
+LONG = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def drafter(tiny, tmp_path_factory):
+    return save_drafter(tiny, tmp_path_factory.mktemp("drafter") / "model", noise=0.006)
+
+
+def _many(live, llm, count, number=11):
+    @seed(number)
+    @settings(
+        max_examples=count // 6,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(scenarios)
+    def prove(scenario):
+        live.prove(llm, scenario)
+
+    prove()
+
+
+def _crowd():
+    """Return requests with more tokens than the cache holds, captured and patched at single generated positions."""
+    captures = (
+        {"hooks": {"post_block": "all"}, "positions": "all"},
+        {"hooks": {"post_block": "all"}, "positions": {"every": 5}},
+        {"hooks": {"mlp_out": [1]}, "positions": [3, "last_prompt", {"generated": [7, 30]}], "max_rows": 20},
+    )
+    common = {"max_tokens": 60, "arrival": 0}
+    return [
+        {
+            "prompt": np.random.default_rng(n).integers(5, 290, 40 + n).tolist(),
+            "capture": CaptureSpec.parse(captures[n % 3]),
+            "steering": [(Site(1, "post_block"), n, ("patches", "", [13 + 9, 13 + 31]))] if n == 4 else [],
+            "abort": 30 if n == 5 else None,
+            **common,
+        }
+        for n in range(6)
+    ]
+
+
+@pytest.mark.parametrize("ahead", [1, pytest.param(3, marks=LONG)])
+def test_every_row_is_right_though_its_position_was_uncertain_when_it_was_planned(tiny, drafter, tmp_path, ahead):
+    live = Live(tiny, tmp_path, ahead=ahead, speculative_config=drafter, num_gpu_blocks_override=12)
+    with live.start() as llm:
+        live.prove(llm, _crowd())
+        _many(live, llm, 30 if ahead == 1 else 120)
+    live.prove_scores()
+    assert live.work["ahead"] == ahead
+    assert min(live.work[kind] for kind in ("accepted", "rejected", "preempted", "overshot")) > 0, live.work
+    assert min(live.seen.values()) > 0, live.seen
+
+
+def _no_shift(monkeypatch):
+    monkeypatch.setattr(Pending, "reject", lambda self, rejection: None)
+
+
+def _always_drafts(monkeypatch):
+    monkeypatch.setattr(Drafting, "allowed", lambda self, request: True)
+
+
+@pytest.mark.parametrize("wrong", [_no_shift, pytest.param(_always_drafts, marks=LONG)])
+def test_the_oracle_notices_positions_that_stay_as_they_were_planned(tiny, drafter, tmp_path, wrong, monkeypatch):
+    wrong(monkeypatch)
+    live = Live(tiny, tmp_path, ahead=1, speculative_config=drafter)
+    live.wait_s = 5.0
+    with live.start() as llm, pytest.raises(AssertionError):
+        live.prove(llm, _crowd())
