@@ -4,7 +4,6 @@
 runs it for what a process can choose only once.
 """
 
-import collections
 import contextlib
 import dataclasses
 import itertools
@@ -40,8 +39,7 @@ from capflow_engine.compat import cache
 from capflow_engine.request.options import KEY, RequestOptions
 from capflow_engine.taps.step import Step
 from capflow_engine.worker.latches import Latches
-from tests.kit.children import _keep_async_scheduling
-from tests.kit.engines import GREEDY, VOCABULARY, WIDTH, engine, prompts, relative_error
+from tests.kit.engines import GREEDY, VOCABULARY, WIDTH, engine, prompts, relative_error, scheduled_ahead
 from tests.kit.sources import ROOT
 from tests.kit.steered import RAW, SteeredReference, entries, logits, vector
 from tests.kit.watching import watch
@@ -459,14 +457,11 @@ def main(path):
     """Prove the cases in a file."""
     read = json.loads(Path(path).read_text(), object_hook=_with_layers)
     job = GatedRun(**{**read, "cases": [Case(**case) for case in read["cases"]]})
-    if job.ahead:
-        _keep_async_scheduling()
+    scheduling = scheduled_ahead(job.ahead) if job.ahead else contextlib.nullcontext(lambda llm: None)
     arguments = {"consumers": [f"filesystem:root={job.root},capture=requests"], "sites": ["*:*"], **RAW, **job.engine}
-    with engine(job.model, **arguments) as llm:
+    with scheduling as deepen, engine(job.model, **arguments) as llm:
         core = llm.llm_engine.engine_core.engine_core
-        if job.ahead:
-            core.batch_queue_size = job.ahead + 1
-            core.batch_queue = collections.deque(maxlen=job.ahead + 1)
+        deepen(llm)
         counts = watch(llm)
         try:
             with MUTANTS[job.mutant]() if job.mutant else contextlib.nullcontext():
