@@ -29,7 +29,7 @@ RUN_BY_OTHERS = {
     "nats.md": "consumers/nats/test_nats.py",
     "querying.md": "consumers/duckdb/test_duckdb.py",
 }
-PLAIN_LANGUAGES = {"text", "json", "sql", "console", "mermaid"}
+PLAIN_LANGUAGES = {"text", "json", "sql", "console", "mermaid", "toml"}
 _FENCE = re.compile(r"^```(?P<info>\S[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
 
 

@@ -1,13 +1,27 @@
 """The file of an experiment: each wrong value is refused with its line, and with what to write."""
 
 import json
+import shutil
 
+import msgspec
 import pytest
 
 from capflow.errors import UsageError
 from capflow_models.experiment.arms import settings_of
-from capflow_models.experiment.file import Experiment
+from capflow_models.experiment.file import (
+    ARM_KINDS,
+    METRICS,
+    ArmOptions,
+    Experiment,
+    GateOptions,
+    General,
+    JudgeCommand,
+    ProbeSource,
+    PromptSource,
+    VectorSource,
+)
 from capflow_models.experiment.places import line_of, lines_of
+from tests.kit.sources import ROOT
 
 GOOD = """\
 model = "demo"
@@ -91,6 +105,20 @@ def test_a_wrong_value_is_refused_with_its_line_and_what_to_write(write, before,
         Experiment.read(path)
     assert str(e.value).startswith(f"{path}, line {line}: ")
     assert words in str(e.value)
+
+
+def test_the_page_shows_a_file_that_can_be_read_and_names_every_arm_metric_and_key(tmp_path):
+    page = (ROOT / "docs" / "experiments.md").read_text()
+    shown = page.partition("```toml\n")[2].partition("```")[0]
+    shutil.copytree(ROOT / "examples" / "steering-experiment", tmp_path / "examples" / "here")
+    shutil.copy(ROOT / "examples" / "glad_pairs.jsonl", tmp_path / "examples")
+    path = tmp_path / "examples" / "here" / "shown.toml"
+    path.write_text(shown)
+    assert set(Experiment.read(path).arms) == {"baseline", "always_on", "in_graph"}
+    Experiment.read(ROOT / "examples" / "steering-experiment" / "experiment.toml")
+    kinds = (General, PromptSource, ProbeSource, VectorSource, GateOptions, JudgeCommand, ArmOptions)
+    keys = {field.name for kind in kinds for field in msgspec.structs.fields(kind)}
+    assert [name for name in (*ARM_KINDS, *METRICS, *keys) if f"`{name}`" not in page] == []
 
 
 def test_a_file_that_is_no_toml_is_refused_with_its_line(write):

@@ -28,12 +28,15 @@ scale = [1.0]
 template = "w9 {prompt}"
 [arms.gated_async]
 scale = [2.0]
-"""
-GATED = """
 [arms.shadow]
 [arms.gated_sync]
+scale = [2.0]
 [arms.in_graph]
-sharpness = [inf, 5.0]
+scale = [2.0]
+[arms.soft]
+kind = "in_graph"
+scale = [2.0]
+sharpness = [0.5]
 """
 EXPERIMENT = """
 model = "{model}"
@@ -145,7 +148,10 @@ def test_every_arm_answers_every_prompt_with_every_seed(finished):
     counts = {}
     for cell in cells:
         counts[cell["arm"]] = counts.get(cell["arm"], 0) + 1
-    assert counts == {"baseline": 16, "always_on": 32, "random": 16, "prompt_only": 16, "gated_async": 16}
+    others = dict.fromkeys(
+        ("baseline", "random", "prompt_only", "gated_async", "shadow", "gated_sync", "in_graph", "soft"), 16
+    )
+    assert counts == {"always_on": 32, **others}
     assert {cell["length"] for cell in cells} == {6.0}
 
 
@@ -190,7 +196,7 @@ def test_arms_are_interleaved_and_their_order_differs_between_blocks(finished):
     for cell in cells_of(finished):
         orders.setdefault(cell["block"], {})[cell["turn"]] = cell["arm"], cell["scale"]
     assert len(orders) == 4
-    assert all(len(order) == 6 for order in orders.values())
+    assert all(len(order) == 10 for order in orders.values())
     assert len({tuple(order[turn] for turn in sorted(order)) for order in orders.values()}) > 1
 
 
@@ -204,6 +210,38 @@ def test_an_async_gate_steers_the_requests_that_it_fires_on_and_no_others(finish
             assert not line["actions"]
             assert max(line["kl"]) == 0.0
     assert any(max(line["kl"]) > 1e-6 for line in fired)
+
+
+@pytest.mark.parametrize("arm", ["gated_sync", "in_graph"])
+def test_gates_in_the_engine_open_for_target_prompts_and_leave_the_others_as_they_are(finished, arm):
+    """A gate that opened at the prompt's last token steers every generated position, as always_on does."""
+    lines = [json.loads(line) for line in (finished / "cells.jsonl").read_text().splitlines()]
+    by_key = {(line["arm"], line["scale"], line["prompt_id"], line["seed"]): line for line in lines}
+    gated = [line for line in lines if line["arm"] == arm]
+    assert {(line["label"], line["first_firing"]) for line in gated} == {("target", -1), ("benign", None)}
+    for line in gated:
+        other = ("always_on", 2.0) if line["label"] == "target" else ("baseline", None)
+        twin = by_key[*other, line["prompt_id"], line["seed"]]
+        assert line["tokens"] == twin["tokens"]
+        assert line["kl"] == pytest.approx(twin["kl"], rel=1e-3, abs=1e-5)
+        assert set(line["steered"]) == {float(line["label"] == "target")}
+
+
+def test_a_shadow_gate_fires_and_changes_nothing(finished):
+    lines = [json.loads(line) for line in (finished / "cells.jsonl").read_text().splitlines()]
+    baseline = {(line["prompt_id"], line["seed"]): line for line in lines if line["arm"] == "baseline"}
+    shadow = [line for line in lines if line["arm"] == "shadow"]
+    assert {line["first_firing"] for line in shadow} == {-1, None}
+    for line in shadow:
+        assert line["tokens"] == baseline[line["prompt_id"], line["seed"]]["tokens"]
+        assert max(line["kl"]) < 1e-5
+
+
+def test_a_soft_gate_acts_in_part(finished):
+    lines = [json.loads(line) for line in (finished / "cells.jsonl").read_text().splitlines()]
+    soft = [line for line in lines if line["arm"] == "soft"]
+    assert all(0 < part < 1 for line in soft for part in line["steered"])
+    assert all(max(line["kl"]) > 0 for line in soft)
 
 
 def test_the_output_is_whole(finished):
@@ -233,7 +271,7 @@ def test_a_finished_run_computes_nothing_again_and_makes_the_same_tables(finishe
     run(directory / "experiment.toml", finished)
     assert (finished / "cells.jsonl").read_bytes() == before[0]
     assert (finished / "metrics.parquet").read_bytes() == before[1]
-    assert "96 of 96 answers already exist" in capsys.readouterr().err
+    assert "160 of 160 answers already exist" in capsys.readouterr().err
 
 
 def test_cells_of_another_sampling_are_refused(finished, directory):
@@ -274,7 +312,7 @@ def test_a_run_that_was_killed_continues_with_the_missing_cells(directory):
 def test_a_dry_run_shows_cells_tokens_and_the_time_that_it_knows(directory, finished, capsys):
     run(directory / "experiment.toml", directory / "nowhere", dry_run=True)
     shown = capsys.readouterr().out
-    assert "96 answers to 8 prompts; at most 1152 generated tokens in 2 passes (answer, forced)" in shown
+    assert "160 answers to 8 prompts; at most 1920 generated tokens in 2 passes (answer, forced)" in shown
     assert "the time is unknown: --calibrate starts the engine" in shown
     assert not (directory / "nowhere").exists()
     run(directory / "experiment.toml", finished, dry_run=True)

@@ -105,6 +105,7 @@ def _effect(experiment: Experiment, settings: Sequence[Setting], tables: ResultT
                 axes.annotate(
                     f"{point[0].scale:g}", (each, height), (5, 4), textcoords="offset points", fontsize=8, color=colour
                 )
+    _limit(axes, [point for points in lines.values() for point in points])
     axes.axhline(0, color="#999999", lw=0.8)
     axes.axvline(0, color="#999999", lw=0.8)
     axes.set_xlabel(f"effect on target prompts: change of {MEANINGS[effect][0]}")
@@ -115,6 +116,16 @@ def _effect(experiment: Experiment, settings: Sequence[Setting], tables: ResultT
         "are scales. At one effect, the lower arm is better."
     )
     return caption, figure
+
+
+def _limit(axes: Any, points: Sequence[tuple[Setting, MetricRow, MetricRow]]) -> None:
+    """Leave out points far above the others, such as random vectors, and name them."""
+    ceiling = 1.3 * max((harm.difference for setting, _, harm in points if setting.kind != "random"), default=0.0)
+    outside = [(setting, harm) for setting, _, harm in points if harm.difference > 2 * ceiling]
+    if ceiling > 0 and outside:
+        axes.set_ylim(-0.08 * ceiling, ceiling)
+        names = ", ".join(f"{setting.title}: {harm.difference:.2g}" for setting, harm in outside)
+        axes.set_title(f"outside: {names}", fontsize=9, loc="left", color="#777777")
 
 
 def _errors(values: Any) -> Any:
@@ -224,6 +235,8 @@ def _kl(settings: Sequence[Setting], cells: Sequence[Cell]) -> tuple[str, Any] |
         axes.set_xlabel("token of the baseline's answer")
     panels[0].set_ylabel("mean KL(baseline || arm), nats")
     panels[1].sharey(panels[0])
+    panels[0].set_yscale("symlog", linthresh=0.05)
+    panels[0].set_ylim(bottom=0)
     panels[0].legend(frameon=False, fontsize=8)
     return "KL to the baseline at each of the baseline's tokens, each arm at its largest scale.", figure
 
