@@ -150,6 +150,8 @@ def message(fields: Mapping[str, Any]) -> pb.GenerateRequest:
 
 def _typed(name: str, value: Any) -> Any:
     kind = name.rpartition("_")[2]
+    if kind == "gates":
+        return {name: {**gate, "layer": int(gate["layer"])} for name, gate in value.items()}
     if kind not in ("vectors", "clamps", "patches"):
         return value
     return {hook: _layers(kind, layers) for hook, layers in value.items()}
@@ -202,6 +204,12 @@ def rpc(served: Served, *, stream: bool) -> Door:
             "modules": dict(applied.modules),
             "global": applied.global_state,
         }
+        if applied.gates:
+            fields = {field.name for field in pb.AppliedGate.DESCRIPTOR.fields}
+            steering["gates"] = [
+                {name: getattr(gate, name) if name != "sharpness" or gate.HasField(name) else None for name in fields}
+                for gate in applied.gates
+            ]
         key = dict(call.initial_metadata()).get("x-capflow-steering")
         reports = parts[-1].HasField("steering_applied")
         return Answer(tokens, key, result and (result.status, result.tag), steering if reports else None)
@@ -281,6 +289,14 @@ _UNTYPED = HTTP | LLM | PARSED
 _ASKS = DOORS - LLM | PARSED
 """A request in Python calls the field otherwise, or does not need it."""
 
+GATE = {"layer": 0, "vector": OTHER, "threshold": 0.5, "sharpness": 2.0, "positions": "prompt", "label": "mine"}
+
+
+def _gated(field: str = "steering_vectors", layer: int = 1, **changed: Any) -> dict[str, Any]:
+    part = {"post_block": {str(layer): {"vector": VECTOR, "gate": "rude"}}}
+    return {"steering_gates": {"rude": {**GATE, **changed}}, field: part}
+
+
 _PACKED = {
     "dtype": "float16",
     "shape": [2, WIDTH],
@@ -341,6 +357,24 @@ REFUSED = {
     "module": Refused({"steering_name": "gone"}, "steering_name", "gone", unknown=True),
     "module's scale": Refused({"steering_name": {"one": float("inf")}}, "steering_name.one", "inf"),
     "module's words": Refused({"steering_name": {"one": "much"}}, "steering_name.one", "much", _UNTYPED),
+    "gate's width": Refused(_gated(vector=[1.0]), "steering_gates.rude.vector", "1 numbers"),
+    "gate's vector": Refused(_gated(vector=[float("nan")] * WIDTH), "steering_gates.rude.vector", "nan at index 0"),
+    "gate's threshold": Refused(_gated(threshold=float("inf")), "steering_gates.rude.threshold", "finite"),
+    "gate's sharpness": Refused(_gated(sharpness=-1.0), "steering_gates.rude.sharpness", "above 0"),
+    "gate's score": Refused(_gated(score="near"), "steering_gates.rude.score", "one of dot, cosine, cast"),
+    "gate's positions": Refused(_gated(positions="some"), "steering_gates.rude.positions", "last_prompt"),
+    "gate's latch": Refused(_gated(latch="yes"), "steering_gates.rude.latch", "true or false", _UNTYPED),
+    "gate's tap": Refused(_gated(hook="mlp_in"), "steering_gates.rude", "--sites mlp_in:0"),
+    "gate's place": Refused(_gated(layer=0, latch=True), "steering_vectors.post_block.0.gate", "probe before"),
+    "gate that is too late": Refused(
+        {**_gated(layer=0), "steering_gates": {"rude": {**GATE, "layer": 2}}},
+        "steering_vectors.post_block.0.gate", "at or before",
+    ),
+    "gate that never acts": Refused(_gated("decode_steering_vectors"), "decode_steering_vectors.post_block.1.gate",
+                                    "latch"),
+    "unknown gate": Refused({"steering_vectors": _gated()["steering_vectors"]}, "steering_vectors.post_block.1.gate",
+                            "steering_gates"),
+    "gates": Refused({"steering_gates": {f"g{n}": GATE for n in range(9)}}, "steering_gates", "9 gates"),
     "report": Refused({"steering_report": 1}, "steering_report", "true or false", HTTP | PARSED),
     "steering": Refused({"steering": ONE}, "steering", "steering_vectors", HTTP),
     "spelling": Refused({"steering_strength": 2.0}, "steering_strength", "steering", HTTP),
@@ -354,6 +388,16 @@ CAPTURED: dict[str, tuple[dict[str, Any], str, slice]] = {
 """A capture spec, its tag, and which of the computed positions it means."""
 
 _HERE = {"post_block:1": 1}
+_APPLIED = {
+    "name": "rude",
+    "site": "post_block:0",
+    "score": "dot",
+    "threshold": 0.5,
+    "sharpness": 2.0,
+    "latch": False,
+    "positions": "prompt",
+    "label": "mine",
+}
 STEERED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "layers": (
         {"steering_vectors": {"post_block": {"1": {"vector": VECTOR, "scale": -0.5}}}},
@@ -364,6 +408,15 @@ STEERED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "patches": (
         {"steering_patches": {"post_block": {"2": {"positions": [-1, 0], "vector": OTHER}}}},
         {"patched": {"-1": {"post_block:2": 1}, "0": {"post_block:2": 1}}},
+    ),
+    "gates": (
+        _gated(),
+        {"prefill": _HERE, "decode": _HERE, "gates": [_APPLIED]},
+    ),
+    "latched gates": (
+        _gated("decode_steering_vectors", latch=True, positions="last_prompt", score="cosine", threshold=-1.0),
+        {"decode": _HERE, "gates": [
+            {**_APPLIED, "latch": True, "positions": "last_prompt", "score": "cosine", "threshold": -1.0}]},
     ),
     "module": (
         {"steering_name": "one", "steering_scale": -1.0},

@@ -153,6 +153,7 @@ def reference(made, sites, truncate):
         given = torch.from_numpy(program.array().copy()).double()
         for site, ops in by_site.items():
             x = stream[token].clone()
+            norm = None
             for kind, number, amount, low, high, *_ in ops:
                 row = given[number]
                 if kind == PATCH:
@@ -160,7 +161,8 @@ def reference(made, sites, truncate):
                 elif kind == ADD:
                     x += amount * row
                 elif kind == RELATIVE:
-                    x += amount * x.norm() * row
+                    norm = x.norm() if norm is None else norm
+                    x += amount * norm * row
                 else:
                     projection = float(x @ row)
                     x += amount * (min(max(projection, low), high) - projection) * row

@@ -36,10 +36,12 @@ def changed(
     rows: the row of each token in the model's tensors.
     """
     change = torch.zeros_like(stream)
+    # The norm of each token before its first relative operation; negative before that.
+    norms = torch.full((len(heads),), -1.0)
     ops, on = heads, np.arange(len(heads))  # the next operation of each unfinished token, and the tokens' indices
     while len(ops) and not few_or_long(len(np.unique(ops)), len(ops)):
         some = None if len(on) == len(heads) else torch.from_numpy(on)
-        _do_next(bank, ops, some, stream, change, gating, rows)
+        _do_next(bank, ops, some, stream, change, norms, gating, rows)
         following = bank.op_ints.numpy()[ops, 2]
         going = following >= 0
         ops, on = following[going], on[going]
@@ -50,11 +52,11 @@ def changed(
         first, length = int(mine[0]), len(mine)
         if int(mine[-1]) - first + 1 == length:
             here = slice(first, first + length)
-            _do_chain(bank, op, stream[here], change[here], gating, rows[here])
+            _do_chain(bank, op, stream[here], change[here], norms[here], gating, rows[here])
         else:
             tokens = torch.from_numpy(mine)
             effect = torch.zeros((length, stream.shape[1]))
-            _do_chain(bank, op, stream.index_select(0, tokens), effect, gating, rows[tokens])
+            _do_chain(bank, op, stream.index_select(0, tokens), effect, norms[tokens], gating, rows[tokens])
             change.index_add_(0, tokens, effect)
     return change
 
@@ -65,6 +67,7 @@ def _do_next(
     tokens: torch.Tensor | None,
     stream: torch.Tensor,
     change: torch.Tensor,
+    norms: torch.Tensor,
     gating: Gating | None,
     token_rows: torch.Tensor,
 ) -> None:
@@ -72,6 +75,7 @@ def _do_next(
 
     ops: the operation of each token.
     tokens: the rows of `stream` and `change`; None for all rows.
+    norms: of each row of `stream` before its first relative operation; negative until then.
     token_rows: the row of each token of `stream` in the model's tensors.
     """
     kinds, numbers, _, codes = bank.op_ints.numpy()[ops].T
@@ -87,8 +91,11 @@ def _do_next(
         clamps = torch.from_numpy(kinds == CLAMP).unsqueeze(1)
         amount = torch.where(clamps, amount * (bounded - projection), amount)
     if (kinds == RELATIVE).any():
-        norms = torch.linalg.vector_norm(x, dim=1, keepdim=True)
-        amount = torch.where(torch.from_numpy(kinds == RELATIVE).unsqueeze(1), amount * norms, amount)
+        relative = torch.from_numpy(kinds == RELATIVE)
+        at = slice(None) if tokens is None else tokens
+        first = relative & (norms[at] < 0.0)
+        norms[at] = torch.where(first, torch.linalg.vector_norm(x, dim=1), norms[at])
+        amount = torch.where(relative.unsqueeze(1), amount * norms[at].unsqueeze(1), amount)
     if (kinds == PATCH).any():
         rows.sub_(x * torch.from_numpy(kinds == PATCH).unsqueeze(1))
     rows.mul_(amount)
@@ -104,11 +111,13 @@ def _do_chain(
     op: int,
     stream: torch.Tensor,
     change: torch.Tensor,
+    norms: torch.Tensor,
     gating: Gating | None,
     token_rows: torch.Tensor,
 ) -> None:
     """Apply an operation and all that follow it to all rows of `stream`, and add the total effect to `change`.
 
+    norms: of each row before its first relative operation; negative until then.
     token_rows: the row of each token in the model's tensors.
     """
     ints, floats = bank.op_ints.numpy(), bank.op_floats.numpy()
@@ -130,7 +139,8 @@ def _do_chain(
                 projection = stream.mv(row)
                 factor = projection.clamp(low, high).sub_(projection).mul_(amount)
             elif kind == RELATIVE:
-                factor = torch.linalg.vector_norm(stream, dim=1).mul_(amount)
+                norms = torch.where(norms < 0.0, torch.linalg.vector_norm(stream, dim=1), norms)
+                factor = norms * amount
             else:
                 assert kind == ADD
                 factor = torch.full((len(stream),), amount)

@@ -216,6 +216,7 @@ def _tap_kernel(
             stream *= scale
         change = tl.zeros([BLOCK], tl.float32)
         own = tl.full([GATES], -float("inf"), tl.float32)
+        square = -1.0  # of the norm before the first relative operation
         done = 0
         while (op >= 0) & (done < OPS_MAX):
             kind = tl.load(op_ints + op * OP_COLUMNS)
@@ -225,6 +226,7 @@ def _tap_kernel(
             vector = tl.load(rows + row * width + columns, mask=inside, other=0.0)
             steered = tl.where(inside, stream + change, 0.0)
             projection = tl.sum(steered * tl.where(kind == RELATIVES, steered, vector), axis=0)
+            square = tl.where((kind == RELATIVES) & (square < 0.0), projection, square)
             if kind >= DOTS:
                 margin = amount + _score(kind, steered, vector, projection, COSINES, CASTS, NORM_LEAST, SERIES_BELOW)
                 margin = tl.where(margin >= -float("inf"), margin, -float("inf"))  # without NaN
@@ -251,7 +253,7 @@ def _tap_kernel(
                 high = tl.load(op_floats + op * OP_COLUMNS + 2)
                 bounded = tl.minimum(tl.maximum(projection, low), high)
                 times = tl.where(kind == CLAMPS, bounded - projection, 1.0)
-                along = tl.where(kind == RELATIVES, tl.sqrt(tl.abs(projection)), times) * vector
+                along = tl.where(kind == RELATIVES, tl.sqrt(tl.abs(square)), times) * vector
                 change += amount * tl.where(kind == PATCHES, vector - steered, along)
             op = tl.load(op_ints + op * OP_COLUMNS + 2)
             done += 1
