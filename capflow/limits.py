@@ -29,6 +29,11 @@ ACTED_MAX = 256  # changes of one request's steering in its `Finished`
 EVENTS_PER_STEP_MAX = 64  # events of one request's steering in one step; more are counted
 EVENTS_PER_FRAME_BYTES_MAX = 1 * MIB  # about; a worker sends the events of a step in several frames if need be
 EVENTS_OWED_MAX = 1_024  # frames whose events wait for room in an inbox that drops rows
+EVENTS_KEPT_MAX = 4_096  # events of one request that a data set keeps
+RANKS_TOLD_MAX = 4_096  # ranks of one engine in a message
+CHECKSUM_STEPS_MAX = 1_024  # steps whose checksums a rank keeps
+CHECKSUM_STEPS = 64  # after so many steps, ranks compare their checksums
+CHECKSUM_S = 1.0  # and at least so often
 GAPS_MAX = 256  # gaps of one request and reason; rows beyond these are only counted
 HIDDEN_SIZE_MAX = 65_536
 POSITIONS_LISTED_MAX = 1_024  # positions in one spec, which travels with every frame of its request
@@ -238,6 +243,7 @@ HTTP_CLIENTS_MAX = 16
 HTTP_HEAD_S_MAX = 2.0  # until a request is read
 HTTP_S_MAX = 10.0  # until it is answered
 
+assert CHECKSUM_STEPS * 4 <= CHECKSUM_STEPS_MAX
 assert RECONNECT_S_MIN < RECONNECT_S_MAX < SILENCE_S_MAX <= DEAD_S_MAX
 
 # Queries of a consumer's database.

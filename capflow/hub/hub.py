@@ -328,6 +328,7 @@ class Hub:
             "sessions": [peer.status(now) for peer in list(roster.peers.values())],
             "consumers": {lane.name: lane.status() for lane in self.lanes},
             "controllers": [controller.name for controller in roster.controllers],
+            "determinism": roster.determinism(),
         }
 
     # The thread.

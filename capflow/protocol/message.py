@@ -184,6 +184,24 @@ class ControllerCounts(msgspec.Struct, frozen=True, array_like=True):
     failed: Total = 0
 
 
+class Determinism(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Whether the ranks of an engine steer alike, by the checksums that they keep of each step.
+
+    actions: the number of steps with a steered request.
+    step: the last step that was compared.
+    first_mismatch: the first step in which ranks differed; None if none did.
+    ranks: the ranks that were compared, as `STAGE.RANK`.
+    differing: those that differ from the first rank.
+    """
+
+    consistent: bool
+    actions: Total
+    step: Count
+    first_mismatch: Count | None = None
+    ranks: Annotated[tuple[Name, ...], msgspec.Meta(max_length=limits.RANKS_TOLD_MAX)] = ()
+    differing: Annotated[tuple[Name, ...], msgspec.Meta(max_length=limits.RANKS_TOLD_MAX)] = ()
+
+
 class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
     """A sign of life, sent after `limits.HEARTBEAT_S` without another message.
 
@@ -192,6 +210,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
     counts: a worker's counts.
     troubles: a worker's reasons why its controllers do not work.
     controllers: the counts of a worker's controllers, by name.
+    determinism: whether the ranks of the engine steer alike; from the first rank of the first pipeline stage.
     """
 
     counts: WorkerCounts | None = None
@@ -199,6 +218,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
     controllers: Annotated[dict[Name, ControllerCounts], msgspec.Meta(max_length=limits.CONTROLLERS_MAX)] = (
         msgspec.field(default_factory=dict)
     )
+    determinism: Determinism | None = None
 
 
 class Act(msgspec.Struct, frozen=True, tag="act", omit_defaults=True):

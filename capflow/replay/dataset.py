@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from capflow import limits
 from capflow.capture.dtypes import DTYPES
-from capflow.capture.frame import Block, Dropped, Finished, Frame, FrameHeader, Rank, RequestRows, Span
+from capflow.capture.frame import Acted, ActedOn, Block, Dropped, Finished, Frame, FrameHeader, Rank, RequestRows, Span
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site, layers_by_hook
 from capflow.capture.spec import CaptureSpec
@@ -120,6 +120,7 @@ def _steps(capture: Any, dtype: str, *, ask: bool) -> Iterator[Frame]:
             token_ids=tuple(ids[place] for place in places),
             texts=tuple(texts[place] for place in places) if all(place in texts for place in places) else (),
             capture=spec,
+            steered=_clipped(sidecar.steered, start, stop),
         )
         blocks, payload = _blocks(groups, start, stop, dtype)
         header = FrameHeader(
@@ -134,10 +135,39 @@ def _steps(capture: Any, dtype: str, *, ask: bool) -> Iterator[Frame]:
             requests=(part,) if places else (),
             blocks=blocks,
             finished=(finished,) if not runs or stop == runs[-1][1] else (),
+            acted=_events(sidecar) if not runs or start == runs[0][0] else (),
             step_tokens=len(places),
             step_requests=1,
         )
         yield Frame.seal(header, payload)
+
+
+def _events(sidecar: Any) -> tuple[ActedOn, ...]:
+    """Return the events that a sidecar has, as many as a frame takes; those that changed nothing are left out."""
+    events = [
+        Acted(
+            event.by,
+            event.kind,
+            tuple(map(Site.parse, event.sites)),
+            event.step,
+            event.time_ns,
+            event.position,
+            event.score,
+            event.threshold,
+            event.label,
+        )
+        for event in sidecar.events
+        if event.step is not None
+    ]
+    return (ActedOn(sidecar.request, "", tuple(events[: limits.ACTED_MAX])),) if events else ()
+
+
+def _clipped(runs: list[int] | None, start: int, stop: int) -> tuple[int, ...] | None:
+    """Return the parts of runs `first, end, first, end, …` that lie in `start .. stop`."""
+    if runs is None:
+        return None
+    clipped = ((max(first, start), min(end, stop)) for first, end in zip(runs[::2], runs[1::2], strict=True))
+    return tuple(edge for first, end in clipped if first < end for edge in (first, end))
 
 
 def _groups(capture: Any) -> tuple[list[_Group], dict[int, int]]:

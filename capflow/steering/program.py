@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from capflow import limits
 from capflow.capture.model import ModelInfo
@@ -131,6 +132,12 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     def array(self) -> Row:
         """Return the rows, `[n, hidden_size]` float32."""
         return np.frombuffer(self.rows, np.float32).reshape(-1, self.hidden_size)
+
+    @property
+    def content_key(self) -> int:
+        """A number that is equal for programs that were made in the same way, on every rank; quicker than `key`."""
+        parts = self.digests, self.prefill, self.decode, self.patched, self.gates
+        return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(parts))
 
     def key(self, ops: Sequence[SiteOps]) -> str:
         """Return an id of these operations; it is equal for two programs that do the same."""

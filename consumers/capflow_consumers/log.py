@@ -1,4 +1,4 @@
-"""The log consumer: one line for each finished request. It is small, as an example to copy."""
+"""The log consumer: a line for each finished request and for each event of steering. It is small, to be copied."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from capflow import (
+    Answered,
     CaptureResult,
     CaptureSpec,
     Consumer,
@@ -28,10 +29,12 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     every: log one request in so many.
     positions: the positions to capture, at every `post_block` site that is tapped.
+    events: log the events of steering: actions, gates, ends of leases.
     """
 
     every: int = 1
     positions: str = "last_prompt"
+    events: bool = True
 
 
 class LogConsumer(Consumer):
@@ -63,6 +66,19 @@ class LogConsumer(Consumer):
             key = (frame.header.engine, chunk.request.id)
             rows, total, sites = self.seen.get(key, (0, 0.0, frozenset()))
             self.seen[key] = (rows + norms.size, total + float(norms.sum()), sites.union(chunk.sites))
+
+    def on_action(self, answered: Answered) -> None:
+        """Log an event."""
+        if self.config.events:
+            names = ("engine", "request", "kind", "asked_by", "step", "position", "score", "threshold", "label")
+            fields = {name: getattr(answered, name) for name in (*names, "reason", "incarnation")}
+            fields |= {"event": "steering", "sites": list(map(str, answered.sites))}
+            where = "" if answered.position is None else f" at position {answered.position}"
+            why = "" if answered.score is None else f", score {answered.score:.4g}"
+            why += f": {answered.reason}" if answered.reason else ""
+            logger.info(
+                "%s: %s by %s%s%s", answered.request, answered.kind, answered.asked_by, where, why, extra=fields
+            )
 
     def on_request_done(self, done: RequestDone) -> CaptureResult:
         """Log the line."""

@@ -9,6 +9,7 @@ from capflow.capture.frame import Dropped
 from capflow.capture.result import RequestDone
 from capflow.capture.site import Site
 from capflow.errors import UsageError
+from capflow.steering.action import Answered
 from capflow_consumers.log import LogConfig, LogConsumer
 from tests.kit.checked import checked
 from tests.kit.frames import make_frame, row_of
@@ -53,3 +54,14 @@ def test_options_are_checked():
         LogConsumer(LogConfig(every=0)).check()
     with pytest.raises(UsageError, match=r"consumers\.log\.positions: got x, expected one of"):
         checked(LogConsumer(LogConfig(positions="x")))
+
+
+def test_each_event_of_steering_is_a_line_unless_they_are_off(caplog):
+    caplog.set_level(logging.INFO)
+    event = Answered("i", "e", "r1", "gate", SITES[:1], "gate rude", 1, 7, "", 41, 1.5, 1.0, "rude", "b-1")
+    LogConsumer(LogConfig(events=False)).on_action(event)
+    LogConsumer(LogConfig()).on_action(event)
+    (record,) = caplog.records
+    assert record.getMessage() == "r1: gate by gate rude at position 41, score 1.5"
+    about = (record.event, record.position, record.score, record.threshold, record.label, record.sites)
+    assert about == ("steering", 41, 1.5, 1.0, "rude", ["post_block:0"])

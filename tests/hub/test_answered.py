@@ -140,3 +140,31 @@ def test_a_hub_brings_actions_to_the_store(address, tmp_path):
     with duckdb.connect(str(path), read_only=True) as connection:
         result = connection.execute("SELECT request_id, kind, sites, outcome, step FROM actions").fetchall()
     assert result == [("r1", "steer", ["post_block:2"], "applied", 7)]
+
+
+def test_the_store_has_events_and_steered_tokens_and_older_files_get_the_columns(tmp_path):
+    probe_file(tmp_path, "p")
+    consumer = opened(tmp_path, "p")
+    consumer.on_frame(make_frame([("r1", 4, 0, 4)], SITES, seq=1))
+    consumer.on_frame(make_frame([("r1", 4, 4, 2)], SITES, seq=2, steered={"r1": (5, 6)}))
+    gate = Answered("i", "engine-1", "r1", "gate", (), "gate rude", 10**18, 7, "", 5, 1.5, 1.0, "rude", "b-1")
+    consumer.on_action(gate)
+    consumer.on_request_done(done(computed_length=6, rows=18))
+    consumer.close()
+    steered = [(p, None) for p in range(4)] + [(4, False), (5, True)]
+    assert query(tmp_path, "SELECT position, steered FROM tokens ORDER BY position") == steered
+    columns = "request_id, position, kind, asked_by, label, score, threshold, step, outcome"
+    event = ("r1", 5, "gate", "gate rude", "rude", 1.5, 1.0, 7, "applied")
+    assert query(tmp_path, f"SELECT {columns} FROM events") == [event]
+    (path,) = tmp_path.glob("*.duckdb")
+    with duckdb.connect(str(path)) as connection:
+        connection.execute("DROP VIEW events; DROP VIEW fired; DROP VIEW top_tokens; DROP VIEW layer_scores")
+        connection.execute("ALTER TABLE tokens DROP COLUMN steered")
+        connection.execute("DROP INDEX actions_id")
+        for column in ("incarnation", "label", "threshold", "score", "position"):
+            connection.execute(f"ALTER TABLE actions DROP COLUMN {column}")
+    opened(tmp_path, "p").close()
+    assert query(tmp_path, "SELECT position, steered FROM tokens ORDER BY position") == [(p, None) for p in range(6)]
+    assert query(tmp_path, f"SELECT {columns} FROM events") == [
+        ("r1", None, "gate", "gate rude", *[None] * 3, 7, "applied")
+    ]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import capflow
-from tests.kit.crashing_hub import HIDDEN, SITE, Worker
+from tests.kit.crashing_hub import HIDDEN, ROWS, SITE, Worker
 from tests.kit.frames import make_hello, make_model, row_of
 from tests.kit.hubs import address, worker_link
 from tests.kit.processes.spool import POINTS
@@ -62,11 +62,14 @@ def run_and_kill(address, directory, times, point, seed=0, layout="packed"):
         capture = data[name]
         assert capture.status == "ok", (name, capture.error)
         capture.verify()
+        firsts = range(0, length, ROWS)
+        assert [event.position for event in capture.events] == [first + 1 for first in firsts], name
         if length:
             rows, positions, _ = capture[SITE]
             assert positions.tolist() == list(range(length))
             expected = np.stack([row_of(name, capture.sites[0], position, HIDDEN) for position in range(length)])
             assert rows.tobytes() == expected.tobytes()
+            assert np.flatnonzero(capture.steered(SITE)).tolist() == [f + n for f in firsts for n in (1, 2)]
     return len(worker.lengths)
 
 

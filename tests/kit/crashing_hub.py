@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import time
 
+import msgspec
+
+from capflow.capture.frame import Acted, ActedOn
+from capflow.capture.site import Site
 from tests.kit.frames import make_finished, make_frame
 
 HIDDEN = 64
@@ -16,6 +20,11 @@ SITE = (0, "post_block")
 
 
 UNDER_WAY_MAX = 100  # frames
+
+
+def event_at(position, step):
+    """Return the event that the worker sends with the rows of a step."""
+    return Acted("gate g", "gate", (Site(0, "post_block"),), step, step, position, 1.5, 1.0, "g")
 
 
 class Worker:
@@ -54,5 +63,7 @@ class Worker:
 
     def _send(self, parts, finished):
         self.step += 1
-        frame = make_frame(parts, [SITE], hidden=HIDDEN, step=self.step, finished=finished)
-        assert self.link.send(frame.header, frame.payload) is None
+        steered = {name: (start + 1, start + 3) for name, _, start, _ in parts}
+        frame = make_frame(parts, [SITE], hidden=HIDDEN, step=self.step, finished=finished, steered=steered)
+        on = tuple(ActedOn(name, "", (event_at(start + 1, self.step),)) for name, _, start, _ in parts)
+        assert self.link.send(msgspec.structs.replace(frame.header, acted=on), frame.payload) is None

@@ -33,7 +33,7 @@ LAYERS = {
         "compat",
         "steering",
         "request taps",
-        "scheduler llm",
+        "scheduler llm ranks",
         "worker serve jobs",
     ),
 }

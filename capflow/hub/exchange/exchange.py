@@ -186,9 +186,10 @@ class Exchange:
                 engines = list(self.roster.engines.values())
                 name = name_of_peer(peer, member.session)
                 self.watchers.take(peer, name, member.owner, message.credit_bytes, engines)
-            case Beat(counts=WorkerCounts() as counts, troubles=troubles, controllers=ran) if member.source is not None:
-                member.source.reported, member.source.troubles = counts, troubles
-                member.source.controllers = ran
+            case Beat(counts=WorkerCounts() as counts) if member.source is not None:
+                source = member.source
+                source.reported, source.troubles = counts, message.troubles
+                source.controllers, source.determinism = message.controllers, message.determinism
             case Bye():
                 self.sessions.forget(peer, for_good=True)
                 self.actions.gone(member.hello.boot)

@@ -136,6 +136,12 @@ HUB = (
     counter("log_left_out_lines", "Lines about peers that were too many for the log.", "log_lines_left_out"),
     counter("log_dropped_lines", "Lines of the log that nobody read in time.", lambda hub: hub.log_lines_dropped()),
     counter("actions", "Actions that are over, by outcome; unknown if the engine did not answer.", _actions, "outcome"),
+    gauge(
+        "steering_consistent",
+        "1 while the ranks of an engine steer alike, by their checksums; else 0.",
+        lambda hub: {engine: report["consistent"] for engine, report in hub.roster.determinism().items()},
+        "engine",
+    ),
     gauge("waiting_actions", "Actions that engines have not answered.", lambda hub: len(hub.relay)),
     gauge("credit_window_bytes", "What each worker may have under way now.", "roster.pool.window_bytes"),
     gauge(

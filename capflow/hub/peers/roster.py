@@ -21,7 +21,7 @@ from capflow.hub.counts import age_s
 from capflow.hub.requests.request import KnownEngine
 from capflow.plugins.configure import ConfiguredController
 from capflow.protocol.credit import Intake, Pool
-from capflow.protocol.message import ControllerCounts, Hello, WorkerCounts
+from capflow.protocol.message import ControllerCounts, Determinism, Hello, WorkerCounts
 from capflow.protocol.session import HubSession
 from capflow.text.engine_name import name_of
 
@@ -52,6 +52,8 @@ class WorkerState:
     # What it reported of its controllers.
     troubles: tuple[str, ...] = ()
     controllers: Mapping[str, ControllerCounts] = field(default_factory=dict)
+    # Whether the ranks of its engine steer alike, as it reported last.
+    determinism: Determinism | None = None
 
     def count(self, header: FrameHeader, rows: int, now: float) -> None:
         """Count a frame."""
@@ -156,6 +158,15 @@ class Roster:
         sources = [member.source for member in list(self.peers.values()) if member.source is not None]
         reasons = {f"engine {source.engine.name}: {trouble}": None for source in sources for trouble in source.troubles}
         return list(reasons)  # each once, whichever pipeline stages and replicas say it
+
+    def determinism(self) -> dict[str, dict[str, Any]]:
+        """Return by engine whether its ranks steer alike; of several replicas, the one that does not, or the first."""
+        reports: dict[str, Determinism] = {}
+        for member in list(self.peers.values()):
+            report = None if member.source is None else member.source.determinism
+            if report is not None and (member.hello.engine not in reports or not report.consistent):
+                reports[member.hello.engine] = report
+        return {engine: msgspec.structs.asdict(report) for engine, report in sorted(reports.items())}
 
     def join(self, peer: bytes, session: HubSession, hello: Hello, now: float) -> Peer:
         """Let a peer in, in the place of any connection it had before.

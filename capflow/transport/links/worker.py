@@ -14,7 +14,7 @@ from capflow.buffers.policy import POLICY_DEFAULT, WhenFull
 from capflow.buffers.queue import ByteQueue
 from capflow.capture.frame import Frame, FrameHeader
 from capflow.errors import CapflowError
-from capflow.protocol.message import Beat, ControllerCounts, Hello, Message, Welcome, WorkerCounts
+from capflow.protocol.message import Beat, ControllerCounts, Determinism, Hello, Message, Welcome, WorkerCounts
 from capflow.protocol.session import Parts, State
 from capflow.transport.links.link import Link
 from capflow.transport.outbox import Outbox
@@ -37,6 +37,7 @@ class Staged(NamedTuple):
     dropped_rows: the rows that the worker dropped, by reason.
     troubles: the reasons why the worker does not capture everything that was asked for.
     controllers: the counts of its controllers, by name.
+    determinism: whether the ranks of the engine steer alike.
     """
 
     nbytes: int = 0
@@ -44,6 +45,7 @@ class Staged(NamedTuple):
     dropped_rows: Mapping[str, int] = MappingProxyType({})
     troubles: tuple[str, ...] = ()
     controllers: Mapping[str, ControllerCounts] = MappingProxyType({})
+    determinism: Determinism | None = None
 
 
 class WorkerLink(Link):
@@ -276,7 +278,13 @@ class WorkerLink(Link):
         self._counted_at = now
         staged = self._staged()
         return self._session.send(
-            Beat(self._counts(staged), staged.troubles[: limits.REASONS_MAX], dict(staged.controllers)), now
+            Beat(
+                self._counts(staged),
+                staged.troubles[: limits.REASONS_MAX],
+                dict(staged.controllers),
+                staged.determinism,
+            ),
+            now,
         )
 
     def _counts(self, staged: Staged) -> WorkerCounts:

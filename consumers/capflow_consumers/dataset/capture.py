@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from capflow.capture.intervals import Intervals
 from capflow.capture.site import Site
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.text.brief import brief
@@ -117,6 +118,18 @@ class RequestCapture(ABC):
     def texts(self) -> dict[int, str]:
         """The text of each token whose text is known, by position."""
         return {run.start + i: text for run in self.sidecar.texts for i, text in enumerate(run.texts)}
+
+    @property
+    def events(self) -> tuple[layout.SteeringEvent, ...]:
+        """The events of the request's steering, in order; none in data sets of earlier versions."""
+        return tuple(self.sidecar.events)
+
+    def steered(self, site: tuple[int, str] | str) -> npt.NDArray[np.bool_] | None:
+        """Return whether each row's position was steered, `[n]`; None in data sets of earlier versions.
+
+        Raises as `capture[site]` does.
+        """
+        return steered_at(self.sidecar, self.positions(site))
 
     def rows_at(self, site: Site) -> int:
         """Return how many rows a site has according to the sidecar."""
@@ -253,6 +266,15 @@ def shown(positions: npt.NDArray[np.int64]) -> str:
     return text + (f" and {more} more" if more > 0 else "")
 
 
+def steered_at(sidecar: layout.Sidecar, positions: npt.NDArray[Any]) -> npt.NDArray[np.bool_] | None:
+    """Return whether each of these positions of a request was steered; None if its sidecar does not say it."""
+    if sidecar.steered is None:
+        return None
+    # A position inside a run has an odd number of edges at or before it.
+    steered: npt.NDArray[np.bool_] = np.searchsorted(np.array(sidecar.steered, np.int64), positions, "right") % 2 == 1
+    return steered
+
+
 def site_of(value: object) -> Site:
     """Return the site of `(layer, hook)` or `"hook:layer"`; raises UsageError for anything else."""
     if isinstance(value, str):
@@ -290,6 +312,7 @@ def _joined_sidecar(sidecars: Sequence[layout.Sidecar]) -> layout.Sidecar:
     whole = last.status != "error" and not dropped and all(e.rows == e.rows_expected for e in sites.values())
     errors = "; ".join(dict.fromkeys(sidecar.error for sidecar in sidecars if sidecar.error))
     texts = {run.start: run for sidecar in sidecars for run in sidecar.texts}
+    events = {event.id: event for sidecar in sidecars for event in sidecar.events}
     return msgspec.structs.replace(
         last,
         capture_status="ok" if whole else "partial_error",
@@ -299,7 +322,20 @@ def _joined_sidecar(sidecars: Sequence[layout.Sidecar]) -> layout.Sidecar:
         sites=[sites[site] for site in sorted(sites)],
         texts=[texts[start] for start in sorted(texts)],
         sources=[source for sidecar in sidecars for source in sidecar.sources],
+        steered=_joined_runs([sidecar.steered for sidecar in sidecars]),
+        events=sorted(events.values(), key=lambda event: event.time_ns),
+        events_lost=sum(sidecar.events_lost for sidecar in sidecars),
     )
+
+
+def _joined_runs(parts: Sequence[list[int] | None]) -> list[int] | None:
+    joined = Intervals()
+    for runs in parts:
+        if runs is None:
+            return None
+        for first, end in zip(runs[::2], runs[1::2], strict=True):
+            joined.add(first, end - 1)
+    return [edge for first, last in joined for edge in (first, last + 1)]
 
 
 def _added(had: layout.SiteFile, entry: layout.SiteFile) -> layout.SiteFile:

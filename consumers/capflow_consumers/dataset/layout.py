@@ -42,6 +42,7 @@ from capflow.capture.result import Status
 from capflow.capture.site import HOOKS, Site
 from capflow.errors import UsageError, explain
 from capflow.limits import Total
+from capflow.steering.action import Answered
 from capflow.text import jsontext
 
 Layout = Literal["per_file", "packed", "sharded"]
@@ -101,6 +102,33 @@ class FrameRange(msgspec.Struct, frozen=True):
     last: Total
 
 
+class SteeringEvent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An event of the request's steering; the fields are those of `capflow.Answered`.
+
+    sites: as `HOOK:LAYER`.
+    """
+
+    id: str
+    kind: str
+    by: str
+    time_ns: int
+    step: Total | None = None
+    position: Total | None = None
+    score: float | None = None
+    threshold: float | None = None
+    label: str = ""
+    sites: list[str] = []
+    reason: str = ""
+
+    @classmethod
+    def of(cls, answered: Answered) -> SteeringEvent:
+        """Return an event as it is stored."""
+        names = ("step", "position", "score", "threshold", "label", "reason")
+        about = {name: getattr(answered, name) for name in names}
+        sites = [str(site) for site in answered.sites]
+        return cls(answered.id, answered.kind, answered.asked_by, answered.time_ns, sites=sites, **about)
+
+
 class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     """The content of `request.json`.
 
@@ -115,6 +143,10 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     sources: the frames that the rows came in.
     capture: with the layout `sharded`, which capture of its id it is, from 1.
     tag: the tag of the request's spec.
+    steered: the steered positions, as runs `first, end, first, end, …`; None if the engine did not say it, also in
+        sidecars of earlier versions.
+    events: the events of its steering, in order; empty in sidecars of earlier versions.
+    events_lost: further events, for which there was no room.
     """
 
     format: int = FORMAT
@@ -138,6 +170,9 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     layout: Layout = "per_file"
     capture: Total | None = None
     tag: str = ""
+    steered: list[Total] | None = None
+    events: list[SteeringEvent] = []
+    events_lost: Total = 0
 
 
 _encoder = msgspec.json.Encoder()

@@ -12,7 +12,6 @@ This is the only module of the consumers that imports torch. No other module imp
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,6 +25,7 @@ from capflow.capture.dtypes import DTYPES
 from capflow.capture.site import Site
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.extras import require
+from capflow_consumers.dataset.capture import steered_at
 from capflow_consumers.dataset.contents import Contents, one_width
 from capflow_consumers.dataset.reader import RequestCapture, Rows, open_dataset
 
@@ -46,12 +46,14 @@ class TorchBatch(NamedTuple):
     sites: `[n]` int64, indices into `TorchRows.sites`.
     positions: `[n]` int64.
     token_ids: `[n]` int32, -1 where the engine sent none.
+    steered: `[n]` bool, whether the row's position was steered; False where the data set does not say it.
     """
 
     rows: torch.Tensor
     sites: torch.Tensor
     positions: torch.Tensor
     token_ids: torch.Tensor
+    steered: torch.Tensor
 
 
 class TorchRows(IterableDataset[TorchBatch]):
@@ -132,7 +134,10 @@ class TorchRows(IterableDataset[TorchBatch]):
     def _parts(
         self, order: npt.NDArray[np.int64], share: int, shares: int
     ) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]]:
-        """Yield the rows `[n, hidden_size]` of a share, and `[n, 3]` int64 of site index, position and token id."""
+        """Yield the rows `[n, hidden_size]` of a share, and `[n, 4]` int64 of their places.
+
+        A place is site index, position, token id, and whether the position was steered.
+        """
         dataset = open_dataset(self._path)
         start = 0  # of a request's rows at a site, among all rows
         for index in order:
@@ -146,7 +151,11 @@ class TorchRows(IterableDataset[TorchBatch]):
                     present = [capture for capture in captures if self.sites[site] in capture]
                     if sum(capture.rows_at(self.sites[site]) for capture in present) != count:
                         raise self._changed(request)
-                    parts = itertools.chain.from_iterable(capture.in_batches(self.sites[site]) for capture in present)
+                    parts = (
+                        (part, steered_at(capture.sidecar, part.positions))
+                        for capture in present
+                        for part in capture.in_batches(self.sites[site])
+                    )
                     yield from _cut(parts, site, spans)
 
     def _changed(self, request: str) -> CapflowError:
@@ -157,9 +166,10 @@ class TorchRows(IterableDataset[TorchBatch]):
         # torch does not know numpy's bfloat16; the bits pass as int16.
         bfloat16 = rows.dtype.name == "bfloat16"
         tensor = torch.from_numpy(rows.view(np.int16)).view(torch.bfloat16) if bfloat16 else torch.from_numpy(rows)
-        sites, positions, token_ids = torch.from_numpy(places).unbind(1)
+        sites, positions, token_ids, steered = torch.from_numpy(places).unbind(1)
         tensor = tensor if self._dtype is None else tensor.to(self._dtype)
-        return TorchBatch(tensor, sites.contiguous(), positions.contiguous(), token_ids.to(torch.int32))
+        ids, flags = token_ids.to(torch.int32), steered.to(torch.bool)
+        return TorchBatch(tensor, sites.contiguous(), positions.contiguous(), ids, flags)
 
 
 class _Buffer:
@@ -172,7 +182,7 @@ class _Buffer:
     def __init__(self, size: int, width: int, dtype: npt.DTypeLike, generator: np.random.Generator | None) -> None:
         self.filled = 0
         self._rows = np.empty((size, width), dtype)
-        self._places = np.empty((size, 3), np.int64)
+        self._places = np.empty((size, 4), np.int64)
         self._generator = generator
 
     @property
@@ -205,16 +215,20 @@ class _Buffer:
 
 
 def _cut(
-    captures: Iterable[Rows], site: int, spans: list[tuple[int, int]]
+    captures: Iterable[tuple[Rows, npt.NDArray[np.bool_] | None]], site: int, spans: list[tuple[int, int]]
 ) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]]:
-    """Yield the spans of the rows of several captures, counted over all of them, in the form of `TorchRows._parts`."""
+    """Yield the spans of the rows of several captures, counted over all of them, in the form of `TorchRows._parts`.
+
+    captures: the rows, each with whether they were steered, if that is known.
+    """
     begin = 0
-    for rows, positions, token_ids in captures:
+    for (rows, positions, token_ids), steered in captures:
         for first, last in spans:
             low, high = max(first - begin, 0), min(last - begin, len(rows))
             if low < high:
                 ids = token_ids[low:high].astype(np.int64)
-                yield rows[low:high], np.stack([np.full_like(ids, site), positions[low:high], ids], axis=1)
+                flags = np.zeros_like(ids) if steered is None else steered[low:high]
+                yield rows[low:high], np.stack([np.full_like(ids, site), positions[low:high], ids, flags], axis=1)
         begin += len(rows)
 
 

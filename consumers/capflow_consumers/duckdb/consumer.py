@@ -287,7 +287,7 @@ class DuckdbConsumer(Consumer):
         return CaptureResult(status, "; ".join(problems) or None, payload)
 
     def on_action(self, answered: Answered) -> None:
-        """Commit the outcome of an action, once."""
+        """Commit an event, once."""
         import pyarrow as pa
 
         request = self._requests.get((answered.engine, answered.request))
@@ -303,6 +303,11 @@ class DuckdbConsumer(Consumer):
             "outcome": ["rejected" if answered.step is None else "applied"],
             "step": pa.array([answered.step], pa.int64()),
             "reason": pa.array([answered.reason or None], pa.string()),
+            "position": pa.array([answered.position], pa.int64()),
+            "score": pa.array([answered.score], pa.float64()),
+            "threshold": pa.array([answered.threshold], pa.float64()),
+            "label": pa.array([answered.label or None], pa.string()),
+            "incarnation": pa.array([answered.incarnation or None], pa.string()),
         }
         assert self._database is not None
         self._database.append({"actions": pa.table(line)})

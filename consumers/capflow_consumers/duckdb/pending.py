@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from capflow.capture.frame import Block, Chunk, RequestRows
+from capflow.capture.frame import Block, Chunk, RequestRows, mask_of
 from capflow.capture.site import Site
 from capflow.probes.probe import Scorer
 from capflow_consumers.duckdb.request import ScoredRequest
@@ -262,8 +262,16 @@ def _token_table(requests: _Requests, tokens: list[_Tokens]) -> pa.Table:
             "token_id": np.fromiter(ids, np.int64, len(positions)),
             "text": pa.array(list(texts), pa.string()),
             "phase": _named(np.where(positions < prompt_lengths, 0, 1), ["prompt", "generated"]),
+            "steered": pa.concat_arrays([_steered(rows, first, stop) for _, rows, first, stop in tokens]),
         }
     )
+
+
+def _steered(rows: RequestRows, first: int, stop: int) -> pa.Array:
+    """Return whether the tokens `first .. stop` of a request's part were steered; nulls if the frame did not say it."""
+    if rows.steered is None:
+        return pa.nulls(stop - first, pa.bool_())
+    return pa.array(mask_of(rows.steered, rows.start + first, rows.start + stop))
 
 
 def _running(starts: Sequence[int], lengths: Ints) -> Ints:

@@ -8,11 +8,12 @@ Each table has one row for each:
 * scores: captured row and probe of pool `token`.
 * pools: request and probe of another pool, in each transaction.
 * vectors: captured row, with the option `vectors`.
-* actions: action that was asked for through the hub or done inside a worker.
+* actions: event of steering: an action that was asked for through the hub, or what happened inside a worker.
 * marks: run of consecutive frames of one worker, in each transaction and request.
 
 `capture` numbers the captured requests of the file. A request id may return when an engine is restarted; a capture's
 number never does. Times are UTC. `phase` is `prompt` or `generated`. `text` is NULL if the engine has no tokenizer.
+`steered` says whether an operation acted at the token's position; NULL if the engine did not say it.
 `VIEWS` answer the most common questions about finished requests; a probe's threshold and pool are the latest that the
 file was opened with.
 
@@ -42,7 +43,14 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         ("capture_status", "VARCHAR"),
         ("tag", "VARCHAR"),
     ],
-    "tokens": [*_KEY, ("position", "BIGINT"), ("token_id", "INTEGER"), ("text", "VARCHAR"), ("phase", "VARCHAR")],
+    "tokens": [
+        *_KEY,
+        ("position", "BIGINT"),
+        ("token_id", "INTEGER"),
+        ("text", "VARCHAR"),
+        ("phase", "VARCHAR"),
+        ("steered", "BOOLEAN"),
+    ],
     "probes": [
         ("name", "VARCHAR"),
         ("kind", "VARCHAR"),
@@ -83,11 +91,20 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         ("outcome", "VARCHAR"),
         ("step", "BIGINT"),
         ("reason", "VARCHAR"),
+        ("position", "BIGINT"),
+        ("score", "DOUBLE"),
+        ("threshold", "DOUBLE"),
+        ("label", "VARCHAR"),
+        ("incarnation", "VARCHAR"),
     ],
     "marks": [*_KEY, ("boot", "VARCHAR"), ("rank", "VARCHAR"), ("first_frame", "BIGINT"), ("last_frame", "BIGINT")],
 }
 
-ADDED: dict[str, tuple[str, ...]] = {"requests": ("tag",)}
+ADDED: dict[str, tuple[str, ...]] = {
+    "requests": ("tag",),
+    "tokens": ("steered",),
+    "actions": ("position", "score", "threshold", "label", "incarnation"),
+}
 """Columns that files of earlier versions lack, the last of their tables.
 
 They are added when such a file is opened, with NULL in its rows.
@@ -109,6 +126,12 @@ VIEWS: dict[str, str] = {
         JOIN requests USING (capture)
         JOIN thresholds USING (probe)
         WHERE score >= threshold
+    """,
+    "events": """
+        SELECT answered_at AS happened_at, capture, engine, request_id, position, kind, asked_by, label, score,
+               threshold, sites, step, outcome, reason
+        FROM actions
+        ORDER BY answered_at, position
     """,
     "top_tokens": """
         SELECT probe, row_number() OVER ranked AS rank, score, capture, requests.request_id, position, phase, text

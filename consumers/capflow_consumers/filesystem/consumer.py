@@ -27,6 +27,7 @@ from typing import ClassVar, Literal, NamedTuple
 import msgspec
 
 from capflow import limits
+from capflow.buffers.newest import keep_newest
 from capflow.buffers.policy import WhenFull
 from capflow.capture.frame import Chunk, Frame, FrameHeader, RequestRows
 from capflow.capture.model import ModelInfo
@@ -36,12 +37,13 @@ from capflow.capture.spec import CaptureSpec, StoredDtype, Wanted, join, read_la
 from capflow.errors import FatalError, RetryError, UsageError, explain, kind_of
 from capflow.extras import require
 from capflow.plugins.consumer import Consumer, Context, hookimpl
+from capflow.steering.action import Answered
 from capflow_consumers.dataset import disk, layout
 from capflow_consumers.dataset.running import About
 from capflow_consumers.dataset.stored_dtype import name_of
 from capflow_consumers.filesystem.files import PackedFile, RequestFiles
 from capflow_consumers.filesystem.publisher import Over, Publisher, expected_of, result_of
-from capflow_consumers.filesystem.request import FiledRequest
+from capflow_consumers.filesystem.request import EventLog, FiledRequest
 from capflow_consumers.filesystem.store import Store, Written
 from capflow_consumers.filesystem.workdir import OnCollision, WorkDir
 from capflow_consumers.filesystem.writing import Endings
@@ -84,6 +86,8 @@ class FilesystemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _DEFAULTS = FilesystemConfig("")
+# Requests without rows whose events are kept.
+_EARLY_MAX = 4096
 _LAYOUT_OF = {"compression": "sharded", "shard_bytes": "sharded", "tail_s": "per_file", "threads": "per_file"}
 """The options that only one layout uses."""
 
@@ -113,6 +117,8 @@ class FilesystemConsumer(Consumer):
         # When rows of running requests were last written, on the monotonic clock.
         self._tailed_at = 0.0
         self._requests: dict[tuple[str, str], FiledRequest] = {}
+        # Events of requests without rows so far.
+        self._early: dict[tuple[str, str], EventLog] = {}
         self._models: dict[str, ModelInfo] = {}
         self._buffered_bytes = 0
         self._context: Context | None = None
@@ -243,6 +249,7 @@ class FilesystemConsumer(Consumer):
                 previous = chunk.request
                 request = self._request(frame, previous)
                 request.frames.add(frame.header)
+                request.note_steered(previous.steered)
                 if request.published is None:
                     request.tokens.add(previous.start, previous.token_ids, previous.texts)
             if request.error is None and request.published is None:
@@ -250,6 +257,16 @@ class FilesystemConsumer(Consumer):
                 if self._buffered_bytes + endings.nbytes > self.config.buffer_bytes_max:
                     with contextlib.suppress(RetryError):  # the next call tries again, before it takes anything
                         self._make_room()
+
+    def on_action(self, answered: Answered) -> None:
+        """Keep an event for the sidecar of its request, whose rows may come later."""
+        key = answered.engine, answered.request
+        request = self._requests.get(key)
+        if request is not None:
+            request.events.add(answered)
+            return
+        self._early.setdefault(key, EventLog()).add(answered)
+        keep_newest(self._early, _EARLY_MAX)
 
     def on_request_done(self, done: RequestDone) -> CaptureResult | Future[CaptureResult]:
         """Begin to write the rest of a request; the result says what is in the data set.
@@ -263,6 +280,7 @@ class FilesystemConsumer(Consumer):
         if request is None:
             endings.wait(done.request)
             request = self._requests[key] = self._empty(done.engine)
+            request.events = self._early.pop(key, request.events)
         if not request.appended:
             self._append(request)
         if request.published is None and request.error is None:
@@ -288,6 +306,7 @@ class FilesystemConsumer(Consumer):
     def close(self) -> None:
         """Finish the requests that ended, and drop the others: no part of a request is ever published."""
         opened, self._open = self._open, None
+        self._early.clear()
         if opened is not None:
             opened.endings.close()
         if self._requests:
@@ -324,6 +343,7 @@ class FilesystemConsumer(Consumer):
             self._parts.endings.wait(rows.id)
             wanted = frame.wants(rows) if frame.wants is not None else self._wanted(header.engine, rows)
             request = FiledRequest(self._files(header.dtype, header.hidden_size, wanted), wanted)
+            request.events = self._early.pop(key, request.events)
             request.published = self._published(header, rows.id)
             request.files.about = self._about(header, rows, request.files) if self.config.layout == "per_file" else None
             self._requests[key] = request

@@ -130,6 +130,9 @@ class Publisher:
             layout=files.kept_as,
             capture=capture,
             tag=done.tag,
+            steered=request.steered_runs,
+            events=request.events.take(next((f.incarnation for f in done.finished), "")),
+            events_lost=request.events.lost,
         )
         return store.put(files, sidecar, layout.write_sidecar(sidecar), on_collision)
 

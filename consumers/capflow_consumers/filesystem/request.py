@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from capflow import limits
 from capflow.capture.frame import Chunk
+from capflow.capture.intervals import Intervals
 from capflow.capture.site import Site
 from capflow.capture.spec import Wanted
+from capflow.steering.action import Answered
 from capflow_consumers.dataset import layout
 from capflow_consumers.dataset.rows import Piece, RowBuffer, TokenLog
 from capflow_consumers.dataset.stored_dtype import converted
 from capflow_consumers.filesystem.files import RequestFiles
 from capflow_consumers.framelog import FrameLog
+
+
+class EventLog:
+    """The events of one request, each once, at most `limits.EVENTS_KEPT_MAX`; others are counted."""
+
+    __slots__ = ("_events", "lost")
+
+    def __init__(self) -> None:
+        self._events: dict[str, Answered] = {}
+        self.lost = 0
+
+    def add(self, answered: Answered) -> None:
+        """Take an event."""
+        if answered.id not in self._events and len(self._events) >= limits.EVENTS_KEPT_MAX:
+            self.lost += 1
+        else:
+            self._events[answered.id] = answered
+
+    def take(self, incarnation: str) -> list[layout.SteeringEvent]:
+        """Return the events of a request of this incarnation, in order; `""`: of any."""
+        events = [
+            e for e in self._events.values() if not (incarnation and e.incarnation) or e.incarnation == incarnation
+        ]
+        return [layout.SteeringEvent.of(event) for event in events]
 
 
 class FiledRequest:
@@ -29,9 +57,11 @@ class FiledRequest:
         "buffer",
         "dtypes",
         "error",
+        "events",
         "files",
         "frames",
         "published",
+        "steered",
         "tokens",
         "wanted",
     )
@@ -47,11 +77,27 @@ class FiledRequest:
         # Whether no rows wait in `appending`.
         self.appended = True
         self.tokens = TokenLog()
+        # The steered positions; None once a frame did not say them.
+        self.steered: Intervals | None = Intervals()
+        self.events = EventLog()
         self.error: str | None = None
         self.frames = FrameLog()
         self.published: tuple[Path, layout.Sidecar] | None = None
         # By a chunk's sites: the indices of the sites stored in each dtype.
         self.dtypes: dict[tuple[Site, ...], dict[str, list[int]]] = {}
+
+    def note_steered(self, runs: Sequence[int] | None) -> None:
+        """Take the steered positions of a frame, as `RequestRows.steered`."""
+        if runs is None:
+            self.steered = None
+        elif self.steered is not None:
+            for first, end in zip(runs[::2], runs[1::2], strict=True):
+                self.steered.add(first, end - 1)
+
+    @property
+    def steered_runs(self) -> list[int] | None:
+        """The steered positions as a sidecar has them."""
+        return None if self.steered is None else [edge for first, last in self.steered for edge in (first, last + 1)]
 
     def add(self, chunk: Chunk, held_bytes: int | None) -> int:
         """Take a chunk's rows, each in the dtype that it is stored in; return by how much the buffer grew.

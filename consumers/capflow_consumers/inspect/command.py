@@ -64,6 +64,9 @@ def _show(survey: Survey, console: Console) -> None:
     say("captures", f"{survey.captures} {_listed(survey.statuses)}; requests ended {_listed(survey.ended)}")
     say("models", _listed(survey.models) or "none")
     say("rows", f"{survey.rows:,} at {survey.positions:,} positions, {survey.prompt_tokens:,} prompt tokens")
+    if survey.positions_steered or survey.events:
+        steered = f"{survey.positions_steered:,} positions of {survey.captures_steered} captures"
+        say("steered", f"{steered}; events {_listed(survey.events) or 'none'}")
     say("bytes", f"{decimal(survey.bytes)} of rows, {decimal(survey.bytes_on_disk)} on disk")
     if survey.sites:
         table = Table(box=None)

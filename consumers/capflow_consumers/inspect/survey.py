@@ -80,6 +80,9 @@ class Survey(msgspec.Struct):
     captures_with_gaps: captures that lack rows or whose status is not `ok`.
     dropped: dropped rows by reason.
     gaps: at most `LISTED_MAX`.
+    captures_steered: captures with a steered position.
+    positions_steered: steered positions, over all captures.
+    events: events of steering by kind.
     """
 
     path: str
@@ -100,6 +103,9 @@ class Survey(msgspec.Struct):
     rows_missing: int = 0
     dropped: dict[str, int] = {}
     gaps: list[CaptureGap] = []
+    captures_steered: int = 0
+    positions_steered: int = 0
+    events: dict[str, int] = {}
 
 
 class Surveyor:
@@ -118,6 +124,7 @@ class Surveyor:
         self._ended: Counter[str] = Counter()
         self._statuses: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
+        self._events: Counter[str] = Counter()
         self._damaged: set[Path] = set()
 
     def survey(self, on_capture: Callable[[], object] = lambda: None) -> Survey:
@@ -143,6 +150,7 @@ class Surveyor:
             (self._ended, "ended"),
             (self._statuses, "statuses"),
             (self._dropped, "dropped"),
+            (self._events, "events"),
         ):
             setattr(survey, name, dict(counts.most_common()))
         survey.sites = [self._sites[site] for site in in_order(self._sites)]
@@ -157,6 +165,10 @@ class Surveyor:
         self._models[sidecar.model or "unknown"] += 1
         self._ended[sidecar.status] += 1
         self._statuses[capture.status] += 1
+        self._events.update(event.kind for event in capture.events)
+        runs = sidecar.steered or ()
+        survey.captures_steered += bool(runs)
+        survey.positions_steered += sum(runs[1::2]) - sum(runs[::2])
         try:
             if survey.checked:
                 capture.verify()

@@ -5,7 +5,7 @@
 | `PREFIX.rows.ENGINE.BOOT.RANK` | JSON: rows, their scores and their place | frame, or part of a large one |
 | `PREFIX.vectors.ENGINE.BOOT.RANK` | rows, little-endian, listed by the header `Capflow-Rows` | same |
 | `PREFIX.done.ENGINE.REQUEST` | JSON: the result of the request | request |
-| `PREFIX.actions.ENGINE.REQUEST.ID` | JSON: the action and its outcome | action, asked of the hub or done by a worker |
+| `PREFIX.actions.ENGINE.REQUEST.ID` | JSON: the event | action asked of the hub, and event of a worker |
 | `PREFIX.sessions.ENGINE` | JSON: the engine's model | engine that connects, or returns with another model |
 | `PREFIX.opened` | JSON: probes and version | start of the consumer |
 
@@ -29,7 +29,7 @@ import xxhash
 
 import capflow
 from capflow import limits
-from capflow.capture.frame import Chunk, FrameHeader, Rank
+from capflow.capture.frame import Chunk, FrameHeader, Rank, runs_of
 from capflow.capture.model import ModelInfo
 from capflow.capture.result import RequestDone
 from capflow.steering.action import Answered
@@ -142,6 +142,8 @@ def action_message(prefix: str, answered: Answered) -> Message:
     about["sites"] = [str(site) for site in answered.sites]
     about["outcome"] = "rejected" if answered.step is None else "applied"
     about |= {"step": answered.step, "reason": answered.reason or None}
+    about |= {name: getattr(answered, name) for name in ("position", "score", "threshold")}
+    about |= {"label": answered.label or None, "incarnation": answered.incarnation or None}
     engine = token(answered.engine) if answered.engine else "-"
     subject = f"{prefix}.actions.{engine}.{token(answered.request)}.{token(answered.id)}"
     return message(subject, None, _encode(about), identity=answered.id)
@@ -234,6 +236,8 @@ def _pieces(chunk: Chunk, scores: Scores) -> Iterator[bytes]:
     }
     if chunk.texts:
         fields["texts"] = chunk.texts
+    if (steered := chunk.steered) is not None:
+        fields["steered"] = runs_of(steered, chunk.start)
     fields["scores"] = scores(chunk)
     piece = _encode(fields)
     if len(piece) <= PART_BYTES_MAX or chunk.rows.shape[1] == 1:

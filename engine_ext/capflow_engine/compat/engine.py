@@ -346,6 +346,14 @@ def from_first_rank(data: bytes) -> bytes:
     return shared
 
 
+def rank_store() -> Any:
+    """Return a connection of its own to the key-value store that all ranks of the engine share."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    shared: Any = _get_default_store()
+    return shared.clone()
+
+
 def replica_of(vllm_config: Any) -> int:
     """Return the index of a configuration's data-parallel replica.
 

@@ -65,12 +65,28 @@ class SlotRange(NamedTuple):
 
     split: the first position that is steered like a generated one. The slots for the prompt steer those before it.
     acts: where the program acts, also on other pipeline stages.
+    key: of the program's content; 0 without a program. Equal programs have equal keys on all ranks.
+    shared_key: of the program without what controllers added, which run in one pipeline stage.
     """
 
     first: int
     split: int
     steered: Steered
     acts: Acts = Acts()
+    key: int = 0
+    shared_key: int = 0
+
+    @classmethod
+    def of(
+        cls, first: int, split: int, steered: Steered, program: SteeringProgram | None, shared: SteeringProgram | None
+    ) -> SlotRange:
+        """Return the range of a program.
+
+        shared: the program without what controllers added.
+        """
+        acts = Acts() if program is None else Acts.of(program, split)
+        key = 0 if program is None else program.content_key
+        return cls(first, split, steered, acts, key, key if shared is program else shared.content_key if shared else 0)
 
 
 def steered_runs(history: Sequence[SlotRange], first: int, end: int, opened: Opened | None = None) -> tuple[int, ...]:

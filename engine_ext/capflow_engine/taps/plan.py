@@ -239,6 +239,7 @@ class Plan:
     latched: those with a latched gate.
     gates: the largest number of gates of a request; 0 if none has a gate.
     histories: the steering of each request that consumers want rows of, by index in `batch`, if it was ever steered.
+    steers: whether a request was ever steered, be it on another pipeline stage.
     """
 
     batch: tuple[Scheduled, ...]
@@ -251,6 +252,7 @@ class Plan:
     latched: tuple[int, ...] = ()
     gates: int = 0
     histories: Mapping[int, tuple[SlotRange, ...]] = field(default_factory=dict)
+    steers: bool = False
 
     @property
     def idle(self) -> bool:
@@ -345,7 +347,7 @@ class Planner:
         slotted = _slotted(batch) if steered else ()
         plan = Plan(tuple(batch), (*shipped, *viewed), _end(viewed, ship_rows), ship_rows, slotted, tokens)
         if steered:
-            plan = replace(plan, histories=_histories(batch))
+            plan = replace(plan, histories=_histories(batch), steers=True)
         return _with_gates(plan, gated) if gated else plan
 
 
@@ -419,7 +421,7 @@ def _slotted(batch: Sequence[Scheduled]) -> tuple[Slotted, ...]:
         history = request.steered
         if history is None:
             continue
-        first, from_here, steered, _ = history[-1]
+        first, from_here, steered = history[-1][:3]
         if first <= start and steered.patched_last < start:  # nearly always true
             split = from_here - start
             if split <= 0:

@@ -32,7 +32,7 @@ from capflow.steering.compiler import with_vectors
 from capflow.steering.program import SteeringProgram
 from capflow.steering.vector import SteeringVector
 from capflow_engine.steering.budget import Holdings, Need, Size, needs_of
-from capflow_engine.taps.acting import Acts, SlotRange
+from capflow_engine.taps.acting import SlotRange
 from capflow_engine.taps.bank import NOTHING, Bank
 from capflow_engine.taps.plan import Tracked
 
@@ -159,32 +159,33 @@ class Histories:
 
     def _change(self, tracked: Tracked, first: int, vectors: _Vectors) -> None:
         """Steer a request by its own program and these vectors, from position `first` on."""
-        program, needs = self._composed(tracked, vectors)
+        program, shared, needs = self._composed(tracked, vectors)
         reserved = self._reserved(tracked.key, needs)
         try:
             steered = NOTHING if program is None else self._bank.acquire(program, tracked.steered_from)
         except CapflowError:
             self.reserve.release(reserved)
             raise
-        acts = Acts() if program is None else Acts.of(program, tracked.steered_from)
-        held = SlotRange(first, tracked.steered_from, steered, acts)
+        held = SlotRange.of(first, tracked.steered_from, steered, program, shared)
         self._append(tracked, _Change(held, vectors, needs, reserved))
         if program is not None and program.gates:  # earlier positions keep them, if a later program has none
             tracked.gates, tracked.latched = program.gates, any(gate.latched for gate in program.gates)
 
-    def _composed(self, tracked: Tracked, vectors: _Vectors) -> tuple[SteeringProgram | None, tuple[Need, ...]]:
-        """Return a request's program with these vectors, and what it needs of the reserve."""
+    def _composed(
+        self, tracked: Tracked, vectors: _Vectors
+    ) -> tuple[SteeringProgram | None, SteeringProgram | None, tuple[Need, ...]]:
+        """Return a request's program with these vectors, without those of controllers, and its need of the reserve."""
         counted = program = self._programs.get(tracked.key)
         for owner, some in vectors.items():
             program = with_vectors(program, self._info.hidden_size, some)
             if owner == HUB:
                 counted = with_vectors(counted, self._info.hidden_size, some)
         if program is None or not vectors.keys() - {HUB}:
-            return program, ()
+            return program, program, ()
         rows: frozenset[bytes] = frozenset() if counted is None else frozenset(counted.digests)
         keys = () if counted is None else {need.key for need in needs_of(counted, tracked.steered_from)}
         needs = [need for need in needs_of(program, tracked.steered_from) if need.key not in keys]
-        return program, tuple(need.beside(rows) for need in needs)
+        return program, counted, tuple(need.beside(rows) for need in needs)
 
     def _reserved(self, key: str, needs: Sequence[Need]) -> str:
         """Take `needs` from the reserve; return the name that holds them, empty if there are none."""

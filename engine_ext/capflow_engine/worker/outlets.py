@@ -21,7 +21,7 @@ from capflow.buffers.spool import default_root
 from capflow.capture.frame import Rank
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site
-from capflow.protocol.message import ControllerCounts, Hello
+from capflow.protocol.message import ControllerCounts, Determinism, Hello
 from capflow.transport.address import without_key
 from capflow.transport.links.former import FormerLink
 from capflow.transport.links.worker import Staged, WorkerLink
@@ -42,6 +42,7 @@ class Outlets:
     ring: the memory that holds rows until they are sent.
     text_of: returns the text of a token id; None without a tokenizer.
     reports: returns the troubles and the counts of a hub's controllers, by the hub's index; called on any thread.
+    determinism: returns whether the engine's ranks steer alike; called on any thread.
     """
 
     def __init__(
@@ -54,9 +55,11 @@ class Outlets:
         ring: Ring,
         text_of: Callable[[int], str] | None,
         reports: Callable[[int], tuple[tuple[str, ...], dict[str, ControllerCounts]]] = lambda _: ((), {}),
+        determinism: Callable[[], Determinism | None] = lambda: None,
     ) -> None:
         self._settings = settings
         self._reports = reports
+        self._determinism = determinism
         self._ring = ring
         # They send the frames that former workers left on disk.
         self.former: list[FormerLink] = []
@@ -141,7 +144,7 @@ class Outlets:
     def _staged(self, number: int) -> Staged:
         dropped = dict(self._sender.dropped[number])
         troubles, controllers = self._reports(number)
-        return Staged(self._ring.bytes_lent, self._ring.bytes_max, dropped, troubles, controllers)
+        return Staged(self._ring.bytes_lent, self._ring.bytes_max, dropped, troubles, controllers, self._determinism())
 
 
 def _leave(links: Sequence[FormerLink | WorkerLink]) -> None:

@@ -35,6 +35,8 @@ from capflow.steering.action import Abort, Steer, Unsteer
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import model as compat_model
 from capflow_engine.compat import step as compat_step
+from capflow_engine.ranks.agreement import Agreement
+from capflow_engine.ranks.checksums import Checksums
 from capflow_engine.scheduler.orders import (
     Admitted,
     Decided,
@@ -143,6 +145,8 @@ class WorkerCapture:
         # A stage without taps sends too: its part of a request ends like that of any other stage.
         self.sends = self.rank.tp == 0
         self.ring = Ring(self.settings.outbound_bytes_max, pinned=self.tables.resident)
+        self.checksums = Checksums()
+        self.agreement = self._agreement()
         # The wants of each hub, by the number that orders give them.
         self.wants: dict[int, tuple[_HubWants, ...]] = {}
         self.controllers = [self._controllers((), hub) for hub in range(len(self.settings.hubs))]
@@ -181,18 +185,8 @@ class WorkerCapture:
         self._copy_stream: Any = torch.cuda.Stream() if self.tables.resident else None
         # The event after the copy of the previous step's rows from the staging buffer.
         self._copied: Any = None
-        self.outlets: Outlets | None = None
-        if self.sends:
-            tokenizer = compat.load_tokenizer(worker.vllm_config)
-            self.outlets = Outlets(
-                self.settings,
-                rank=self.rank,
-                info=self.info,
-                sites=self.sites,
-                ring=self.ring,
-                text_of=None if tokenizer is None else lambda token: str(tokenizer.decode([token])),
-                reports=lambda hub: (self.controllers[hub].troubles, self.controllers[hub].counts),
-            )
+        self.outlets = self._make_outlets(worker.vllm_config) if self.sends else None
+        self.agreement.start()
         addresses = ", ".join(hub.address for hub in self.settings.hubs)
         logger.info("capflow: %d taps; rows go to %s", len(self.sites), addresses)
 
@@ -200,6 +194,29 @@ class WorkerCapture:
     def _last(self) -> bool:
         """Whether this is the last pipeline stage, which returns the outputs."""
         return self.rank.pp == self.info.stages - 1
+
+    def _make_outlets(self, vllm_config: Any) -> Outlets:
+        tokenizer = compat.load_tokenizer(vllm_config)
+        return Outlets(
+            self.settings,
+            rank=self.rank,
+            info=self.info,
+            sites=self.sites,
+            ring=self.ring,
+            text_of=None if tokenizer is None else lambda token: str(tokenizer.decode([token])),
+            reports=lambda hub: (self._troubles(hub), self.controllers[hub].counts),
+            determinism=lambda: self.agreement.result if self.rank.pp == 0 else None,
+        )
+
+    def _agreement(self) -> Agreement:
+        stages, ranks = self.info.stages, self._ranks
+        store = compat.rank_store if stages * ranks > 1 else None
+        return Agreement(self.checksums, self.rank, stages=stages, ranks=ranks, store=store)
+
+    def _troubles(self, hub: int) -> tuple[str, ...]:
+        """Return what a hub hears of the worker's troubles. Callable on any thread."""
+        trouble = self.agreement.trouble
+        return (*self.controllers[hub].troubles, *(() if trouble is None else (trouble,)))
 
     def _controllers(self, specs: Sequence[ControllerSpec], hub: int) -> Controllers:
         decides = self.rank.tp == 0
@@ -518,6 +535,8 @@ class WorkerCapture:
         planned = self.planner.plan(batch)
         self._planned = self._plan = planned
         self.gated_step = self.margins = None
+        self.checksums.fold(self._step, planned)
+        self.agreement.stepped(self._step)
         self._buffer = self._lost = None
         if planned.ship_rows:
             self._buffer, self._lost = self._find_room(planned)
@@ -702,6 +721,7 @@ class WorkerCapture:
 
     def close(self) -> None:
         """Send the settled steps and leave the hubs; unsettled steps are dropped: their rows have no certain owner."""
+        self.agreement.close()
         if self.outlets is not None:
             self.outlets.close()
             self.outlets = None

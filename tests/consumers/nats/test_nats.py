@@ -193,6 +193,11 @@ def test_what_came_of_an_action_is_sent_once_however_long_ago_it_was(server, str
         "outcome": "applied",
         "step": 7,
         "reason": None,
+        "position": None,
+        "score": None,
+        "threshold": None,
+        "label": None,
+        "incarnation": None,
     }
     assert second.subject == f"{stream}.actions.-.gone.{abort.id}"
     body = json.loads(second.data)

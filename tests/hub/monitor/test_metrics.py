@@ -16,7 +16,7 @@ from capflow.hub.hub import Hub
 from capflow.hub.monitor.endpoint import Endpoint
 from capflow.hub.monitor.metrics import BEGIN, END, markdown, registry_of
 from capflow.protocol import message
-from capflow.protocol.message import ControllerCounts, Hello, WatchRequest
+from capflow.protocol.message import ControllerCounts, Determinism, Hello, WatchRequest
 from capflow.transport.client import Client
 from capflow.transport.links.worker import Staged
 from capflow.transport.outbox import Outbox
@@ -67,7 +67,7 @@ def watched(tmp_path_factory):
     good = Recorder("good")
     full, bad = Recorder("full", held=True), Recorder("bad", fails_on=[SECRET, "r1", "r2"])
     ran = {"gate": ControllerCounts(9, 0.5, 3, 2, 1)}
-    staged = Staged(1000, 5000, {"queue_full": 7, "no_hub": 2}, controllers=ran)
+    staged = Staged(1000, 5000, {"queue_full": 7, "no_hub": 2}, controllers=ran, determinism=Determinism(True, 4, 9))
     kept = configured(Recorder("kept"), "spill", spool_dir=path.parent / "inbox")
     consumers = [good, configured(full, "drop", 1), bad, kept]
     with running_hub(f"ipc://{path}", *consumers) as hub:

@@ -40,6 +40,7 @@ from capflow_consumers.dataset.shards.thrift import BINARY, BYTE, I32, I64, LIST
 
 MAGIC = b"PAR1"
 
+_BOOLEAN = 0
 _INT32, _INT64, _FLOAT, _BYTE_ARRAY, _FIXED = 1, 2, 4, 6, 7
 _PLAIN, _RLE, _RLE_DICTIONARY = 0, 3, 8
 _REQUIRED, _REPEATED = 0, 2
@@ -62,6 +63,7 @@ def _unsigned(bits: int) -> bytes:
 # Of each Arrow type: Parquet's physical type and its length, the converted type, and the logical type.
 _LEAVES: dict[Any, tuple[int, int | None, int | None, bytes | None]] = {
     pa.string(): (_BYTE_ARRAY, None, _UTF8, struct((1, STRUCT, struct()))),
+    pa.bool_(): (_BOOLEAN, None, None, None),
     pa.int32(): (_INT32, None, None, None),
     pa.uint16(): (_INT32, None, _UINT16, _unsigned(16)),
     pa.uint64(): (_INT64, None, _UINT64, _unsigned(64)),
@@ -133,6 +135,7 @@ def schema(kind: str, size: int, about: dict[str, str]) -> pa.Schema:
         ("hook", pa.string()),
         ("position", pa.int32()),
         ("token_id", pa.int32()),
+        ("steered", pa.bool_()),
         ("xxh3", pa.uint64()),
         ("vector", vector_type(kind, size)),
     ]
@@ -150,6 +153,12 @@ def numbers(values: npt.NDArray[Any]) -> tuple[bytes, ColumnChunk]:
     signed = values.dtype.kind == "i"
     lowest, highest = (values.min().tobytes(), values.max().tobytes()) if signed else (None, None)
     return page, ColumnChunk(0, len(page), 0, len(values), len(page), lowest=lowest, highest=highest)
+
+
+def flags(values: npt.NDArray[np.bool_]) -> tuple[bytes, ColumnChunk]:
+    """Return the page of a column of booleans, and its chunk, which begins at 0."""
+    page = _data_page(np.packbits(values, bitorder="little").tobytes(), len(values), _PLAIN)
+    return page, ColumnChunk(0, len(page), 0, len(values), len(page))
 
 
 def texts(words: Sequence[str], runs: Iterable[tuple[int, int]]) -> tuple[bytes, ColumnChunk]:

@@ -34,6 +34,7 @@ import capflow
 from capflow import limits
 from capflow.capture.site import HOOKS
 from capflow_consumers.dataset import layout
+from capflow_consumers.dataset.capture import steered_at
 from capflow_consumers.dataset.disk import write
 from capflow_consumers.dataset.shards import parquet
 from capflow_consumers.dataset.shards.stream import END, Kind, StoredBatch, chunk_of, decode, opened, rows_of
@@ -225,7 +226,14 @@ def _columns(pieces: list[_Piece]) -> Iterator[tuple[bytes, parquet.ColumnChunk]
     yield parquet.texts(HOOKS, _merged((HOOKS.index(entry.hook), count) for entry, count in sites))
     yield parquet.numbers(positions)
     yield parquet.numbers(_joined([piece.batch.token_ids for piece in pieces]))
+    yield parquet.flags(np.concatenate([_steered(piece) for piece in pieces]))
     yield parquet.numbers(_joined([piece.batch.hashes for piece in pieces]))
+
+
+def _steered(piece: _Piece) -> npt.NDArray[np.bool_]:
+    """Return whether each row's position was steered; False where the engine did not say it."""
+    steered = steered_at(piece.sidecar, piece.batch.positions)
+    return np.zeros(len(piece.batch.positions), np.bool_) if steered is None else steered
 
 
 def _texts(words: list[str], counts: list[int]) -> tuple[bytes, parquet.ColumnChunk]:

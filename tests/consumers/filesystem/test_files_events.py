@@ -1,0 +1,103 @@
+"""What data sets keep of steering: which rows were steered, and the events of each request, in every layout."""
+
+from __future__ import annotations
+
+import duckdb
+import msgspec
+import numpy as np
+import pytest
+
+import capflow
+from capflow import limits
+from capflow.capture.frame import Finished
+from capflow.steering.action import Answered
+from tests.kit.captured import run
+from tests.kit.frames import make_finished, make_frame
+from tests.kit.stored import SITES, done, opened
+
+LAYOUTS = ("per_file", "packed", "sharded")
+
+
+def event(number, request="r1", incarnation="b-1", position=5):
+    return Answered(
+        f"e{number}", "engine-1", request, "gate", (SITES[0],), "gate rude", number, 7, "", position, 1.5, 1.0, "rude",
+        incarnation,
+    )  # fmt: skip
+
+
+def ended(**fields):
+    finished: Finished = msgspec.structs.replace(make_finished("r1", 4, 6), incarnation="b-1")
+    return msgspec.structs.replace(done(computed_length=6, rows=18), finished=(finished,), **fields)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_readers_know_which_rows_were_steered_and_why(tmp_path, layout):
+    """The first event comes before any row; one comes twice; one belongs to an earlier request of the id."""
+    consumer = opened(tmp_path, SITES, layout=layout)
+    consumer.on_action(event(1, position=0))
+    consumer.on_action(event(9, incarnation="b-0"))
+    consumer.on_frame(make_frame([("r1", 4, 0, 4)], SITES, seq=1, steered={"r1": (1, 3)}))
+    consumer.on_frame(make_frame([("r1", 4, 4, 2)], SITES, seq=2, steered={"r1": (5, 6)}))
+    consumer.on_action(event(2))
+    consumer.on_action(event(2))
+    consumer.on_request_done(ended())
+    consumer.close()
+    capture = capflow.open(tmp_path)["r1"]
+    for site in SITES:
+        assert capture.steered(site).tolist() == [False, True, True, False, False, True]
+    facts = [(e.id, e.kind, e.by, e.position, e.score, e.threshold, e.label, e.sites, e.step) for e in capture.events]
+    rest = (1.5, 1.0, "rude", [str(SITES[0])], 7)
+    assert facts == [("e1", "gate", "gate rude", 0, *rest), ("e2", "gate", "gate rude", 5, *rest)]
+    if layout == "sharded":
+        (path,) = tmp_path.glob("*.parquet")
+        sql = f"SELECT DISTINCT position FROM '{path}' WHERE steered ORDER BY position"
+        assert duckdb.sql(sql).fetchall() == [(1,), (2,), (5,)]
+    shown = run("inspect", tmp_path).stdout
+    assert "steered   3 positions of 1 captures; events gate 2" in shown
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_of_engines_that_do_not_say_it_are_of_unknown_steering(tmp_path, layout):
+    consumer = opened(tmp_path, SITES, layout=layout)
+    consumer.on_frame(make_frame([("r1", 4, 0, 4)], SITES, seq=1, steered={}))
+    consumer.on_frame(make_frame([("r1", 4, 4, 2)], SITES, seq=2))
+    consumer.on_request_done(ended())
+    consumer.close()
+    capture = capflow.open(tmp_path)["r1"]
+    assert capture.steered(SITES[0]) is None
+    assert capture.events == ()
+
+
+def test_torch_rows_say_it(tmp_path):
+    torch_rows = pytest.importorskip("capflow_consumers.dataset.torch_rows")
+    consumer = opened(tmp_path, SITES)
+    consumer.on_frame(make_frame([("r1", 4, 0, 6)], SITES, seq=1, steered={"r1": (1, 3)}))
+    consumer.on_request_done(ended())
+    consumer.close()
+    (batch,) = torch_rows.TorchRows(tmp_path, shuffle_rows=0)
+    assert batch.steered.tolist() == [position in (1, 2) for position in batch.positions.tolist()]
+
+
+def test_a_data_set_that_is_replayed_says_it_again(tmp_path):
+    consumer = opened(tmp_path / "first", SITES)
+    consumer.on_action(event(1, position=1))
+    consumer.on_frame(make_frame([("r1", 4, 0, 6)], SITES, seq=1, steered={"r1": (1, 3, 4, 6)}))
+    consumer.on_request_done(ended())
+    consumer.close()
+    replayed = run("replay", tmp_path / "first", "--consumer", f"filesystem:root={tmp_path / 'second'}")
+    assert replayed.returncode == 0, replayed.stderr
+    first, second = (capflow.open(tmp_path / name)["r1"] for name in ("first", "second"))
+    assert second.steered(SITES[0]).tolist() == first.steered(SITES[0]).tolist()
+    assert [(e.kind, e.by, e.position, e.score) for e in second.events] == [("gate", "gate rude", 1, 1.5)]
+
+
+def test_many_events_are_counted(tmp_path):
+    consumer = opened(tmp_path, SITES)
+    consumer.on_frame(make_frame([("r1", 4, 0, 6)], SITES, seq=1, steered={}))
+    for number in range(limits.EVENTS_KEPT_MAX + 3):
+        consumer.on_action(event(number))
+    consumer.on_request_done(ended())
+    consumer.close()
+    sidecar = capflow.open(tmp_path)["r1"].sidecar
+    assert (len(sidecar.events), sidecar.events_lost) == (limits.EVENTS_KEPT_MAX, 3)
+    assert not np.any(capflow.open(tmp_path)["r1"].steered(SITES[0]))
