@@ -2,6 +2,11 @@
 
     OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/gates.py [--model demo] [--batches 1,8,64,256] [--rounds N]
 
+    OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/gates.py --taps
+
+The second command times what capflow does in a step, without an engine: the plan, 18 sites of width 640, latches and
+events.
+
 One engine in this process runs all modes, turns interleaved. Each turn starts a batch of requests and times every step
 in which all of them decode, by the CPU time of the process: that is the time on an idle machine with one thread, and
 another process does not add to it. A ratio is that of the medians of all steps.
@@ -91,6 +96,63 @@ def turn(llm: Any, options: Any, batch: int, steps: int, number: int) -> list[fl
     return times[2:-1]  # without the prompts, and the step that ends the requests
 
 
+def taps(batch: int, where: str, gate: str | None, rounds: int = 200) -> float:
+    """Return the microseconds that a decode step costs in the worker's plan, its 18 taps, latches and events."""
+    import torch
+
+    from capflow.capture.site import Site
+    from capflow_engine.steering.budget import Size
+    from capflow_engine.taps.acting import SlotRange
+    from capflow_engine.taps.bank import Bank
+    from capflow_engine.taps.gates import Gating
+    from capflow_engine.taps.plan import Planner, Scheduled, Tracked
+    from capflow_engine.taps.step import Step
+    from capflow_engine.worker.firing import Firing, GatedStep
+    from capflow_engine.worker.latches import Latches
+
+    layers, width, cpu = 18, 640, torch.device("cpu")
+    made = program(layers, width, where, gate)
+    bank = Bank(Size(64, 512, 64), {Site(n, HOOK): n for n in range(layers)}, width, cpu)
+    planner, latches, firing, requests = Planner(layers), Latches(cpu), Firing(), []
+    for n in range(batch):
+        request = Tracked(f"r{n}", f"r{n}", 4, planner.nothing, planner.nothing)
+        request.steered = [SlotRange(0, 4, bank.acquire(made, 4))]
+        request.gates, request.latched = made.gates, any(each.latched for each in made.gates)
+        requests.append(request)
+    hidden, residual = torch.randn(2, batch, width)
+    times = []
+    with torch.inference_mode():
+        for n in range(rounds):
+            begin = time.process_time()
+            plan = planner.plan([Scheduled(request, row, 4 + n, 1) for row, request in enumerate(requests)])
+            carried = latches.begin(plan)
+            gating = Gating(plan, batch, carried, None) if plan.gates else None
+            step = Step(plan, None, bank, gating)
+            for site in range(layers):
+                step.tap(site, hidden, residual)
+            if gating is not None:
+                latches.end(plan, carried, gating.margins)
+                before = None if carried is None else carried.numpy()
+                firing.add(GatedStep(n, plan, gating.margins.numpy(), lambda: None, before, layers))
+                list(firing.settle(n))
+            times.append(time.process_time() - begin)
+    return 1e6 * statistics.median(times)
+
+
+def report_taps() -> int:
+    """Print what a step costs in the worker, with and without gates."""
+    import torch
+
+    torch.set_num_threads(1)
+    print("| batch | sites | static | hard | sigmoid | latched |")
+    print("|---|---|---|---|---|---|")
+    for batch in (1, 8, 64, 256):
+        for where in ("one", "all"):
+            costs = " | ".join(f"{taps(batch, where, gate):.0f} µs" for gate in (None, *GATES))
+            print(f"| {batch} | {where} | {costs} |", flush=True)
+    return 0
+
+
 def tiny() -> str:
     """Return the directory of a random model."""
     import tempfile
@@ -144,7 +206,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=24, help="steps of a turn at a batch of 8 or less")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--taps", action="store_true", help="time the worker's part alone; no engine")
     args = parser.parse_args(arguments)
+    if args.taps:
+        return report_taps()
     import capflow
 
     model = args.model

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import math
 import os
 import subprocess
 import sys
@@ -16,30 +15,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from vllm import SamplingParams
 
 import capflow
 from capflow.capture.site import HOOKS, Site
-from capflow.capture.spec import parse_capture
-from capflow.steering.program import (
-    ADD,
-    CLAMP,
-    PATCH,
-    RELATIVE,
-    SCORE_CAST,
-    SCORE_COSINE,
-    SCORE_DOT,
-    Op,
-    ProgramGate,
-    SiteOps,
-    SteeringProgram,
-    digest,
-)
 from capflow_engine.compat import cache
-from capflow_engine.request.options import KEY, RequestOptions
 from capflow_engine.taps.step import Step
 from capflow_engine.worker.latches import Latches
-from tests.kit.engines import GREEDY, VOCABULARY, WIDTH, engine, prompts, relative_error, scheduled_ahead
+from tests.kit.engines import GREEDY, VOCABULARY, engine, prompts, relative_error, scheduled_ahead
 from tests.kit.sources import ROOT
 from tests.kit.steered import RAW, SteeredReference, entries, logits, vector
 from tests.kit.watching import watch
@@ -50,7 +32,7 @@ WRONG = 7
 APART = 1e-3
 """How far each score is from its threshold, at least: rounding in the engine opens no gate."""
 EVERYTHING = {"hooks": dict.fromkeys(HOOKS, "all"), "positions": "all"}
-SCORE_KINDS = {"dot": SCORE_DOT, "cosine": SCORE_COSINE, "cast": SCORE_CAST}
+SCORE_KINDS = ("dot", "cosine", "cast")
 POSITIONS = ("all", "prompt", "generated", "last_prompt")
 
 
@@ -158,12 +140,13 @@ def scored_positions(positions, prompt_length, count):
     }[positions]
 
 
-def cases(reference, combinations, lengths, max_tokens, seed=0, *, early=False):
+def cases(reference, combinations, lengths, max_tokens, seed=0, *, opening="half"):
     """Return a case for each combination of score kind, sharpness, latch and positions, each with its own operations.
 
     Thresholds lie in the middle of the reference's scores, in gaps, so that gates open and shut.
 
-    early: gates open at few scored positions, all in their first half, so that a latch that is lost stays lost.
+    opening: `half`; `early`, at few scored positions, all in their first half, so that a latch that is lost stays lost;
+        or `never`, though nearly.
     """
     made = []
     for number, (kind, sharpness, latch, positions) in enumerate(combinations):
@@ -172,7 +155,7 @@ def cases(reference, combinations, lengths, max_tokens, seed=0, *, early=False):
         name = f"{number} {kind} {sharpness} {'latched' if latch else 'each'} {positions}"
         for attempt in range(40):
             fields = _fields(number, kind, sharpness, latch, positions, length, attempt)
-            case = _tried(reference, name, prompt, fields, max_tokens, number, early)
+            case = _tried(reference, name, prompt, fields, max_tokens, number, opening)
             if case is not None:
                 made.append(case)
                 break
@@ -218,12 +201,14 @@ def _fields(number, kind, sharpness, latch, positions, length, attempt):
     return {"steering_gates": {"g": gate}, **operation}
 
 
-def _tried(reference, name, prompt, fields, max_tokens, number, early):
+def _tried(reference, name, prompt, fields, max_tokens, number, opening):
     gate = fields["steering_gates"]["g"]
     shut = {**fields, "steering_gates": {"g": {**gate, "threshold": 1e9}}}
     tokens = reference.generate(prompt, max_tokens, shut)
     scores = _scores(reference, [*prompt, *tokens[:-1]], len(prompt), shut)
-    if early:
+    if opening == "never":
+        gate["threshold"] = float(scores.max()) + 2 * APART
+    elif opening == "early":
         high = np.sort(scores)[-4:]
         gate["threshold"] = float(np.mean(high[np.argmax(np.diff(high)) :][:2]))
     elif len(scores) == 1:
@@ -238,9 +223,11 @@ def _tried(reference, name, prompt, fields, max_tokens, number, early):
     _, _, margins, values = reference.run([*prompt, *tokens[:-1]], len(prompt), fields)
     scored = margins["g"][margins["g"] > -np.inf]
     opened = int((scored >= 0).sum())
-    if np.abs(scored).min() < APART or (len(scored) > 1 and not 0 < opened < len(scored)):
+    if np.abs(scored).min() < APART or (opening == "never" and opened):
         return None
-    if early and np.flatnonzero(scored >= 0)[-1] > len(scored) // 2:
+    if opening != "never" and len(scored) > 1 and not 0 < opened < len(scored):
+        return None
+    if opening == "early" and np.flatnonzero(scored >= 0)[-1] > len(scored) // 2:
         return None
     flips = int(np.abs(np.diff(values["g"] >= 0.5)).sum())
     return Case(name, prompt, fields, tokens, opened, len(scored) - opened, flips)
@@ -254,81 +241,25 @@ def _scores(reference, tokens, prompt_length, fields):
 ALL_MODES = list(itertools.product(SCORE_KINDS, (None, 2.0), (False, True), POSITIONS))
 
 
-def program_of(fields, width=WIDTH):
-    """Return the program of fields, made by hand: each vector is an operation of its own."""
-    rows, ops, patched = [], ({}, {}), {}
-    names = list(fields["steering_gates"])
-
-    def row(values):
-        rows.append(np.ascontiguousarray(values, np.float32))
-        return len(rows) - 1
-
-    def gate_of(given):
-        return names.index(given["gate"]) if given.get("gate") else -1
-
-    for number, gate in enumerate(fields["steering_gates"].values()):
-        site = Site(gate["layer"], gate["hook"])
-        amount = gate.get("bias", 0.0) - gate["threshold"]
-        score = Op(SCORE_KINDS[gate["score"]], row(gate["vector"]), amount, gate=number)
-        for phase in {"all": ops, "prompt": ops[:1], "generated": ops[1:]}.get(gate["positions"], ()):
-            phase.setdefault(site, []).append(score)
-        if gate["positions"] == "last_prompt":
-            patched.setdefault(-1, {}).setdefault(site, []).append(score)
-    for patch, site in _each(fields, "steering_patches"):
-        op = Op(PATCH, row(patch["vector"]), patch["amount"], gate=gate_of(patch))
-        for position in patch["positions"]:
-            patched.setdefault(position, {}).setdefault(site, []).append(op)
-    added = sorted(_each(fields, "steering_vectors"), key=lambda one: not one[0].get("relative"))
-    for given, site in (*added, *_each(fields, "steering_clamps")):
-        unit = np.asarray(given["vector"], np.float64) / np.linalg.norm(given["vector"])
-        if "min" in given:
-            op = Op(CLAMP, row(unit), 1.0, given["min"], given["max"], gate_of(given))
-        elif given.get("relative"):
-            op = Op(RELATIVE, row(unit), given["scale"], gate=gate_of(given))
-        else:
-            op = Op(ADD, row(given["vector"]), given["scale"], gate=gate_of(given))
-        for phase in ops:
-            phase.setdefault(site, []).append(op)
-
-    def sites(some):
-        return tuple(SiteOps(*site, tuple(each)) for site, each in sorted(some.items()))
-
-    gates = [
-        ProgramGate(
-            name,
-            math.inf if gate["sharpness"] is None else gate["sharpness"],
-            gate["latch"],
-            gate["threshold"],
-            gate["layer"],
-            gate["hook"],
-            gate["score"],
-            gate["positions"],
-        )
-        for name, gate in fields["steering_gates"].items()
-    ]
-    return SteeringProgram(
-        width,
-        b"".join(each.tobytes() for each in rows),
-        tuple(digest(each.data) for each in rows),
-        sites(ops[0]),
-        sites(ops[1]),
-        tuple((position, sites(some)) for position, some in sorted(patched.items())),
-        tuple(gates),
-    )
-
-
-def _each(fields, field):
-    """Return each entry of a field with its site."""
-    layers = ((hook, layer, some) for hook, layers in fields.get(field, {}).items() for layer, some in layers.items())
-    return [(one, Site(layer, hook)) for hook, layer, some in layers for one in some]
-
-
 def params_of(case, name, max_tokens, capture=EVERYTHING, **more):
     """Return the sampling parameters of a case."""
-    options = RequestOptions(id=name, capture=parse_capture(capture), program=program_of(case.fields))
-    return SamplingParams(
-        extra_args={KEY: options.pack()}, max_tokens=max_tokens, logprobs=VOCABULARY, **{**GREEDY, **more}
-    )
+    asked = {"id": name, "capture": capture, "max_tokens": max_tokens, "logprobs": VOCABULARY, **GREEDY, **more}
+    return capflow.sampling_params(**_tiered(case.fields), **asked)
+
+
+def _tiered(fields):
+    """Return fields with gated entries in the tier of the gate's positions: elsewhere an unlatched gate is refused."""
+    (gate,) = fields["steering_gates"].values()
+    tier = {"prompt": "prefill_", "last_prompt": "prefill_", "generated": "decode_"}.get(gate["positions"], "")
+    made = {"steering_gates": fields["steering_gates"]}
+    for field in fields.keys() - made.keys():
+        for hook, layers in fields[field].items():
+            for layer, some in layers.items():
+                for one in some:
+                    tiered = one.get("gate") and not gate["latch"] and field != "steering_patches"
+                    sites = made.setdefault(f"{tier if tiered else ''}{field}", {})
+                    sites.setdefault(hook, {}).setdefault(layer, []).append(one)
+    return made
 
 
 def prove(llm, root, reference, given, max_tokens, prefix="r"):

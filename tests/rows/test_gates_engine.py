@@ -102,7 +102,7 @@ LATCHED = [
 @pytest.fixture(scope="module")
 def crowd(reference):
     """Cases whose gates open early, and whose answers are long."""
-    return cases(reference, LATCHED, (60, 61, 62, 63, 58, 59), 100, seed=40, early=True)
+    return cases(reference, LATCHED, (60, 61, 62, 63, 58, 59), 100, seed=40, opening="early")
 
 
 def crowded(model, crowd, root, *, cached, mutant=""):
@@ -120,7 +120,9 @@ def test_a_latch_is_worked_out_again_after_a_preemption(model, crowd, tmp_path, 
 @pytest.fixture(scope="module")
 def drafted(reference):
     """Cases whose answers repeat themselves, so that drafts are accepted now and then."""
-    return cases(reference, [*LATCHED, ("dot", None, False, "all"), ("dot", 4.0, False, "generated")], (30, 9), 50, 80)
+    each = [("dot", None, False, "all"), ("dot", 4.0, False, "generated")]
+    never = cases(reference, [("dot", None, True, "generated")] * 4, (30, 9), 50, 90, opening="never")
+    return [*cases(reference, [*LATCHED, *each], (30, 9), 50, 80), *never]
 
 
 def drafting(model, drafted, root, mutant=""):
