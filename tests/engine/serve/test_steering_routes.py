@@ -287,6 +287,7 @@ def test_the_schema_describes_every_route_and_field(servers):
     message = json.dumps(schema)
     for path, methods in (
         ("/v1/steering", {"get"}), ("/v1/steering/set", {"post"}), ("/v1/steering/clear", {"post"}),
+        ("/v1/steering/dynamic", {"get"}),
         ("/v1/steering/layers", {"get"}), ("/v1/steering/modules", {"get", "post", "delete"}),
         ("/v1/steering/modules/register", {"post"}), ("/v1/steering/modules/unregister", {"post"}),
         ("/v1/steering/modules/{name}", {"get", "delete"}),

@@ -16,9 +16,10 @@ from fastapi.routing import APIRoute
 from fastapi.security import APIKeyHeader, HTTPBearer
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
-from capflow.errors import UsageError, explain
+from capflow.errors import CapflowError, UsageError, explain
 from capflow.serve_options import STEERING_KEY
 from capflow.text.jsontext import check_keys
+from capflow_engine.hubs import HubAt
 from capflow_engine.serve.api_keys import ENVIRONMENT_VARIABLE, Keys
 from capflow_engine.serve.http.steering_bodies import (
     ClearBody,
@@ -37,6 +38,9 @@ from capflow_engine.serve.http.steering_bodies import (
 from capflow_engine.serve.refusals import refused
 from capflow_engine.steering.applied import NOTHING_KEY, key_of
 from capflow_engine.steering.module import as_written
+
+# How long a hub may take to answer.
+_HUB_S = 1.0
 
 
 class _Route(APIRoute):
@@ -169,6 +173,25 @@ def clear_state(front: Front, body: ClearBody | None = None) -> Done:  # noqa: A
     """Clear the global state, from the next request on."""
     front.store.clear_global()
     return Done()
+
+
+@router.get("/dynamic")
+def dynamic(front: Front) -> dict[str, Any]:
+    """Return `determinism`: whether the ranks of the engine steer alike, as a hub knows it; null if none says it."""
+    reports = (determinism_at(hub, front.settings.engine) for hub in front.settings.hubs)
+    return {"determinism": next((report for report in reports if report is not None), None)}
+
+
+def determinism_at(hub: HubAt, engine: str) -> dict[str, Any] | None:
+    """Return what a hub knows of an engine's ranks; None if it does not answer or does not know."""
+    try:
+        if not hub.is_listening():
+            return None
+        with hub.client(_HUB_S) as client:
+            report: dict[str, Any] | None = client.status().get("determinism", {}).get(engine)
+            return report
+    except CapflowError:
+        return None
 
 
 @router.get("/modules")
