@@ -254,6 +254,10 @@ def test_the_output_is_whole(finished):
                               "AND label = 'target' GROUP BY 1").fetchall()  # fmt: skip
         assert (mean, prompts) == (pytest.approx(np.mean([value for _, value in values])), 4)
         assert low <= mean <= high
+        sql = "SELECT count(*), count(low) FROM metrics WHERE metric = 'ttft_ms'"
+        ((speeds, with_interval),) = database.sql(sql).fetchall()
+        assert speeds > 0
+        assert with_interval == 0
         ((rows,),) = database.sql("SELECT count(*) FROM tokens WHERE arm = 'baseline' AND kl IS NOT NULL").fetchall()
         assert rows == 16 * 6
     manifest = json.loads((finished / "run.json").read_text())

@@ -41,11 +41,15 @@ MEANINGS: Mapping[str, tuple[str, str]] = {
 """Each metric's title and its meaning."""
 
 
+SPEEDS = {"tokens_per_s", "ttft_ms", "tpot_ms"}
+"""Metrics of a batch. Its prompts share them, so an interval over prompts would be far too narrow: they have none."""
+
+
 class MetricRow(msgspec.Struct, frozen=True):
     """One metric of one setting for one label.
 
     prompts: how many have a value.
-    low, high: the interval of the mean.
+    low, high: the interval of the mean; NaN for `SPEEDS`.
     difference, difference_low, difference_high: of the setting minus the baseline, paired by prompt.
     """
 
@@ -204,14 +208,17 @@ def _point(one: Setting | Cell) -> tuple[object, ...]:
 def _row(
     setting: Setting, label: str, metric: str, mine: Floats, difference: Floats, drawn: Drawn, confidence: float
 ) -> MetricRow:
+    resamples = None if metric in SPEEDS else drawn
     return MetricRow(
         setting.name, setting.arm, setting.kind, setting.threshold, setting.sharpness, setting.scale, setting.layer,
-        label, metric, int(np.isfinite(mine).sum()), *_estimate(mine, drawn, confidence),
-        *_estimate(difference, drawn, confidence),
+        label, metric, int(np.isfinite(mine).sum()), *_estimate(mine, resamples, confidence),
+        *_estimate(difference, resamples, confidence),
     )  # fmt: skip
 
 
-def _estimate(values: Floats, drawn: Drawn, confidence: float) -> tuple[float, float, float]:
+def _estimate(values: Floats, drawn: Drawn | None, confidence: float) -> tuple[float, float, float]:
+    if drawn is None:
+        return statistics.mean(values), math.nan, math.nan
     resampled = statistics.means(values, drawn)
     return statistics.mean(values), *statistics.interval(resampled, confidence)
 
