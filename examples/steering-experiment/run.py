@@ -21,7 +21,7 @@ SHOWN = {"effect": "experiment_effect", "gate": "experiment_gate", "kl": "experi
 
 
 def main() -> None:
-    """Run, print the comparison, and copy pictures; the exit code is 1 if a gate did not do less harm."""
+    """Run, print the comparison, and copy pictures; the exit code is 1 if no gate did less harm."""
     parser = argparse.ArgumentParser(description="Compare gates with a vector that is always on.")
     parser.add_argument("--out", type=Path, default=Path("gate-or-not"), help="the output directory")
     parser.add_argument("--pictures", type=Path, help="a directory to copy the documentation's pictures to")
@@ -31,7 +31,7 @@ def main() -> None:
     with duckdb.connect(str(arguments.out / "experiment.duckdb"), read_only=True) as database:
         rows = database.sql("SELECT * FROM matches ORDER BY setting").fetchall()
         columns = [name for name, *_ in database.sql("DESCRIBE matches").fetchall()]
-    worse = 0
+    better = 0
     print("| setting | effect | harm | always on, same effect | difference |\n|---|---|---|---|---|")
     for row in rows:
         match = dict(zip(columns, row, strict=True))
@@ -40,11 +40,11 @@ def main() -> None:
             for name in ("effect", "harm", "other_harm", "difference")
         ]
         print(f"| {match['setting']} | {' | '.join(cells)} |")
-        worse += not match["difference_high"] < 0
+        better += match["difference_high"] < 0
     if arguments.pictures:
         for name, title in SHOWN.items():
             shutil.copyfile(arguments.out / "plots" / f"{name}.png", arguments.pictures / f"{title}.png")
-    sys.exit(1 if worse or not rows else 0)
+    sys.exit(0 if better else 1)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ class Setting(msgspec.Struct, frozen=True):
     @property
     def title(self) -> str:
         """The arm with the values of its axes."""
-        values = [f"{axis} {value:g}" for axis in AXES[self.kind] if (value := getattr(self, axis)) is not None]
+        values = [f"{axis} {value:.3g}" for axis in AXES[self.kind] if (value := getattr(self, axis)) is not None]
         return " ".join([self.arm, *values])
 
 

@@ -110,7 +110,7 @@ def _effect(experiment: Experiment, settings: Sequence[Setting], tables: ResultT
     axes.axvline(0, color="#999999", lw=0.8)
     axes.set_xlabel(f"effect on target prompts: change of {MEANINGS[effect][0]}")
     axes.set_ylabel(f"harm on benign prompts: change of {MEANINGS[harm][0]}")
-    axes.legend(frameon=False, fontsize=8.5)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8.5)
     caption = (
         f"Effect against harm, each against the baseline, with {experiment.general.confidence:.0%} intervals. Numbers "
         "are scales. At one effect, the lower arm is better."
@@ -168,7 +168,7 @@ def _gate(tables: ResultTables, settings: Sequence[Setting]) -> tuple[str, Any] 
     right.invert_yaxis()
     right.set_xlim(0, 1.05)
     right.set_xlabel("share of answers whose gate fired")
-    right.legend(frameon=False, fontsize=8.5)
+    figure.legend(loc="outside upper right", ncols=2, frameon=False, fontsize=8.5)
     return "Left: how well the highest score of a request separates the labels. Right: how often gates fired.", figure
 
 
