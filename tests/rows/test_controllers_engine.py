@@ -2,118 +2,20 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
-
 import numpy as np
 import pytest
 
 import capflow
-from capflow.capture.site import Site
-from capflow.plugins.configure import ConfiguredController, configure, load_plugins, parse
-from capflow.probes.probe import Probe, save_vector
-from tests.kit.engines import GREEDY, answers, engine, prompts, relative_error, vector
+from tests.kit.engines import GREEDY, engine, prompts, vector
+from tests.kit.controlled import CROWDED, LENGTHS, PROBED, WEIGHT, first_above, gates, hold, run, scores
 from tests.kit.hubs import running_hub
-from tests.kit.rows import ALL, FLOAT32_BOUND, Keeper
-from tests.kit.waiting import eventually
+from tests.kit.rows import Keeper
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
-PROBED, STEERED = Site(2, "post_block"), Site(1, "post_block")
-WEIGHT = vector(11, norm=1.0)
-LENGTHS = (60, 61, 62, 63, 58, 59)
-CROWDED = {"block_size": 32, "num_gpu_blocks_override": 22, "max_model_len": 192}
-"""Room for about four requests of 160 tokens, so that six which grow to that preempt each other."""
 
-
-def gates(directory, *options, steered=STEERED, probed=PROBED):
-    """Return gates as a hub takes them; `options` is one text for each, with its name: `@rude:threshold=1`."""
-    Probe.make(probed, WEIGHT, names=("p",), threshold=1e9).save(directory / "p.safetensors")
-    save_vector(directory / "v.safetensors", steered, vector(12))
-    made = []
-    for each in options:
-        name, _, more = each.partition(":")
-        positions = "" if "positions=" in more else ",positions=all_generated"
-        files = f"probe={directory}/p.safetensors,vector={directory}/v.safetensors{positions}"
-        configured = configure(*parse(f"gate{name}:{files},{more}"), load_plugins())
-        assert isinstance(configured, ConfiguredController)
-        made.append(configured)
-    return made
-
-
-@contextlib.contextmanager
-def ahead_of_output(ahead):
-    """Let engines schedule steps before the output of `ahead - 1` earlier ones; vLLM's CPU platform turns this off."""
-    from vllm.platforms import current_platform
-
-    platform = type(current_platform)
-    original = platform.__dict__["check_and_update_config"]
-
-    def check(cls, vllm_config):
-        original.__get__(None, cls)(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    if ahead:
-        platform.check_and_update_config = classmethod(check)
-    try:
-        yield
-    finally:
-        platform.check_and_update_config = original
-
-
-def run(tiny, tmp_path_factory, controllers, *, lengths=LENGTHS, max_tokens=100, captured=ALL, ahead=0, **arguments):
-    """Return the keeper of a hub with controllers, and the outputs of requests `r0`, `r1` and so on.
-
-    ahead: how many steps async scheduling keeps under way; 0 for sync scheduling.
-    """
-    keeper = Keeper()
-    address = f"ipc://{tmp_path_factory.mktemp('h')}/h"
-    hubs = running_hub(address, keeper, controllers=controllers)
-    with hubs as hub, ahead_of_output(ahead), engine(tiny, hub=address, **arguments) as llm:
-        core = getattr(llm.llm_engine.engine_core, "engine_core", None)
-        keeper.preempted = []
-        if ahead:
-            assert type(core.scheduler).__mro__[2].__name__ == "AsyncScheduler"
-            core.batch_queue_size = ahead
-            core.batch_queue = collections.deque(maxlen=ahead)
-            core.step_fn = core.step_with_batch_queue
-        if core is not None:
-            scheduler = core.scheduler
-            preempt = scheduler._preempt_request
-            scheduler._preempt_request = lambda request, *a, **k: (
-                keeper.preempted.append(request.request_id.partition("-")[0]),
-                preempt(request, *a, **k),
-            )[1]
-        params = [
-            capflow.sampling_params(id=f"r{n}", capture=captured, max_tokens=max_tokens, **GREEDY)
-            for n in range(len(lengths))
-        ]
-        outputs = llm.generate(prompts(lengths), params, use_tqdm=False)
-        eventually(lambda: len(keeper.done) == len(lengths))
-        keeper.problems = list(hub.status()["problems"])
-    assert not keeper.late
-    assert not keeper.twice
-    return keeper, outputs
-
-
-def scores(keeper, name):
-    """Return the probe's score of each captured position of a request."""
-    return {position: float(row @ WEIGHT) for position, (_, row) in keeper.rows[name][PROBED].items()}
-
-
-def first_above(keeper, name, threshold, start):
-    each = scores(keeper, name)
-    return next((p for p in sorted(each) if p >= start and each[p] >= threshold), None)
-
-
-def hold(keeper, name, output, reference, steering):
-    """Hold a request's rows against the reference with vectors added from positions on: `{layer: (vector, first)}`."""
-    tokens = [*output.prompt_token_ids, *answers([output])[0]]
-    expected = reference.post_block(tokens, steering)
-    for site, kept in keeper.rows[name].items():
-        at = sorted(kept)
-        assert at == list(range(len(at)))
-        assert relative_error(np.stack([kept[p][1] for p in at]), expected[site.layer, at]) < FLOAT32_BOUND
+FULL = CROWDED | {"num_gpu_blocks_override": 13}
+"""Less room: requests that end early leave some."""
 
 
 @pytest.fixture(scope="module")
@@ -170,4 +72,152 @@ def test_a_gate_acts_at_its_position_and_rows_follow(
         assert event.score == pytest.approx(scores(keeper, f"r{n}")[first], rel=1e-5)
         hold(keeper, f"r{n}", output, reference, {1: (vector(12), event.position)})
         fired += 1
+    assert 0 < fired < len(outputs)
+
+
+@pytest.mark.parametrize(
+    ("action", "more"),
+    [
+        ("stop", {}),
+        ("abort", {"ahead": 2}),
+        ("stop", {"ahead": 3}),
+        ("abort", FULL),
+        ("stop", FULL | {"ahead": 2}),
+    ],
+    ids=["sync", "async", "async deeper", "preempted", "async preempted"],
+)
+def test_a_request_ends_with_the_token_of_the_row_that_fired(
+    tiny, reference, tmp_path, tmp_path_factory, threshold, action, more
+):
+    controllers = gates(tmp_path, f"@rude:threshold={threshold},mode=ordered,action={action}")
+    keeper, outputs = run(tiny, tmp_path_factory, controllers, **more)
+    assert keeper.problems == []
+    assert bool(keeper.preempted) == ("block_size" in more)
+    fired = 0
+    for n, output in enumerate(outputs):
+        name, (answer,) = f"r{n}", output.outputs
+        first = first_above(keeper, name, threshold, LENGTHS[n])
+        hold(keeper, name, output, reference, {})
+        kept = sorted(keeper.rows[name][PROBED])
+        if first is None:
+            assert (len(answer.token_ids), answer.finish_reason) == (100, "length")
+            assert len(kept) == LENGTHS[n] + 99
+            continue
+        fired += 1
+        assert len(answer.token_ids) == first + 2 - LENGTHS[n]
+        assert answer.finish_reason == action
+        assert answer.stop_reason == f"capflow:gate@rude:{answer.stop_reason.rsplit(':', 1)[1]}"
+        assert float(answer.stop_reason.rsplit(":", 1)[1]) == pytest.approx(scores(keeper, name)[first], rel=1e-4)
+        assert kept == list(range(first + 1))
+        assert keeper.done[name].status == action
+        (event,) = keeper.events_of(name)
+        assert (event.kind, event.asked_by) == ("abort", "controller gate@rude")
+        assert event.threshold == pytest.approx(threshold)
+    assert 0 < fired < len(outputs)
+
+
+def test_a_prompt_that_fires_ends_its_request_before_a_token_behind_it(tiny, reference, tmp_path, tmp_path_factory):
+    """Prompts in chunks; a row in their middle fires, or the last one."""
+    controllers = gates(tmp_path, ":threshold=-1e9,mode=ordered,action=stop,positions=40+99")
+    keeper, outputs = run(tiny, tmp_path_factory, controllers, lengths=(30, 100, 60), max_tokens=9)
+    assert keeper.problems == []
+    lengths = [len(output.outputs[0].token_ids) for output in outputs]
+    assert lengths == [9, 0, 0]
+    assert [max(keeper.rows[f"r{n}"][PROBED]) for n in range(3)] == [37, 40, 40]
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "stop", "stop"]
+    keeper, outputs = run(
+        tiny,
+        tmp_path_factory,
+        gates(tmp_path, ":threshold=-1e9,mode=ordered,action=stop,positions=last_prompt"),
+        lengths=(30, 100),
+        max_tokens=9,
+    )
+    for n, output in enumerate(outputs):
+        assert len(output.outputs[0].token_ids) == 1
+        hold(keeper, f"r{n}", output, reference, {})
+
+
+def test_a_second_turn_reads_as_many_cached_tokens_with_an_idle_ordered_gate(tiny, tmp_path, tmp_path_factory):
+    def cached(controllers, threshold=None):
+        keeper = Keeper()
+        address = f"ipc://{tmp_path_factory.mktemp('h')}/h"
+        with running_hub(address, keeper, controllers=controllers), engine(tiny, hub=address, block_size=32) as llm:
+            params = capflow.sampling_params(max_tokens=100, **GREEDY)
+            (first,) = llm.generate(prompts((60,)), params, use_tqdm=False)
+            tokens = [*first.prompt_token_ids, *first.outputs[0].token_ids, 7]
+            params = capflow.sampling_params(max_tokens=2, **GREEDY)
+            (second,) = llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
+            return second.num_cached_tokens, sorted(event.position for event in keeper.events)
+
+    plain, _ = cached([])
+    idle, events = cached(gates(tmp_path, ":threshold=1e8,mode=ordered"))
+    assert (plain, idle, events) == (128, 128, [])
+    replicated, _ = cached(gates(tmp_path, ":threshold=1e8"))
+    assert replicated == 32
+    steered, events = cached(gates(tmp_path, ":threshold=-1e9,mode=ordered,positions=generated:40:41"))
+    assert events[0] == 60 + 41
+    assert steered == 96
+
+
+def test_two_gates_of_one_hub_add_up_in_their_order(tiny, reference, tmp_path, tmp_path_factory):
+    """One in each mode, at other positions of the same site, and one that sees only another request."""
+    controllers = gates(
+        tmp_path,
+        "@early:threshold=-1e9,positions=last_prompt",
+        "@late:threshold=-1e9,mode=ordered,positions=generated:5:6,scale=0.5",
+        "@other:threshold=-1e9,requests=r1,mode=ordered,scale=-1",
+    )
+    keeper, outputs = run(tiny, tmp_path_factory, controllers, lengths=(40, 41), max_tokens=20)
+    assert keeper.problems == []
+    assert [(e.asked_by, e.position) for e in keeper.events_of("r0")] == [
+        ("controller gate@early", 40),
+        ("controller gate@late", 46),
+    ]
+    assert [e.asked_by for e in keeper.events_of("r1")] == [
+        "controller gate@early",
+        "controller gate@other",
+        "controller gate@late",
+    ]
+    tokens = [*outputs[0].prompt_token_ids, *outputs[0].outputs[0].token_ids]
+    ramp = np.zeros((len(tokens), len(vector(12))), np.float32)
+    ramp[40:] += vector(12)
+    ramp[46:] += 0.5 * vector(12)
+    hold(keeper, "r0", outputs[0], reference, {1: (ramp, 0)})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("action", ["steer", "stop"])
+def test_an_ordered_gate_works_across_pipeline_stages(tiny, reference, tmp_path, tmp_path_factory, threshold, action):
+    """The probe is on the last stage, the vector on the first; compiled, as the CPU's stages must be."""
+    controllers = gates(tmp_path, f":threshold={threshold},mode=ordered,action={action}")
+    arguments = {"pipeline_parallel_size": 2, "in_process": False, "enforce_eager": False}
+    keeper, outputs = run(tiny, tmp_path_factory, controllers, **arguments)
+    assert keeper.problems == []
+    check(keeper, outputs, reference, threshold, action)
+
+
+@pytest.mark.parametrize("action", ["steer", "stop"])
+def test_an_ordered_gate_is_the_same_on_two_ranks(tiny, reference, tmp_path, tmp_path_factory, threshold, action):
+    controllers = gates(tmp_path, f":threshold={threshold},mode=ordered,action={action}")
+    arguments = {"tensor_parallel_size": 2, "in_process": False}
+    keeper, outputs = run(tiny, tmp_path_factory, controllers, **arguments)
+    assert keeper.problems == []
+    check(keeper, outputs, reference, threshold, action)
+
+
+def check(keeper, outputs, reference, threshold, action):
+    """Hold rows and answers against the one event of each request that fired."""
+    fired = 0
+    for n, output in enumerate(outputs):
+        first = first_above(keeper, f"r{n}", threshold, LENGTHS[n])
+        events = keeper.events_of(f"r{n}")
+        assert len(events) == (first is not None)
+        fired += first is not None
+        if action == "stop" and first is not None:
+            assert len(output.outputs[0].token_ids) == first + 2 - LENGTHS[n]
+            assert output.outputs[0].stop_reason.startswith("capflow:gate:")
+            assert sorted(keeper.rows[f"r{n}"][PROBED]) == list(range(first + 1))
+            hold(keeper, f"r{n}", output, reference, {})
+        else:
+            hold(keeper, f"r{n}", output, reference, {1: (vector(12), events[0].position)} if events else {})
     assert 0 < fired < len(outputs)

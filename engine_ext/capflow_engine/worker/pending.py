@@ -41,6 +41,10 @@ class Pending:
         """Return an unsettled step; None if it is settled or was not added."""
         return next((step for step in self._steps if step.number == number), None)
 
+    def last_step_of(self, key: str) -> int | None:
+        """Return the number of the last step that holds a request, with which its end leaves; None if there is none."""
+        return next((step.number for step in reversed(self._steps) if step.holds(key)), None)
+
     def cut(self, key: str, limit: int) -> None:
         """Drop a request's rows at position `limit` and later from every step."""
         for step in self._steps:

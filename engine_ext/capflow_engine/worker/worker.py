@@ -489,9 +489,18 @@ class WorkerCapture:
         tracked = self.requests.get(key)
         if tracked is None:
             return
-        if (abort := ended.decided) is not None:
-            by = f"controller {self.controllers[tracked.hub].owner(abort.order).name}"
-            self._note_once(abort, by, "abort", (), ended.limit, abort.score, abort.threshold, abort.label)
+        if (abort := ended.decided) is not None and self._last:
+            self._note(
+                key,
+                f"controller {self.controllers[tracked.hub].owner(abort.order).name}",
+                "abort",
+                (),
+                position=ended.limit,
+                score=abort.score,
+                threshold=abort.threshold,
+                label=abort.label,
+                step=self._pending.last_step_of(key),
+            )
         del self.requests[key]
         self._visible = None
         self.histories.forget(tracked)
