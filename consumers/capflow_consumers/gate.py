@@ -240,21 +240,22 @@ class Gate(Controller):
         if fires.any():
             rows = np.flatnonzero(fires)
             parts = set((np.searchsorted(batch.offsets, rows, side="right") - 1).tolist())
-        if self.state.release is not None:
-            steered = view.steered()
-            parts |= {n for n, request in enumerate(batch.requests) if request in steered} if steered else set()
+        steered = view.steered() if len(parts) or self.state.release is not None else ()
+        below: set[int] = set()
+        if self.state.release is not None and steered:
+            lowest = np.minimum.reduceat(batch.scores, batch.offsets[:-1])
+            below = set(np.flatnonzero(lowest < self.state.release).tolist())
+        if steered:
+            parts = {n for n in parts if batch.requests[n] not in steered} | below
         decisions = []
         for n in sorted(parts):
             first, end = int(batch.offsets[n]), int(batch.offsets[n + 1])
             releases = np.flatnonzero(batch.scores[first:end] < self._low)
             after = int(releases[-1]) + 1 if len(releases) else 0
             fired = np.flatnonzero(fires[first + after : end])
-            if len(fired):
-                row = after + int(fired[0])
-            elif len(releases):
-                row = after - 1
-            else:
-                continue
+            if bool(len(fired)) == (batch.requests[n] in steered):
+                continue  # it holds already
+            row = after + int(fired[0]) if len(fired) else after - 1
             position, score = batch.starts[n] + row, float(batch.scores[first + row])
             decisions.append(self._decision(batch.requests[n], bool(len(fired)), position, score, self.state.scale))
         return decisions

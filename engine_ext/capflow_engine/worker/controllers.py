@@ -163,9 +163,10 @@ class Controllers:
             finally:
                 each.timed(time.perf_counter() - began)
             each.succeeded()
+            rows = _last_rows(shown) if decisions else {}
             for decision in decisions:
                 try:
-                    checked = self._decided(each, order, decision, shown, requests)
+                    checked = self._decided(each, order, decision, rows, requests)
                 except PLUGIN_FAULTS as e:
                     each.refuse(str(e) if isinstance(e, CapflowError) else f"{type(e).__name__}: {e}")
                 else:
@@ -293,7 +294,7 @@ class Controllers:
                     _end(each, request, key)
 
     def _decided(
-        self, each: RunningController, order: int, decision: Any, shown: Shown, requests: Mapping[str, str]
+        self, each: RunningController, order: int, decision: Any, rows: Mapping[str, int], requests: Mapping[str, str]
     ) -> list[Decided]:
         """Return a decision as other ranks get it; none if it changes nothing; raise if it is malformed."""
         if not isinstance(decision, Decision):
@@ -310,12 +311,11 @@ class Controllers:
             raise UsageError(explain("on_step: request", got="one that is not running", expected="one of the view"))
         if action is not None and action.request != decision.request:
             raise UsageError(explain("on_step: request", got="a Decision for another request than its action's"))
-        row = next((p.start + p.length - 1 for p in shown.plan.batch if p.request.key == key), -1)
-        row = min(row, shown.ends.get(key, row + 1) - 1)
+        if isinstance(action, Steer | Unsteer) and each.repeats(key, action):
+            return []
+        row = rows.get(key, -1)
         checked = _decoder.decode(msgspec.msgpack.encode(Decided(key, self.hub, order, action, row, *_cause(decision))))
         if isinstance(checked.action, Steer | Unsteer):
-            if each.repeats(key, checked.action):
-                return []
             self._check(each.spec, checked.action)
             each.sent(key, row, checked.action)
         return [checked]
@@ -363,6 +363,12 @@ def _bounded(actions: Any) -> list[Any]:
     return bounded
 
 
+def _last_rows(shown: Shown) -> dict[str, int]:
+    """Return the last valid position of each request in a step, by vLLM's id."""
+    last = {part.request.key: part.start + part.length - 1 for part in shown.plan.batch}
+    return last | {key: min(end - 1, last[key]) for key, end in shown.ends.items() if key in last}
+
+
 def _end(each: RunningController, request: str, key: str) -> None:
     """Have a controller forget a request."""
     each.forget(key)
@@ -375,7 +381,8 @@ def _end(each: RunningController, request: str, key: str) -> None:
 
 def _steered(each: RunningController, requests: Mapping[str, str]) -> Collection[str]:
     """Return the ids of the requests that a controller steers."""
-    return {request for request, key in requests.items() if each.steers(key)} if each.keys else ()
+    keys = each.steered()
+    return {request for request, key in requests.items() if key in keys} if keys else ()
 
 
 def _cause(decision: Decision) -> tuple[int | None, float | None, float | None, str]:

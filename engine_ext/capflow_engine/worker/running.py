@@ -175,3 +175,7 @@ class RunningController:
     def steers(self, key: str) -> bool:
         """Return whether its latest action on a request is a `Steer`."""
         return any(isinstance(action, Steer) for _, action in self._sent.get(key, ())[-1:])
+
+    def steered(self) -> set[str]:
+        """Return vLLM's ids of the requests that it steers."""
+        return {key for key, sent in self._sent.items() if sent and isinstance(sent[-1][1], Steer)}

@@ -3,9 +3,9 @@
 The rows of a step lie in the step's buffer, `[rows, hidden]` in the model's dtype; on a GPU, in the staging buffer on
 the device. Only the scores leave it, 4 bytes a row.
 
-Invariant: a score depends on its row and on its probe, and on nothing else. On the CPU, rows are scored in portions of
-one fixed shape, whatever the batch is; products are formed in float32, and each row's sum is torch's pairwise sum along
-a contiguous row, whose order of additions depends on the row's length alone. On a GPU, one Triton program reduces one
+Invariant: a score depends on its row and on its probe, and on nothing else. On the CPU, rows are scored in whole
+portions of two heights; products are formed in float32, and each row's sum is torch's pairwise sum along a contiguous
+row, whose order of additions depends on the row's length alone. On a GPU, one Triton program reduces one
 row, in an order that depends on the width alone. A matrix product would be no faster and its order would depend on the
 batch.
 """
@@ -26,8 +26,9 @@ DOT, COSINE, CAST = range(len(SCORES))
 
 Scores = npt.NDArray[np.float32]
 
-# The numbers of one portion on the CPU: with their products they stay in a processor's second-level cache.
-_PORTION = 1 << 16
+# Rows of a portion on the CPU: few rows, or as many as a processor's second-level cache holds with few calls.
+_FEW_ROWS = 8
+_PORTION_NUMBERS = 1 << 18
 
 
 class ScoredRows(NamedTuple):
@@ -113,7 +114,7 @@ class ProbeScorer:
 
     def _on_cpu(self, numbers: Sequence[int], rows: torch.Tensor) -> list[Scores]:
         """Return the scores of some rows by each of these probes."""
-        height = max(1, _PORTION // self._hidden)
+        height = _FEW_ROWS if len(rows) <= _FEW_ROWS else max(_FEW_ROWS, _PORTION_NUMBERS // self._hidden)
         portions = -(-len(rows) // height)
         sums = torch.empty((len(numbers), 4, portions * height))
         wide = torch.zeros((height, self._hidden))
@@ -124,7 +125,11 @@ class ProbeScorer:
             wide[: len(rows) - begin].copy_(rows[begin:end])
             for order, number in enumerate(numbers):
                 out = sums[order]
-                torch.mul(wide, self._weights[number], out=product)
+                alone = len(numbers) == 1 and not norms
+                torch.mul(wide, self._weights[number], out=wide if alone else product)
+                if alone:
+                    torch.sum(wide, 1, out=out[0, begin:end])
+                    continue
                 torch.sum(product, 1, out=out[0, begin:end])
                 if norms:
                     torch.mul(wide, wide, out=product)
