@@ -240,7 +240,7 @@ class Gate(Controller):
         if fires.any():
             rows = np.flatnonzero(fires)
             parts = set((np.searchsorted(batch.offsets, rows, side="right") - 1).tolist())
-        steered = view.steered() if len(parts) or self.state.release is not None else ()
+        steered = view.steered() if parts or self.state.release is not None else ()
         below: set[int] = set()
         if self.state.release is not None and steered:
             lowest = np.minimum.reduceat(batch.scores, batch.offsets[:-1])

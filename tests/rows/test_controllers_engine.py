@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import capflow
-from tests.kit.engines import GREEDY, engine, prompts, vector
 from tests.kit.controlled import CROWDED, LENGTHS, PROBED, WEIGHT, first_above, gates, hold, run, scores
+from tests.kit.engines import GREEDY, engine, prompts, vector
 from tests.kit.hubs import running_hub
 from tests.kit.rows import Keeper
 

@@ -5,8 +5,8 @@ Invariants:
 * A decision counts only if the request has the token of the row on which it was decided. Rows of rejected drafts and of
   dropped steps decide nothing.
 * No token behind the one that the firing row computed is given to the front end.
-* Cache blocks are forked when an action is scheduled, at the first position that no step computes without it. So a
-  request for which nothing was decided shares its blocks.
+* Cache blocks are forked when an action is scheduled, at a position that is not behind the first one that it changes.
+  So a request for which nothing was decided shares its blocks.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ class Decisions:
             self._ready.append(each)
             if each.action is not None:
                 # A preempted request has computed nothing; the action holds from the position that it had reached.
-                computed = max(request.num_computed_tokens, request.num_tokens - 1, request.num_prompt_tokens)
-                self._fork(request, computed)
-                self._report(each.key, each.action, computed)
+                known = max(request.num_tokens - 1, request.num_prompt_tokens)
+                self._fork(request, known)  # drafts under way may not be accepted, so no later position is certain
+                self._report(each.key, each.action, max(request.num_computed_tokens, known))
         self._aborts = {key: abort for key, abort in self._aborts.items() if key in scheduler.requests}
         return ended
 
