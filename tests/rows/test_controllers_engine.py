@@ -10,6 +10,7 @@ from tests.kit.controlled import CROWDED, LENGTHS, PROBED, WEIGHT, first_above, 
 from tests.kit.engines import GREEDY, engine, prompts, vector
 from tests.kit.hubs import running_hub
 from tests.kit.rows import Keeper
+from tests.kit.waiting import eventually
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -221,3 +222,20 @@ def check(keeper, outputs, reference, threshold, action):
         else:
             hold(keeper, f"r{n}", output, reference, {1: (vector(12), events[0].position)} if events else {})
     assert 0 < fired < len(outputs)
+
+
+def test_a_gate_fires_alike_however_a_prompt_is_cut_and_cached(tiny, tmp_path, tmp_path_factory):
+    """A row in the middle of the prompt fires; the second request of the same prompt finds it in the cache."""
+    events = []
+    for tokens in (16, 64, 128):
+        keeper = Keeper()
+        address = f"ipc://{tmp_path_factory.mktemp('h')}/h"
+        controllers = gates(tmp_path, ":threshold=-1e9,positions=5")
+        cut = {"block_size": 32, "max_num_batched_tokens": tokens}
+        with running_hub(address, keeper, controllers=controllers), engine(tiny, hub=address, **cut) as llm:
+            for n in range(2):
+                params = capflow.sampling_params(id=f"r{n}", max_tokens=4, **GREEDY)
+                llm.generate(prompts((100,)), params, use_tqdm=False)
+            eventually(lambda keeper=keeper: len(keeper.events) == 2)
+        events += [(event.request, event.kind, event.position) for event in keeper.events]
+    assert events == [("r0", "steer", 100), ("r1", "steer", 100)] * 3

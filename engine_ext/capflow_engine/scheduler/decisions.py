@@ -86,9 +86,9 @@ class Decisions:
             self._ready.append(each)
             if each.action is not None:
                 # A preempted request has computed nothing; the action holds from the position that it had reached.
-                known = max(request.num_tokens - 1, request.num_prompt_tokens)
-                self._fork(request, known)  # drafts under way may not be accepted, so no later position is certain
-                self._report(each.key, each.action, max(request.num_computed_tokens, known))
+                position = max(request.num_tokens - 1, request.num_prompt_tokens)
+                self._fork(request, position)  # drafts under way may not be accepted, so no later position is certain
+                self._report(each.key, each.action, max(request.num_computed_tokens, position))
         self._aborts = {key: abort for key, abort in self._aborts.items() if key in scheduler.requests}
         return ended
 
