@@ -18,7 +18,6 @@ import torch
 
 import capflow
 from capflow.capture.site import HOOKS, Site
-from capflow_engine.compat import cache
 from capflow_engine.taps.step import Step
 from capflow_engine.worker.latches import Latches
 from tests.kit.engines import GREEDY, VOCABULARY, engine, prompts, relative_error, scheduled_ahead
@@ -375,7 +374,6 @@ MUTANTS = {
     "no reset where a request starts again": _not_reset,
     "a gate is read before its score": _read_before_scored,
     "nothing is carried to the next step": lambda: _changed(Latches, "end", lambda *_: None),
-    "scored positions are read from the cache": lambda: _changed(cache, "compute_from", lambda *_: None),
 }
 
 

@@ -144,7 +144,6 @@ def test_a_mutant_computes_a_wrong_row(model, modes, crowd, drafted, tmp_path, m
     job = {
         "drafts are not cut": lambda: drafting(model, drafted, root, mutant),
         "no reset where a request starts again": lambda: crowded(model, crowd, root, cached=False, mutant=mutant),
-        "scored positions are read from the cache": lambda: crowded(model, crowd, root, cached=True, mutant=mutant),
     }.get(mutant, lambda: GatedRun(model, str(root), modes, TOKENS, {"max_num_seqs": 64}, mutant=mutant))()
     run_child(job, tmp_path / "job.json")
 
