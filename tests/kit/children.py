@@ -94,7 +94,11 @@ def _child():
     with scheduling as deepen, engine(job.model, **arguments) as llm:
         core = llm.llm_engine.engine_core.engine_core
         kinds = {
-            "runner": type(core.model_executor.driver_worker.worker.model_runner).__mro__[2].__module__,
+            "runner": next(
+                c.__module__
+                for c in type(core.model_executor.driver_worker.worker.model_runner).__mro__
+                if c.__module__.startswith("vllm.")
+            ),
             "scheduler": type(core.scheduler).__name__,
         }
         deepen(llm)
