@@ -217,6 +217,11 @@ KEY_FILE_BYTES_MAX = 4 * MIB
 IDLE_S = 0.25
 RESULT_S_MAX = 10.0  # wait without any result, before a finished request that pins much of an inbox is let go
 ACTION_S_MAX = 30.0
+ACTION_KEPT_S = 300.0  # how long the answer to an action is kept for the case that it is sent again
+ACTION_IDLE_S = 0.2  # how long an engine without steps may take to answer an action on all its requests
+# Actions that a hub takes, of one sender and for one request: each second, and at once.
+ACTIONS_PER_S_MAX, ACTIONS_AT_ONCE_MAX = 2_000, 8_192
+REQUEST_ACTIONS_PER_S_MAX, REQUEST_ACTIONS_AT_ONCE_MAX = 200, 2_048
 ACTION_ANSWER_S_MAX = 5.0  # how much longer a hub waits for the answer to an expired action
 LINGER_S = 0.5
 RECONNECT_S_MIN = 0.1

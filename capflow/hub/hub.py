@@ -280,6 +280,11 @@ class Hub:
             spilled=self.roster.frames_spilled(),
         )
 
+    @property
+    def limited_actions(self) -> dict[str, int]:
+        """The number of actions that were refused for their rate, by `sender` and `request`."""
+        return self._exchange.actions.rates.limited
+
     def engine_troubles(self) -> list[str]:
         """Return why controllers do not do what they are there for, as the engines that run them say."""
         return self.roster.troubles()
@@ -324,6 +329,7 @@ class Hub:
                 "unknown": relay.unknown,
                 "waiting": len(relay),
             },
+            "limited_actions": dict(self.limited_actions),
             "taps": self.watchers.status(),
             "sessions": [peer.status(now) for peer in list(roster.peers.values())],
             "consumers": {lane.name: lane.status() for lane in self.lanes},

@@ -12,6 +12,7 @@ peer opens with `Hello`; the hub answers `Welcome` or `Refused`. All other messa
 | ack | hub | every frame up to `seq` is taken; `credit_bytes` more may be sent |
 | beat | both | a sign of life; a worker's has its counts |
 | act | client, hub | a requested action; the hub passes it to the engine's scheduler |
+| acts | client | several requested actions; each is answered |
 | outcome | scheduler, hub | the answer to an action; the hub passes it back |
 | await | client | a question for the results of requests |
 | results | hub | the results of a request, by consumer |
@@ -224,13 +225,33 @@ class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
 class Act(msgspec.Struct, frozen=True, tag="act", omit_defaults=True):
     """A requested action. A hub never uses an id twice, except to send the same `Act` again.
 
+    A sender may send an action again, also over another connection and to another hub. It is applied once, and each
+    time the answer is the first one.
+
     id: chosen by the sender; the outcome has it too.
     until_s: when the action expires, on the hub's clock; set by hubs.
+    sender: an id that no other sender has; empty for an action that is never sent again.
+    number: of the action among those of its sender.
+    owner: as in `Answered.asked_by`; set by hubs.
     """
 
     id: Name
     action: Action
     until_s: float | None = None
+    sender: Name = ""
+    number: Count = 0
+    owner: Name = ""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Equal for the same action, however often it was sent."""
+        return (self.owner, self.sender, str(self.number)) if self.sender else (self.id,)
+
+
+class Acts(msgspec.Struct, frozen=True, tag="acts"):
+    """Several requested actions, in order. Each has an answer of its own."""
+
+    acts: Annotated[tuple[Act, ...], msgspec.Meta(max_length=limits.ACTIONS_WAITING_MAX)]
 
 
 class ActionOutcome(msgspec.Struct, frozen=True, tag="outcome"):
@@ -302,6 +323,7 @@ Message = (
     | Ack
     | Beat
     | Act
+    | Acts
     | ActionOutcome
     | Await
     | Results
@@ -318,7 +340,7 @@ class _Question(msgspec.Struct, frozen=True, tag="status"):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-_from_peer = msgspec.msgpack.Decoder(Hello | Beat | Act | ActionOutcome | Await | _Question | WatchRequest | Bye)
+_from_peer = msgspec.msgpack.Decoder(Hello | Beat | Act | Acts | ActionOutcome | Await | _Question | WatchRequest | Bye)
 _from_hub = msgspec.msgpack.Decoder(
     Welcome | Refused | Ack | Beat | Act | ActionOutcome | Results | Status | Watched | Bye
 )

@@ -180,6 +180,13 @@ Action = Steer | Unsteer | Abort | Gain | SetGate | Freeze | Unfreeze
 Leased = Steer | Gain | SetGate
 
 
+FROZEN = explain("engine", got="frozen", expected="one that is not frozen", do="run `capflow unfreeze` first")
+"""The reason for which a frozen engine rejects actions."""
+
+FROZEN_TROUBLE = "frozen: nothing but their own steering changes requests"
+"""The end of the trouble that a frozen engine reports."""
+
+
 def check_action(action: Action) -> None:
     """Raise UsageError, with the field first, if a number of an action cannot be."""
     kind = str(action.__struct_config__.tag)

@@ -355,7 +355,8 @@ def with_vectors(
     for site, total in relative.items():
         ops = decode.get(site, ())
         summed = [op for op in ops if op.kind == RELATIVE and op.gate == UNGATED]
-        number = rows.number(np.sum([total, *(given[op.row] for op in summed)], axis=0, dtype=np.float32))
+        held = (given[op.row] * np.float32(op.amount) for op in summed)
+        number = rows.number(np.sum([total, *held], axis=0, dtype=np.float32))
         rest = [op for op in ops if op not in summed]
         begins = sum(op.kind in SCORES for op in rest)
         decode[site] = (*rest[:begins], Op(RELATIVE, number), *rest[begins:])

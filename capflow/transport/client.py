@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, overload
 
+import msgspec
 from msgspec import UNSET
 
 from capflow import limits
@@ -15,12 +17,27 @@ from capflow.capture.frame import Frame
 from capflow.capture.result import CaptureResult
 from capflow.capture.spec import CaptureSpec
 from capflow.errors import CapflowError, HubUnreachableError, RemoteProtocolError, UsageError, explain
-from capflow.protocol.message import Act, ActionOutcome, Await, Bye, Hello, Message, Refused, Results, Status
+from capflow.protocol.message import (
+    Act,
+    ActionOutcome,
+    Acts,
+    Await,
+    Bye,
+    Hello,
+    Message,
+    Refused,
+    Results,
+    Status,
+    encode,
+)
 from capflow.protocol.session import PeerSession, State
 from capflow.steering.action import Action, Outcome
 from capflow.transport.address import check_address, default_address
 from capflow.transport.keys import peer_key
 from capflow.transport.sockets import Dealer, Event, why_not
+
+# Several actions are sent in messages of about this size.
+_ACTS_BYTES_MAX = limits.HEADER_BYTES_MAX // 4
 
 
 class Client:
@@ -47,6 +64,9 @@ class Client:
         self.timeout = timeout
         self._key = peer_key(self.address, key)
         self._session = PeerSession(Hello("client", "", uuid.uuid4().hex))
+        # Actions are numbered, and are applied once however often they are sent.
+        self._sender = uuid.uuid4().hex
+        self._numbers = itertools.count(1)
         # Set from the first use until `close` or the loss of the hub.
         self._dealer: Dealer | None = None
         # When the connection was last checked.
@@ -107,22 +127,65 @@ class Client:
             raise self._unreachable()
         return {request: results[request] for request in asked}
 
-    def act(self, action: Action, timeout: float | None = None) -> Outcome:
-        """Send an action and return its outcome.
+    @overload
+    def act(self, action: Action, timeout: float | None = None) -> Outcome: ...
+
+    @overload
+    def act(self, action: Sequence[Action], timeout: float | None = None) -> list[Outcome]: ...
+
+    def act(self, action: Action | Sequence[Action], timeout: float | None = None) -> Outcome | list[Outcome]:
+        """Send an action, or several in one message, and return the outcome of each.
+
+        Several actions of one request are applied in their order. If the hub is lost, the actions without an outcome
+        are sent again when it is back; each is applied once.
 
         The hub answers within `limits.ACTION_S_MAX + limits.ACTION_ANSWER_S_MAX` seconds; the default timeout is a
-        little longer. Raises CapflowError if no answer came in time; the action may still be applied then.
+        little longer. Raises CapflowError if an answer did not come in time; the action may still be applied then.
         """
-        act = Act(uuid.uuid4().hex, action)
+        several = [action] if isinstance(action, msgspec.Struct) else list(action)
+        acts = {}
+        for each in several:
+            number = next(self._numbers)
+            act = Act(f"{self._sender}-{number}", each, sender=self._sender, number=number)
+            acts[act.id] = act
         longest = limits.ACTION_S_MAX + 2 * limits.ACTION_ANSWER_S_MAX
         deadline = time.monotonic() + (longest if timeout is None else timeout)
-        self._send(act)
-        while (message := self._next(deadline)) is not None:
-            if isinstance(message, ActionOutcome) and message.outcome.id == act.id:
-                return message.outcome
-        raise CapflowError(
-            explain("no outcome of the action in time", do="see `capflow status` for whether an engine runs")
-        )
+        outcomes = self._outcomes_of(acts, deadline)
+        ordered = [outcomes[each] for each in acts]
+        return ordered[0] if isinstance(action, msgspec.Struct) else ordered
+
+    def _outcomes_of(self, acts: Mapping[str, Act], deadline: float) -> dict[str, Outcome]:
+        outcomes: dict[str, Outcome] = {}
+        self._send_acts(list(acts.values()))
+        while len(outcomes) < len(acts):
+            try:
+                message = self._next(deadline)
+            except HubUnreachableError:
+                if time.monotonic() >= deadline:
+                    raise
+                self._connect(min(deadline, time.monotonic() + self.timeout))
+                self._send_acts([act for each, act in acts.items() if each not in outcomes])
+                continue
+            if message is None:
+                do = "see `capflow status` for whether an engine runs"
+                raise CapflowError(explain("no outcome of the action in time", do=do))
+            if isinstance(message, ActionOutcome) and message.outcome.id in acts:
+                outcomes[message.outcome.id] = message.outcome
+        return outcomes
+
+    def _send_acts(self, acts: Sequence[Act]) -> None:
+        """Send actions, in messages of bounded size."""
+        some: list[Act] = []
+        nbytes = 0
+        for act in acts:
+            size = len(encode(act))
+            if some and (nbytes + size > _ACTS_BYTES_MAX or len(some) == limits.ACTIONS_WAITING_MAX):
+                self._send(Acts(tuple(some)))
+                some, nbytes = [], 0
+            some.append(act)
+            nbytes += size
+        if some:
+            self._send(some[0] if len(some) == 1 else Acts(tuple(some)))
 
     def status(self) -> dict[str, Any]:
         """Return the hub's counters."""

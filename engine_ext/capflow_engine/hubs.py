@@ -71,11 +71,17 @@ def hubs_at(
 class HubLinks:
     """A scheduler's sessions, one with each hub.
 
-    running: as in `SchedulerLink`.
+    running, at_once: as in `SchedulerLink`.
     """
 
-    def __init__(self, hubs: Sequence[HubAt], hello: Hello, running: Callable[[str], str | None]) -> None:
-        self._links = [SchedulerLink(hub.address, hello, key=hub.key, running=running) for hub in hubs]
+    def __init__(
+        self,
+        hubs: Sequence[HubAt],
+        hello: Hello,
+        running: Callable[[str], str | None],
+        at_once: Callable[[Act], Outcome | None] = lambda _: None,
+    ) -> None:
+        self._links = [SchedulerLink(hub.address, hello, key=hub.key, running=running, at_once=at_once) for hub in hubs]
 
     @property
     def welcomes(self) -> tuple[Welcome | None, ...]:

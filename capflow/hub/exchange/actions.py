@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from capflow.buffers.shares import Shares
+from capflow.errors import UsageError
 from capflow.hub.effects import AnswerLane, Effects, TellOutcome
+from capflow.hub.exchange.rates import Rates
 from capflow.hub.exchange.relay import Ask, Relay, Settled, asked_of
 from capflow.hub.peers.roster import Peer, Roster
 from capflow.hub.requests.index import RequestIndex
 from capflow.protocol.message import Act, ActionOutcome
-from capflow.steering.action import Action, Outcome
+from capflow.steering.action import Action, Freeze, Outcome, check_action
 
 
 class Actions:
@@ -22,6 +24,7 @@ class Actions:
 
     def __init__(self, index: RequestIndex, roster: Roster, state: Shares, effects: Effects, hub_id: str) -> None:
         self.relay = Relay(state, hub_id)
+        self.rates = Rates()
         self._index = index
         self._roster = roster
         self._effects = effects
@@ -32,7 +35,8 @@ class Actions:
         nbytes: the size of the action on the wire.
         """
         asked_by = f"client {client.session.user}".rstrip()
-        self._ask(Ask(act.id, act.action, asked_by, client.owner, nbytes, peer=peer, client=client))
+        ask = Ask(act.id, act.action, asked_by, client.owner, nbytes, peer=peer, client=client)
+        self._ask(ask._replace(sender=act.sender, number=act.number))
 
     def ask_for_consumer(self, lane: int, consumer: str, action: Action) -> None:
         """Take an action of a consumer.
@@ -61,6 +65,12 @@ class Actions:
 
     def _ask(self, ask: Ask) -> None:
         """Pass an action to the engine that runs its request; reject the action if several engines may."""
+        if (repeated := self.relay.repeated(ask)) is not None:
+            self._settle(repeated)
+            return
+        if (reason := self._refusal(ask)) is not None:
+            self._settle([self.relay.refuse(ask, reason)])
+            return
         schedulers = {hello.boot: (peer, hello) for peer, hello in self._roster.schedulers()}
         named = self._index.named(ask.action.request, ask.action.engine)
         boots, reason = asked_of(ask.action, named, [hello for _, hello in schedulers.values()])
@@ -68,17 +78,31 @@ class Actions:
             self._settle([self.relay.refuse(ask, reason)])
             return
         engines = {boot: schedulers[boot][1].engine for boot in boots}
-        act = self.relay.ask(ask, engines, self._effects.now, has_request=bool(named))
+        every = not ask.action.request
+        act = self.relay.ask(ask, engines, self._effects.now, has_request=bool(named), every=every)
         if isinstance(act, Settled):
             self._settle([act])
             return
         for boot in boots:
             self._effects.say(schedulers[boot][0], act)
 
+    def _refusal(self, ask: Ask) -> str | None:
+        """Return why an action is not passed on; None if it is."""
+        try:
+            check_action(ask.action)
+        except UsageError as e:
+            return str(e)
+        if isinstance(ask.action, Freeze):
+            return None
+        return self.rates.refusal(ask.asked_by, ask.action.request, self._effects.now)
+
     def _settle(self, settled: Iterable[Settled]) -> None:
         """Tell every lane the outcome of actions, and answer those who asked."""
-        for ask, outcome, engine in settled:
-            self._effects.add(TellOutcome(ask.action, outcome, engine, ask.asked_by))
+        settled = [*settled, *self.relay.repeats]
+        self.relay.repeats.clear()
+        for ask, outcome, engine, again in settled:
+            if not again:
+                self._effects.add(TellOutcome(ask.action, outcome, engine, ask.asked_by))
             if ask.lane is not None:
                 self._effects.add(AnswerLane(ask.lane, outcome))
                 continue

@@ -34,6 +34,7 @@ from capflow.protocol.credit import Pool
 from capflow.protocol.message import (
     Act,
     ActionOutcome,
+    Acts,
     Await,
     Beat,
     Bye,
@@ -178,6 +179,9 @@ class Exchange:
                 self.frames.take(peer, member, message, parts)
             case Act():
                 self.actions.ask_for_client(peer, member, message, cost(parts))
+            case Acts():
+                for act in message.acts:
+                    self.actions.ask_for_client(peer, member, act, cost(parts) // len(message.acts))
             case ActionOutcome():
                 self.actions.outcome(member.hello.boot, message.outcome)
             case Status():

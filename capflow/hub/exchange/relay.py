@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -42,6 +42,7 @@ class Ask(NamedTuple):
     lane: the number of the lane that asked; None for a client.
     peer: the client's connection.
     client: the session of the client when it asked.
+    sender, number: as in `Act`.
     """
 
     own_id: str
@@ -52,6 +53,13 @@ class Ask(NamedTuple):
     lane: int | None = None
     peer: bytes = b""
     client: Peer | None = None
+    sender: str = ""
+    number: int = 0
+
+    @property
+    def key(self) -> tuple[str, str, int] | None:
+        """Equal for the same action, however often it was sent; None for one that is never sent again."""
+        return (self.asked_by, self.sender, self.number) if self.sender else None
 
 
 class Settled(NamedTuple):
@@ -59,11 +67,13 @@ class Settled(NamedTuple):
 
     outcome: it has the id that the asker gave the action.
     engine: the engine that runs the request; "" if that is not known.
+    again: whether this is the answer to an action that was sent again.
     """
 
     ask: Ask
     outcome: Outcome
     engine: str = ""
+    again: bool = False
 
 
 @dataclass(slots=True)
@@ -77,6 +87,8 @@ class _Waiting:
     nbytes: the memory that it takes.
     act: the message to the schedulers.
     reason: the reason of the last rejection.
+    every: whether all schedulers have to apply it.
+    repeats: the same action, sent again.
     """
 
     ask: Ask
@@ -87,6 +99,8 @@ class _Waiting:
     nbytes: int
     act: Act
     reason: str = ""
+    every: bool = False
+    repeats: list[Ask] = field(default_factory=list)
 
 
 class Relay:
@@ -100,18 +114,36 @@ class Relay:
         self.applied = 0
         self.rejected = 0
         self.unknown = 0
+        # The answers to actions that were sent again while the first was under way; `Actions` takes them.
+        self.repeats: list[Settled] = []
         self._count = Shares("actions waiting for an engine", limits.ACTIONS_WAITING_MAX, unit="actions")
         self._state = state
         # The waiting actions by the id that the hub gave them, until the outcome, or a while after `until`.
         self._waiting: dict[str, _Waiting] = {}
         self._hub_id = hub_id
         self._ids = itertools.count(1)
+        # For actions that may be sent again: the id that the hub gave them, or their outcome; the oldest first.
+        self._answers: dict[tuple[str, str, int], str | Outcome] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def ask(self, ask: Ask, schedulers: Mapping[str, str], now: float, *, has_request: bool) -> Act | Settled:
+    def repeated(self, ask: Ask) -> list[Settled] | None:
+        """Take an action that came before, and return its outcome if it has one; None if it did not come before."""
+        answer = self._answers.get(ask.key) if ask.key is not None else None
+        if answer is None:
+            return None
+        if not isinstance(answer, str):
+            return [Settled(ask, msgspec.structs.replace(answer, id=ask.own_id), again=True)]
+        self._waiting[answer].repeats.append(ask)
+        return []
+
+    def ask(
+        self, ask: Ask, schedulers: Mapping[str, str], now: float, *, has_request: bool, every: bool = False
+    ) -> Act | Settled:
         """Return the message for the schedulers, or the outcome when there is no room for the action.
+
+        every: whether all schedulers have to apply the action.
 
         schedulers: the engine of each scheduler, by its boot.
         has_request: whether the hub knows the request.
@@ -126,9 +158,12 @@ class Relay:
             engine = _engine_of(set(schedulers.values()), has_request=has_request)
             return self._settled(ask, Rejected(ask.own_id, str(e)), engine)
         until = now + limits.ACTION_S_MAX
-        act = Act(f"{self._hub_id}-{next(self._ids)}", msgspec.structs.replace(ask.action, engine=""), until)
-        engines = frozenset(schedulers.values())
-        self._waiting[act.id] = _Waiting(ask, engines, has_request, tuple(schedulers), until, memory, act)
+        action = msgspec.structs.replace(ask.action, engine="")
+        act_id = f"{self._hub_id}-{next(self._ids)}"
+        act = Act(act_id, action, until, ask.sender, ask.number, ask.asked_by)
+        engines, boots = frozenset(schedulers.values()), tuple(schedulers)
+        self._waiting[act.id] = _Waiting(ask, engines, has_request, boots, until, memory, act, every=every)
+        self._keep(ask, act.id)
         return act
 
     def refuse(self, ask: Ask, reason: str) -> Settled:
@@ -148,8 +183,10 @@ class Relay:
         waiting.asked = tuple(boot for boot in waiting.asked if boot != scheduler)
         if isinstance(outcome, Rejected):
             waiting.reason = outcome.reason
-        if waiting.asked and not isinstance(outcome, ActionApplied):
+        if waiting.asked and (waiting.every or not isinstance(outcome, ActionApplied)):
             return None
+        if waiting.every and waiting.reason:
+            outcome = Rejected(outcome.id, waiting.reason)
         return self._end(outcome.id, msgspec.structs.replace(outcome, id=waiting.ask.own_id))
 
     def gone(self, scheduler: str) -> list[Settled]:
@@ -176,9 +213,23 @@ class Relay:
         self._count.give(waiting.ask.owner, 1)
         self._state.give(waiting.ask.owner, waiting.nbytes)
         has_request = waiting.has_request or isinstance(outcome, ActionApplied)
+        self.repeats += (
+            Settled(ask, msgspec.structs.replace(outcome, id=ask.own_id), again=True) for ask in waiting.repeats
+        )
         return self._settled(waiting.ask, outcome, _engine_of(waiting.engines, has_request=has_request))
 
+    def _keep(self, ask: Ask, answer: str | Outcome) -> None:
+        """Keep the answer to an action for the case that it is sent again."""
+        if ask.key is None:
+            return
+        self._answers[ask.key] = answer
+        if len(self._answers) > limits.ACTIONS_KNOWN_MAX:
+            oldest = next(iter(self._answers))
+            if not isinstance(self._answers[oldest], str):
+                del self._answers[oldest]
+
     def _settled(self, ask: Ask, outcome: Outcome, engine: str = "") -> Settled:
+        self._keep(ask, outcome)
         match outcome:
             case ActionApplied():
                 self.applied += 1
@@ -202,12 +253,16 @@ def asked_of(action: Action, named: Sequence[Request], schedulers: Sequence[Hell
     of it, this is the only engine. An action with an incarnation belongs to one request, so several engines may be
     asked.
 
+    An action without a request is for every engine, or for the one that it names.
+
     named: the hub's requests of this id; if the action names an engine, only the requests of that engine.
     schedulers: all connected schedulers.
     """
     mine = [hello for hello in schedulers if is_of(hello.engine, action.engine)]
     if not mine:
         return [], NO_ENGINE if not schedulers else _no_such(action, schedulers)
+    if not action.request:
+        return [hello.boot for hello in mine], None
     requests = [request for request in named if request.status is None] or named
     if action.incarnation and len(requests) != 1:
         return [hello.boot for hello in mine], None

@@ -93,6 +93,10 @@ def _actions(hub: Hub) -> Value:
     return {outcome: getattr(hub.relay, outcome) for outcome in ("applied", "rejected", "unknown")}
 
 
+def _limited(hub: Hub) -> Value:
+    return dict(hub.limited_actions)
+
+
 HUB = (
     gauge("build_info", "Always 1; the version of capflow.", lambda _: {capflow.__version__: 1}, "version"),
     gauge("ready", "1 when `/readyz` says so, else 0.", lambda hub: not problems(hub, time.monotonic())),
@@ -142,6 +146,7 @@ HUB = (
         lambda hub: {engine: report["consistent"] for engine, report in hub.roster.determinism().items()},
         "engine",
     ),
+    counter("limited_actions", "Actions refused for their rate: of a sender, or for a request.", _limited, "rate"),
     gauge("waiting_actions", "Actions that engines have not answered.", lambda hub: len(hub.relay)),
     gauge("credit_window_bytes", "What each worker may have under way now.", "roster.pool.window_bytes"),
     gauge(

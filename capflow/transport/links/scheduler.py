@@ -20,23 +20,37 @@ from capflow.capture.frame import Frame
 from capflow.errors import explain
 from capflow.protocol.message import Act, ActionOutcome, Hello, Message, Welcome
 from capflow.protocol.session import State
-from capflow.steering.action import Outcome, Rejected
+from capflow.steering.action import Freeze, Outcome, Rejected, Unfreeze
 from capflow.transport.links.link import Link
 from capflow.transport.sockets import Dealer
 
 
 @dataclass
 class _Pending:
-    """An action that arrived and has not expired."""
+    """An action that arrived.
+
+    until: when it expires.
+    kept: until when its answer is kept.
+    ids: the ids under which it arrived.
+    arrived: when it arrived first.
+    """
 
     until: float
+    kept: float
+    ids: list[str]
+    arrived: float
     outcome: Outcome | None = None
+
+
+_Key = tuple[str, ...]
 
 
 class SchedulerLink(Link):
     """A scheduler's link: the hub's specs, and actions. It starts at construction.
 
     running: returns the incarnation of a running request by id, None if none runs; called on the link's thread.
+    at_once: answers an action on all requests of an idle engine; None if the next step does. Called on the link's
+        thread.
     """
 
     def __init__(
@@ -46,14 +60,18 @@ class SchedulerLink(Link):
         *,
         key: str | None = None,
         running: Callable[[str], str | None] = lambda _: "",
+        at_once: Callable[[Act], Outcome | None] = lambda _: None,
     ) -> None:
         super().__init__(address, hello, key=key)
         self._running = running
+        self._at_once = at_once
         self._lock = threading.Lock()
-        # Actions that the scheduler has not taken, by id; guarded by `_lock`.
-        self._waiting: dict[str, Act] = {}
-        # All actions that have not expired, by id, oldest first; guarded by `_lock`.
-        self._pending: dict[str, _Pending] = {}
+        # Actions that the scheduler has not taken, by key; guarded by `_lock`.
+        self._waiting: dict[_Key, Act] = {}
+        # All actions that have not expired or whose answers are kept, by key, oldest first; guarded by `_lock`.
+        self._pending: dict[_Key, _Pending] = {}
+        # The key of each action that the scheduler took and has not answered, by id; guarded by `_lock`.
+        self._taken: dict[str, _Key] = {}
         # The hub of the last Welcome; guarded by `_lock`.
         self._hub = ""
         # Outcomes to be sent by the thread.
@@ -71,18 +89,27 @@ class SchedulerLink(Link):
             return []
         now = time.monotonic()
         with self._lock:
-            taken = [act for key, act in self._waiting.items() if now < self._pending[key].until and ready(act)]
-            for act in taken:
-                del self._waiting[act.id]
-        return taken
+            taken = {key: act for key, act in self._waiting.items() if now < self._pending[key].until and ready(act)}
+            for key, act in taken.items():
+                del self._waiting[key]
+                self._taken[act.id] = key
+        return list(taken.values())
 
     def outcome(self, outcome: Outcome) -> None:
         """Answer an action; never waits."""
         with self._lock:
-            if (entry := self._pending.get(outcome.id)) is not None:
-                entry.outcome = outcome
-        self._outcomes.append(outcome)
+            self._answer(self._taken.pop(outcome.id, (outcome.id,)), outcome)
         self._waker.wake()
+
+    def _answer(self, key: _Key, outcome: Outcome) -> None:
+        """Answer an action under each id under which it arrived."""
+        entry = self._pending.get(key)
+        if entry is None:
+            self._outcomes.append(outcome)
+            return
+        entry.outcome = outcome
+        self._outcomes += (msgspec.structs.replace(outcome, id=each) for each in entry.ids)
+        entry.ids.clear()
 
     def _fill(self, dealer: Dealer, now: float) -> None:
         self._answer_idle(now)
@@ -112,12 +139,17 @@ class SchedulerLink(Link):
     def _take(self, act: Act) -> None:
         now = time.monotonic()
         until = now + limits.ACTION_S_MAX if act.until_s is None else self._session.deadline(act.until_s)
-        incarnation = self._running(act.action.request)
+        incarnation = self._running(act.action.request) if act.action.request else ""
+        kept = until + (limits.ACTION_KEPT_S if act.sender else 0.0)
         with self._lock:
-            if (entry := self._pending.get(act.id)) is not None:  # it arrived before, on a connection that was lost
+            if (entry := self._pending.get(act.key)) is not None:  # it arrived before
                 if entry.outcome is not None:
-                    self._outcomes.append(entry.outcome)
+                    self._outcomes.append(msgspec.structs.replace(entry.outcome, id=act.id))
+                elif act.id not in entry.ids:
+                    entry.ids.append(act.id)
                 return
+            if len(self._pending) >= limits.ACTIONS_KNOWN_MAX:
+                self._forget(now, all_expired=True)
             if len(self._waiting) >= limits.ACTIONS_WAITING_MAX or len(self._pending) >= limits.ACTIONS_KNOWN_MAX:
                 reason = explain("actions of the engine", got=len(self._pending) + 1, expected="fewer; try again later")
             elif not now < until:
@@ -125,12 +157,11 @@ class SchedulerLink(Link):
             elif incarnation is None or act.action.incarnation not in ("", incarnation):
                 reason = _not_running(act)
             else:
-                action = msgspec.structs.replace(act.action, incarnation=incarnation)
-                self._pending[act.id] = _Pending(until)
-                self._waiting[act.id] = msgspec.structs.replace(act, action=action)
+                self._pending[act.key] = _Pending(until, kept, [act.id], now)
+                self._waiting[act.key] = _of_incarnation(act, incarnation)
                 return
             outcome = Rejected(act.id, reason)
-            self._pending[act.id] = _Pending(until, outcome)
+            self._pending[act.key] = _Pending(until, kept, [], now, outcome)
             self._outcomes.append(outcome)
 
     def _answer_idle(self, now: float) -> None:
@@ -139,15 +170,41 @@ class SchedulerLink(Link):
             return
         with self._lock:
             for key, act in list(self._waiting.items()):
-                expired = not now < self._pending[key].until
-                if expired or self._running(act.action.request) != act.action.incarnation:
+                if (outcome := self._idle_outcome(act, self._pending[key], now)) is not None:
                     del self._waiting[key]
-                    outcome = Rejected(key, _expired() if expired else _not_running(act))
-                    self._pending[key].outcome = outcome
-                    self._outcomes.append(outcome)
-            over = itertools.takewhile(lambda item: not now < item[1].until, self._pending.items())
-            for key in [key for key, entry in over if entry.outcome is not None]:
-                del self._pending[key]
+                    self._answer(key, outcome)
+            self._forget(now)
+
+    def _idle_outcome(self, act: Act, pending: _Pending, now: float) -> Outcome | None:
+        """Return the answer to a waiting action that needs no step; None if there is none."""
+        if not now < pending.until:
+            return Rejected(act.id, _expired())
+        if not act.action.request:
+            return self._at_once(act) if now >= pending.arrived + limits.ACTION_IDLE_S else None
+        if self._running(act.action.request) != act.action.incarnation:
+            return Rejected(act.id, _not_running(act))
+        return None
+
+    def _forget(self, now: float, *, all_expired: bool = False) -> None:
+        """Forget answered actions that are kept no more, or with `all_expired` all that expired."""
+        over = itertools.takewhile(
+            lambda item: not now < (item[1].until if all_expired else item[1].kept), self._pending.items()
+        )
+        for key in [key for key, entry in over if entry.outcome is not None]:
+            del self._pending[key]
+
+    def _timeout(self, now: float) -> float | None:
+        timeout = super()._timeout(now)
+        with self._lock:
+            idle = any(not act.action.request for act in self._waiting.values())
+        return limits.ACTION_IDLE_S if idle and (timeout is None or timeout > limits.ACTION_IDLE_S) else timeout
+
+
+def _of_incarnation(act: Act, incarnation: str) -> Act:
+    """Return an action on the request that runs now."""
+    if isinstance(act.action, Freeze | Unfreeze):
+        return act
+    return msgspec.structs.replace(act, action=msgspec.structs.replace(act.action, incarnation=incarnation))
 
 
 def _expired() -> str:

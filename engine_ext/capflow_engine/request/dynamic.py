@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from capflow import limits
-from capflow.steering.action import Steer, Unsteer
+from capflow.steering.action import Action, sites_of
 from capflow_engine.request.options import KEY
 from capflow_engine.steering.applied import Change, Dynamic
 
@@ -52,12 +52,12 @@ class Reports:
         if controllers:
             self._reports.setdefault(together, _Report(tuple(controllers)))
 
-    def act(self, key: str, action: Steer | Unsteer, position: int) -> None:
+    def act(self, key: str, action: Action, position: int) -> None:
         """Note an action that holds from a position of a request on. A report lists the first `limits.ACTED_MAX`."""
         together, name = self._members[key]
         changes = self._reports.setdefault(together, _Report(())).changes
         if len(changes) < limits.ACTED_MAX:
-            sites = tuple(f"{v.site.hook}:{v.site.layer}" for v in action.vectors) if isinstance(action, Steer) else ()
+            sites = tuple(map(str, sites_of(action)))
             changes.append(Change(name, str(action.__struct_config__.tag), sites, position))
 
     def shift(self, key: str, first: int, count: int) -> None:

@@ -21,7 +21,7 @@ import logging
 import operator
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -31,10 +31,8 @@ from capflow.capture.positions import Positions
 from capflow.capture.spec import Wanted, join
 from capflow.errors import UsageError, explain
 from capflow.protocol.message import Act, ControllerSpec, Hello, Welcome
-from capflow.steering.action import Abort, Action, ActionApplied, Rejected, Steer, Unsteer, check_action
-from capflow.steering.compiler import with_vectors
+from capflow.steering.action import Abort, ActionApplied, Outcome, Rejected, SetGate, Steer, Unsteer
 from capflow.steering.program import SteeringProgram
-from capflow.steering.request import Steering, Tier
 from capflow_engine.compat import cache as compat_cache
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import step as compat_step
@@ -42,12 +40,13 @@ from capflow_engine.hubs import HubLinks
 from capflow_engine.request.dynamic import Reports
 from capflow_engine.request.options import KEY, RequestOptions
 from capflow_engine.request.reach import check_patches, first_latching, length_max
+from capflow_engine.scheduler.actions import Actions, Running, frozen_needs
 from capflow_engine.scheduler.decisions import Decisions
 from capflow_engine.scheduler.drafting import Drafting
 from capflow_engine.scheduler.orders import Admitted, Ended, Orders, Rejection, Unscheduled, Wants
 from capflow_engine.scheduler.stops import Stops
 from capflow_engine.settings import Settings
-from capflow_engine.steering.budget import HOLDS_MORE, Holdings, Need, Size, needs_of
+from capflow_engine.steering.budget import Holdings, Need, Size, needs_of
 from capflow_engine.steering.fit import Fit
 
 logger = logging.getLogger("vllm.capflow.scheduler")
@@ -100,9 +99,6 @@ class Admission:
         self._waiting: dict[str, tuple[Need, ...]] = {}
         # Whether a request waits for room in the bank in this step. Then all later requests wait, too.
         self.holding_back = False
-        self._numbers = itertools.count()
-        # The names of the holdings in the bank that actions made, by request and by needs.
-        self._acted: dict[str, dict[tuple[Need, ...], str]] = {}
         # The entry in `Orders.admitted` of each request that was not scheduled yet.
         self._unscheduled: dict[str, Admitted] = {}
         # Requests that ended, for the next step's orders.
@@ -110,11 +106,9 @@ class Admission:
         # Requests that ended before they were scheduled, for the next step's orders.
         self._never: dict[str, Unscheduled] = {}
         self.reports = Reports()
-        # Actions for the next step's orders: the action's id, the request's key, the action.
-        self._actions: list[tuple[str, str, Steer | Unsteer]] = []
         self.decisions = Decisions(self._fork_for_itself, self.reports.act)
-        # The ids of aborts that are answered with the next step.
-        self._aborts: list[str] = []
+        # The aborts that are answered with the next step: their ids, and the positions after the requests' ends.
+        self._aborts: list[tuple[str, int]] = []
         # The steps whose output is not here yet, by their number.
         self._under_way: dict[int, UnderWay] = {}
         # For the next step's orders: the first position whose rows are dropped.
@@ -131,7 +125,16 @@ class Admission:
         self._new_wants = {0: self._wants}
         replica = compat.replica_of(vllm_config)
         hello = Hello("scheduler", self.settings.engine, self._boot, Rank(0, replica, 0), self.info)
-        self.links = HubLinks(self.settings.hubs, hello, self._incarnations.get)
+        self.links = HubLinks(self.settings.hubs, hello, self._incarnations.get, self._at_once)
+        self.actions = Actions(
+            self.info,
+            self._held,
+            self._waiting,
+            fork=self._fork_for_itself,
+            note=self.reports.act,
+            answer=self.links.outcome,
+            certain=self._without_drafts,
+        )
         if self.settings.hub_wait_s is not None:
             self.links.wait_welcomes(self.settings.hub_wait_s)
         self._take_welcomes()
@@ -168,8 +171,13 @@ class Admission:
         if positions or options.program is not None or controllers:
             self.stops.watch(request)
         if options.program is not None:
-            self._waiting[key] = needs
-            self._key_cache(request, options.program)
+            program = self.actions.admit(key, options.program)
+            if program is not options.program:
+                needs = needs_of(program, self._steered_from(request)) if program is not None else ()
+            beside = (*needs, *frozen_needs(options.program, self._steered_from(request)))
+            self._waiting[key] = beside if self._fit.size.holds(beside) else needs
+            if program is not None:
+                self._key_cache(request, program)
             first = first_latching(options.program, self._steered_from(request))
             if first is not None:
                 compat_cache.compute_from(request, first)
@@ -263,10 +271,35 @@ class Admission:
 
     def take_actions(self, scheduler: Any) -> None:
         """Take the actions that the hubs sent since the last step. Those that can hold go into the next orders."""
+        running = functools.partial(self._running, scheduler)
+        self.actions.begin(running)
         for act in self.links.actions(self._is_ready):
-            reason = self._apply(act, scheduler)
+            if act.action.request or isinstance(act.action, Steer | Unsteer | Abort | SetGate):
+                reason = self._apply(act, scheduler)
+            else:
+                reason = self.actions.apply_to_all(act, running)
             if reason is not None:
                 self.links.outcome(Rejected(act.id, reason))
+
+    def _without_drafts(self, key: str) -> None:
+        if self.drafting is not None:
+            self.drafting.end(key)
+
+    def _at_once(self, act: Act) -> Outcome | None:
+        """Answer an action on the whole engine while it is idle; called on the threads of the links."""
+        if self._under_way or self.actions is None:
+            return None
+        return self.actions.at_once(act, self._step, idle=not self._names)
+
+    def _running(self, scheduler: Any) -> Iterator[tuple[str, Running]]:
+        for key in list(self._names):
+            if key in scheduler.requests:
+                yield key, self._as_running(key, scheduler.requests[key])
+
+    def _as_running(self, key: str, request: Any) -> Running:
+        name = self._names[key]
+        controllers = tuple(spec.label for spec in self._wants[self.settings.hub_of(name)].controllers)
+        return Running(request, name, self._options[key].program, self._steered_from(request), controllers)
 
     def order(self, scheduler_output: Any, requests: Mapping[str, Any]) -> None:
         """Attach the orders of the step that was just scheduled to the scheduler's output.
@@ -293,13 +326,12 @@ class Admission:
                     orders.admitted[key] = admitted
         orders.ended, self._ended = self._ended, {}
         orders.unscheduled, self._never = self._never, {}
-        ready, self._actions = self._actions, []
-        orders.actions = [(key, action) for _, key, action in ready]
+        ready = self.actions.take(orders)
         orders.decided = self.decisions.take()
         orders.wants, self._new_wants = self._new_wants, {}
         orders.attach(scheduler_output)
-        for action_id in (*self._aborts, *(action_id for action_id, _, _ in ready)):
-            self.links.outcome(ActionApplied(action_id, self._step))
+        for action_id, position in (*self._aborts, *ready):
+            self.links.outcome(ActionApplied(action_id, self._step, position))
         self._aborts.clear()
 
     def settle(self, scheduler_output: Any, model_runner_output: Any) -> None:
@@ -319,6 +351,7 @@ class Admission:
             return
         self._rejected.append(Rejection(key, step, limit, count))
         self.reports.shift(key, limit + count, count)
+        self.actions.shift(key, limit + count, count)
         for each in later:
             if key in each.drafts:
                 end, drafts = each.drafts[key]
@@ -343,15 +376,11 @@ class Admission:
             self.drafting.end(key)
         self._options.pop(key, None)
         self._held.release(key)
-        for held in self._acted.pop(key, {}).values():
-            self._held.release(held)
         name = self._names.pop(key, None)
         self.reports.end(key)
         if name is not None:
             del self._keys[name], self._incarnations[name]
-        for action_id in [action_id for action_id, its, _ in self._actions if its == key]:
-            self.links.outcome(Rejected(action_id, explain("request", got=name, expected="one that is running")))
-        self._actions = [action for action in self._actions if action[1] != key]
+        self.actions.end(key, name)
         status, decided = compat.finished_status(request), self.decisions.end(key)
         # vLLM aborts a request that waits for input when there is no more.
         if status == "abort" and key in self.input_over:
@@ -391,74 +420,23 @@ class Admission:
 
     def _is_ready(self, act: Act) -> bool:
         """Return whether an action may be taken now. Steering waits for the first step of its request, or expires."""
-        return isinstance(act.action, Abort) or self._keys.get(act.action.request, "") not in self._unscheduled
+        request = act.action.request
+        return not request or isinstance(act.action, Abort) or self._keys.get(request, "") not in self._unscheduled
 
     def _apply(self, act: Act, scheduler: Any) -> str | None:
-        """Prepare an action for the next step; return the reason if it cannot be applied, else None."""
+        """Prepare an action on a request for the next step; return the reason if it cannot be applied, else None."""
         action = act.action
         key = self._keys.get(action.request)
         if key is None or self._incarnations[action.request] != action.incarnation:
             return explain("request", got=action.request, expected="one that is running")
-        request = scheduler.requests[key]
-        try:
-            check_action(action)
-            _check_supported(action)
-        except UsageError as e:
-            return str(e)
-        if isinstance(action, Abort):
-            if not compat.abort(scheduler, key):
-                return explain("request", got=action.request, expected="one that is running")
-            self.aborted.append(request)
-            self._aborts.append(act.id)
-            return None
-        if isinstance(action, Steer):
-            try:
-                Steering(base=Tier(action.vectors)).check(self.info)
-                program = with_vectors(self._options[key].program, self.info.hidden_size, action.vectors)
-            except UsageError as e:
-                return str(e)
-            lacking = self._hold_action(key, program, request)
-            if lacking is not None:
-                do = f"try again when requests have ended, or start the engine with {HOLDS_MORE[lacking]}"
-                return explain(
-                    "steering bank", got=f"no room for more {lacking} beside those of the running requests", do=do
-                )
-            # Drafts under way may be rejected. Blocks that are in the cache already end before the last token.
-            computed = min(request.num_computed_tokens, request.num_tokens - 1)
-            self._fork_for_itself(request, max(computed, request.num_prompt_tokens))
-        assert isinstance(action, Steer | Unsteer)
-        # A preempted request has computed nothing. The action holds from the position that the request had reached.
-        computed = max(request.num_computed_tokens, request.num_tokens - 1)
-        self.reports.act(key, action, max(computed, request.num_prompt_tokens))
-        self._actions.append((act.id, key, action))
+        running = self._as_running(key, scheduler.requests[key])
+        if not isinstance(action, Abort):
+            return self.actions.apply(act, key, running)
+        if not compat.abort(scheduler, key, action.as_, action.reason):
+            return explain("request", got=action.request, expected="one that is running")
+        self.aborted.append(running.request)
+        self._aborts.append((act.id, running.reached))
         return None
-
-    def _hold_action(self, key: str, program: SteeringProgram | None, request: Any) -> str | None:
-        """Hold the room in the bank that an action needs, until the request ends; return what the bank lacks, or None.
-
-        Holdings of earlier actions stay: a preempted request computes again the positions that they steered.
-        """
-        needs = needs_of(program, self._steered_from(request)) if program is not None else ()
-        acted = self._acted.setdefault(key, {})
-        if not needs or needs in acted:
-            return None
-        name = f"{key} {next(self._numbers)}"
-        if not self._held.hold(name, needs):
-            return self._held.lacking(needs)
-        acted[needs] = name
-        return None
-
-
-def _check_supported(action: Action) -> None:
-    """Raise UsageError for an action that this engine does not execute."""
-    supported = isinstance(action, Steer | Unsteer | Abort)
-    if isinstance(action, Steer):
-        supported = not action.clamps and action.gain == 1.0 and action.lease_s is action.lease_positions is None
-    elif isinstance(action, Abort):
-        supported = action.as_ == "abort"
-    if not supported:
-        expected = "steer with vectors, unsteer or abort; this engine executes no others"
-        raise UsageError(explain("action", got=str(action.__struct_config__.tag), expected=expected))
 
 
 def _drop_options(request: Any) -> None:

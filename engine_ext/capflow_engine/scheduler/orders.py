@@ -14,7 +14,7 @@ import msgspec
 
 from capflow.capture.spec import Wanted
 from capflow.protocol.message import ControllerSpec
-from capflow.steering.action import Abort, Steer, Unsteer
+from capflow.steering.action import Abort, Gain, SetGate, Steer, Unsteer
 from capflow_engine.request.options import RequestOptions
 
 _ATTRIBUTE = "capflow_orders"
@@ -121,6 +121,35 @@ class Rejection(NamedTuple):
     drafts: int
 
 
+class Ordered(NamedTuple):
+    """An action that holds from this step on.
+
+    key: vLLM's id of the request; empty for all requests of the engine.
+    by: the owner, as in `Answered.asked_by`.
+    """
+
+    key: str
+    by: str
+    action: Steer | Unsteer | Gain | SetGate
+
+
+class LeaseEnd(NamedTuple):
+    """The end of an action's lease.
+
+    key: vLLM's id of the request.
+    by: the owner of the action.
+    action: what ends the action; None if it ended at `position`, as workers know.
+    position: the first position at which it does not hold.
+    label: of the action.
+    """
+
+    key: str
+    by: str
+    action: Unsteer | Gain | SetGate | None
+    position: int
+    label: str = ""
+
+
 @dataclass
 class Orders:
     """One step's orders. All keys are vLLM's ids of requests, unless said otherwise.
@@ -134,8 +163,10 @@ class Orders:
     wants: new wants of all hubs, by number.
     ended: requests that ended since the last step.
     unscheduled: requests that ended since the last step and that no worker knows.
-    actions: changes to running requests that hold from this step on.
+    actions: in order; all of them hold from this step on.
     decided: decisions of ordered controllers, whose actions hold from this step on.
+    leases: leases that ended; they apply before `frozen`.
+    frozen: whether the engine is frozen from this step on; None: as before. It applies before `actions`.
     """
 
     step: int
@@ -146,8 +177,10 @@ class Orders:
     wants: dict[int, tuple[Wants, ...]] = field(default_factory=dict)
     ended: dict[str, Ended] = field(default_factory=dict)
     unscheduled: dict[str, Unscheduled] = field(default_factory=dict)
-    actions: list[tuple[str, Steer | Unsteer]] = field(default_factory=list)
+    actions: list[Ordered] = field(default_factory=list)
     decided: list[Decided] = field(default_factory=list)
+    leases: list[LeaseEnd] = field(default_factory=list)
+    frozen: bool | None = None
 
     def attach(self, scheduler_output: Any) -> None:
         """Put the orders on a step's scheduler output."""

@@ -50,6 +50,10 @@ class Size(NamedTuple):
         """Return the size of a bank without limits."""
         return cls(sys.maxsize, sys.maxsize, sys.maxsize)
 
+    def holds(self, needs: Sequence[Need]) -> bool:
+        """Return whether an empty bank of this size has room for `needs`."""
+        return Holdings(self).lacking(needs) is None
+
     def check(
         self, program: SteeringProgram | None, prompt_length: int = POSITION_MAX, *, asked: Steering = NOTHING
     ) -> tuple[Need, ...]:

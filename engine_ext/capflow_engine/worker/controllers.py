@@ -29,7 +29,7 @@ from capflow.errors import CapflowError, UsageError, explain
 from capflow.plugins.configure import Plugin, check_probe, load_plugins
 from capflow.plugins.consumer import Controller, Decision, StepProbe
 from capflow.protocol.message import ControllerCounts, ControllerSpec
-from capflow.steering.action import Abort, Steer, Unsteer, check_action
+from capflow.steering.action import Abort, Steer, Unsteer, check_action, sites_of
 from capflow.steering.request import Steering, Tier
 from capflow_engine.scheduler.orders import Decided
 from capflow_engine.taps.plan import VIEW, Program
@@ -324,11 +324,11 @@ class Controllers:
         """Raise UsageError if an action does not fit the model, or the stage of a replicated controller."""
         check_action(action)
         if isinstance(action, Steer):
-            if action.clamps or action.gain != 1.0 or action.lease_s or action.lease_positions:
-                got = "clamps, a gain or a lease"
-                raise UsageError(explain("on_step", got=got, expected="a Steer with vectors only"))
-            Steering(base=Tier(action.vectors)).check(self.info)
-            if elsewhere := frozenset(vector.site for vector in action.vectors) - self._may_steer(spec):
+            if action.lease_s is not None:
+                expected = "lease_positions, because ranks have different clocks"
+                raise UsageError(explain("on_step: lease_s", got=f"{action.lease_s:g}", expected=expected))
+            Steering(base=Tier(action.vectors, action.clamps)).check(self.info)
+            if elsewhere := frozenset(sites_of(action)) - self._may_steer(spec):
                 raise UsageError(self._no_steering(spec, elsewhere))
 
     def _may_steer(self, spec: ControllerSpec) -> frozenset[Site]:

@@ -21,171 +21,223 @@ from __future__ import annotations
 
 import itertools
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from capflow.capture.model import ModelInfo
 from capflow.errors import CapflowError, explain
-from capflow.steering.action import Steer, Unsteer
-from capflow.steering.compiler import with_vectors
+from capflow.steering.action import Gain, SetGate, Steer, Unsteer
 from capflow.steering.program import SteeringProgram
 from capflow.steering.vector import SteeringVector
 from capflow_engine.steering.budget import Holdings, Need, Size, needs_of
+from capflow_engine.steering.timeline import (
+    ENGINE,
+    FOREVER,
+    HUB,
+    Live,
+    Owner,
+    Part,
+    Timeline,
+    composed,
+    entry_of,
+    slot_of,
+)
 from capflow_engine.taps.acting import SlotRange
 from capflow_engine.taps.bank import NOTHING, Bank
 from capflow_engine.taps.plan import Tracked
 
 logger = logging.getLogger("vllm.capflow.worker")
 
-
-class Owner(NamedTuple):
-    """The owner of an action; the vectors of owners add up in this order."""
-
-    order: int
-    name: str
-
-
-HUB = Owner(sys.maxsize, "hub")
-"""The owner of actions through a hub, from a client or a consumer; a later action replaces an earlier one."""
-
-_Vectors = Mapping[Owner, tuple[SteeringVector, ...]]
+__all__ = ["ENGINE", "HUB", "Histories", "Owner"]
 
 
 class _Change(NamedTuple):
-    """The steering of a request from a position on.
+    """The steering of a request from a position on; there is one for each part of its timeline.
 
     held: the position and the slots of the bank.
-    vectors: the vectors that are added, by owner.
     needs: its part of the reserve.
     reserved: the name under which the reserve holds `needs`; empty if it needs nothing.
     """
 
     held: SlotRange
-    vectors: _Vectors
     needs: tuple[Need, ...] = ()
     reserved: str = ""
+
+
+class _History:
+    """The history of one request.
+
+    changes: one for each part of the timeline.
+    steered: the slots of each change.
+    """
+
+    def __init__(self, tracked: Tracked, program: SteeringProgram | None, timeline: Timeline) -> None:
+        self.tracked, self.program, self.timeline = tracked, program, timeline
+        self.changes: list[_Change] = []
+        self.steered: list[SlotRange] = []
 
 
 class Histories:
     """The histories of one worker's requests.
 
-    reserve: the part of the bank for the vectors of controllers.
+    reserve: the part of the bank for what controllers add.
     """
 
     def __init__(self, bank: Bank, reserve: Size, info: ModelInfo) -> None:
         self.reserve = Holdings(reserve)
         self._bank = bank
         self._info = info
-        # The programs that requests arrived with, by vLLM's id.
-        self._programs: dict[str, SteeringProgram] = {}
         # By vLLM's id, for requests that were ever steered.
-        self._changes: dict[str, list[_Change]] = {}
+        self._histories: dict[str, _History] = {}
         self._numbers = itertools.count()
+        # The gains of owners for all requests.
+        self.gains: dict[str, float] = {}
+        self.frozen = False
 
     def admit(self, tracked: Tracked, program: SteeringProgram) -> None:
-        """Steer a new request by its own program."""
-        self._programs[tracked.key] = program
-        self._change(tracked, 0, {})
+        """Steer a new request by its own program, under the gains of the engine, and less if the engine is frozen."""
+        self._histories[tracked.key] = _History(tracked, program, Timeline(self.gains, frozen=self.frozen))
+        self._renew(tracked, 0)
 
-    def vectors(self, key: str) -> _Vectors:
-        """Return the vectors that are added to a request now, by owner."""
-        changes = self._changes.get(key)
-        return changes[-1].vectors if changes else {}
+    def vectors(self, key: str) -> Mapping[Owner, tuple[SteeringVector, ...]]:
+        """Return the vectors that are added at a request's next position, by owner."""
+        history = self._histories.get(key)
+        if history is None:
+            return {}
+        live = history.timeline.at(_first(history.tracked)).live
+        return {slot.owner: live[slot].vectors for slot in sorted(live) if slot.kind == "steer"}
 
-    def act(self, tracked: Tracked, owner: Owner, action: Steer | Unsteer) -> bool:
+    def act(self, tracked: Tracked, owner: Owner, action: Steer | Unsteer | Gain | SetGate) -> bool:
         """Apply an owner's action to a request from its next position on; return whether it changed anything.
 
-        It steers generated positions only. If a controller's action does not fit in the reserve, CapflowError is raised
-        and nothing is changed. An action through a hub always fits: if necessary, the vectors that controllers added to
-        the request are dropped.
+        Vectors and clamps steer generated positions only. If what controllers do does not fit in the reserve,
+        CapflowError is raised and nothing is changed. An action through a hub always fits: if necessary, what
+        controllers added to the request is dropped.
         """
-        before = self.vectors(tracked.key)
-        after = {**before, owner: action.vectors} if isinstance(action, Steer) else {**before, owner: ()}
-        after = {each: after[each] for each in sorted(after) if after[each]}
-        if after == before:
+        first = _first(tracked) if isinstance(action, Steer | Unsteer) else tracked.computed
+        slot, entry = slot_of(action, owner), entry_of(action, owner, first)
+        history = self._history(tracked)
+        before = history.timeline.parts[-1].entries.get(slot)
+        if (None if before is None or not before.holds_at(first) else before.value, FOREVER) == (
+            entry.value,
+            entry.until,
+        ) and (before is None or before.until == FOREVER):
             return False
-        first = max(tracked.computed, tracked.prompt_length)
-        (self._order if owner == HUB else self._change)(tracked, first, after)
+        kept = history.timeline.copy()
+        history.timeline.set(first, {slot: entry})
+        try:
+            self._renew(tracked, first, by_hub=owner.by_hub)
+        except CapflowError:
+            history.timeline = kept
+            self._renew(tracked, first, by_hub=True)
+            raise
         return True
+
+    def freeze(self, tracked: Tracked, *, frozen: bool) -> None:
+        """Take back everything but a request's own steering from its next position on, or end that."""
+        if tracked.key in self._histories:
+            timeline = self._history(tracked).timeline
+            if frozen:
+                timeline.freeze(tracked.computed)
+            else:
+                timeline.unfreeze(tracked.computed, self.gains)
+            self._renew(tracked, tracked.computed, by_hub=True)
 
     def lengthen(self, tracked: Tracked) -> None:
         """Continue the steering of a request whose prompt grew by the generated tokens and by more input."""
-        changes = self._changes.get(tracked.key)
-        if not changes:
-            return
-        last = changes[-1]
-        self._bank.share(last.held.steered)
-        held = last.held._replace(first=tracked.computed, split=tracked.steered_from)
-        self._append(tracked, last._replace(held=held, reserved=self._reserved(tracked.key, last.needs)))
+        if tracked.key in self._histories:
+            timeline = self._history(tracked).timeline
+            timeline.set(tracked.computed, {})
+            timeline.split(tracked.computed)
+            self._renew(tracked, tracked.computed, by_hub=True)
 
     def cut(self, tracked: Tracked, limit: int) -> None:
         """Undo the actions that controllers took on rows at position `limit` and later, which belong to no request."""
-        changes = self._changes.get(tracked.key, [])
-        undone = [change for change in changes if change.held.first > limit]
-        if not undone:
-            return
-        kept = changes[: len(changes) - len(undone)]
-        before = kept[-1].vectors if kept else {}
-        decided = {owner: some for owner, some in before.items() if owner != HUB}
-        self._drop(tracked, limit + 1)
-        for held, vectors, _, _ in undone:
-            after = {**decided, HUB: vectors[HUB]} if HUB in vectors else decided
-            if after != before:
-                self._order(tracked, held.first, after)
-                before = after
+        if tracked.key in self._histories:
+            first = self._history(tracked).timeline.cut(limit)
+            if first is not None:
+                self._renew(tracked, first, by_hub=True)
 
     def shift(self, tracked: Tracked, first: int, count: int) -> None:
         """Lower the positions of the actions that apply from position `first` or from a later one by `count`."""
-        changes, held = self._changes.get(tracked.key, []), tracked.steered or []
-        for number, change in enumerate(changes):
-            if change.held.first >= first:
-                held[number] = change.held._replace(first=change.held.first - count)
-                changes[number] = change._replace(held=held[number])
+        history = self._histories.get(tracked.key)
+        if history is None:
+            return
+        history.timeline.shift(first, count)
+        self._renew(tracked, first - count, by_hub=True)
 
     def forget(self, tracked: Tracked) -> None:
         """Give back everything that a finished request holds."""
-        self._drop(tracked, 0)
-        self._changes.pop(tracked.key, None)
-        self._programs.pop(tracked.key, None)
+        history = self._histories.pop(tracked.key, None)
+        if history is not None:
+            self._drop(history, 0)
+            tracked.steered = None
 
-    def _order(self, tracked: Tracked, first: int, vectors: _Vectors) -> None:
-        """Do `_change` for an action through a hub; if the bank is full, without the vectors of controllers."""
+    def _history(self, tracked: Tracked) -> _History:
+        history = self._histories.get(tracked.key)
+        if history is None:
+            timeline = Timeline(self.gains, frozen=self.frozen)
+            history = self._histories[tracked.key] = _History(tracked, None, timeline)
+        history.tracked = tracked  # it is replaced when the prompt grows
+        return history
+
+    def _renew(self, tracked: Tracked, first: int, *, by_hub: bool = False) -> None:
+        """Put the parts of a request's timeline from position `first` on into the bank.
+
+        If the bank has no room, CapflowError is raised, and with `by_hub` what controllers added is dropped instead.
+        """
+        history = self._histories[tracked.key]
+        self._drop(history, first)
+        parts = history.timeline.parts
+        for number in range(len(history.changes), len(parts)):
+            part = parts[number]
+            try:
+                change = self._change(history, part.first, part.live, part.ordered)
+            except CapflowError:
+                if not by_hub:
+                    raise
+                logger.error("request %s: the steering bank is full; controllers no longer steer it", tracked.id)
+                entries = {slot: entry for slot, entry in part.entries.items() if entry.by.by_hub}
+                parts[number] = part._replace(entries=entries)
+                change = self._ordered_change(history, part)
+            history.changes.append(change)
+            history.steered.append(change.held)
+        unsteered = len(history.steered) == 1 and history.steered[0].steered is NOTHING
+        tracked.steered = None if unsteered else history.steered
+
+    def _ordered_change(self, history: _History, part: Part) -> _Change:
+        """Return the steering of a request without controllers; none if the bank has no room for a frozen request."""
         try:
-            self._change(tracked, first, vectors)
+            return self._change(history, part.first, part.ordered, part.ordered)
         except CapflowError:
-            logger.error("request %s: the steering bank is full; the vectors of controllers are dropped", tracked.id)
-            self._change(tracked, first, {HUB: vectors[HUB]} if HUB in vectors else {})
+            logger.error("request %s: the steering bank is full; nothing steers it", history.tracked.id)
+            return _Change(SlotRange.of(part.first, history.tracked.steered_from, NOTHING, None, None))
 
-    def _change(self, tracked: Tracked, first: int, vectors: _Vectors) -> None:
-        """Steer a request by its own program and these vectors, from position `first` on."""
-        program, shared, needs = self._composed(tracked, vectors)
+    def _drop(self, history: _History, first: int) -> None:
+        """Give back the changes that apply from position `first` or from a later one."""
+        while history.changes and history.changes[-1].held.first >= first:
+            change = history.changes.pop()
+            history.steered.pop()
+            self._bank.release(change.held.steered)
+            self.reserve.release(change.reserved)
+
+    def _change(self, history: _History, first: int, live: Live, ordered: Live) -> _Change:
+        """Return the steering of a request from position `first` on."""
+        tracked, hidden = history.tracked, self._info.hidden_size
+        program = composed(history.program, live, hidden)
+        shared = program if live == ordered else composed(history.program, ordered, hidden)
+        needs: tuple[Need, ...] = ()
+        if program is not None and live != ordered:
+            needs = _beside(program, shared, tracked.steered_from)
         reserved = self._reserved(tracked.key, needs)
         try:
             steered = NOTHING if program is None else self._bank.acquire(program, tracked.steered_from)
         except CapflowError:
             self.reserve.release(reserved)
             raise
-        held = SlotRange.of(first, tracked.steered_from, steered, program, shared)
-        self._append(tracked, _Change(held, vectors, needs, reserved))
         if program is not None and program.gates:  # earlier positions keep them, if a later program has none
             tracked.gates, tracked.latched = program.gates, any(gate.latched for gate in program.gates)
-
-    def _composed(
-        self, tracked: Tracked, vectors: _Vectors
-    ) -> tuple[SteeringProgram | None, SteeringProgram | None, tuple[Need, ...]]:
-        """Return a request's program with these vectors, without those of controllers, and its need of the reserve."""
-        counted = program = self._programs.get(tracked.key)
-        for owner, some in vectors.items():
-            program = with_vectors(program, self._info.hidden_size, some)
-            if owner == HUB:
-                counted = with_vectors(counted, self._info.hidden_size, some)
-        if program is None or not vectors.keys() - {HUB}:
-            return program, program, ()
-        rows: frozenset[bytes] = frozenset() if counted is None else frozenset(counted.digests)
-        keys = () if counted is None else {need.key for need in needs_of(counted, tracked.steered_from)}
-        needs = [need for need in needs_of(program, tracked.steered_from) if need.key not in keys]
-        return program, counted, tuple(need.beside(rows) for need in needs)
+        return _Change(SlotRange.of(first, tracked.steered_from, steered, program, shared), needs, reserved)
 
     def _reserved(self, key: str, needs: Sequence[Need]) -> str:
         """Take `needs` from the reserve; return the name that holds them, empty if there are none."""
@@ -198,19 +250,14 @@ class Histories:
             raise CapflowError(explain("steering bank", got=got, do=do))
         return name
 
-    def _append(self, tracked: Tracked, change: _Change) -> None:
-        self._drop(tracked, change.held.first)
-        self._changes.setdefault(tracked.key, []).append(change)
-        if tracked.steered is None:
-            tracked.steered = []
-        tracked.steered.append(change.held)
 
-    def _drop(self, tracked: Tracked, first: int) -> None:
-        """Drop the changes that apply from position `first` or from a later one."""
-        changes, held = self._changes.get(tracked.key, []), tracked.steered or []
-        while changes and changes[-1].held.first >= first:
-            change = changes.pop()
-            held.pop()
-            self._bank.release(change.held.steered)
-            self.reserve.release(change.reserved)
-        tracked.steered = held or None
+def _first(tracked: Tracked) -> int:
+    """Return the first position that an action can steer."""
+    return max(tracked.computed, tracked.prompt_length)
+
+
+def _beside(program: SteeringProgram, counted: SteeringProgram | None, split: int) -> tuple[Need, ...]:
+    """Return what a program needs beside the one that the scheduler counted."""
+    rows: frozenset[bytes] = frozenset() if counted is None else frozenset(counted.digests)
+    keys = () if counted is None else {need.key for need in needs_of(counted, split)}
+    return tuple(need.beside(rows) for need in needs_of(program, split) if need.key not in keys)

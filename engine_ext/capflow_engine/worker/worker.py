@@ -31,7 +31,7 @@ from capflow.capture.site import Site
 from capflow.capture.spec import Capture, Wanted, join
 from capflow.errors import CapflowError
 from capflow.protocol.message import ControllerSpec
-from capflow.steering.action import Abort, Steer, Unsteer
+from capflow.steering.action import FROZEN, FROZEN_TROUBLE, Abort, Gain, sites_of
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import model as compat_model
 from capflow_engine.compat import step as compat_step
@@ -41,6 +41,8 @@ from capflow_engine.scheduler.orders import (
     Admitted,
     Decided,
     Ended,
+    LeaseEnd,
+    Ordered,
     Orders,
     Rejection,
     Unscheduled,
@@ -50,6 +52,7 @@ from capflow_engine.scheduler.orders import (
 )
 from capflow_engine.settings import Settings
 from capflow_engine.steering.budget import Size
+from capflow_engine.steering.timeline import ENGINE, hub_owner
 from capflow_engine.taps import step as step_module
 from capflow_engine.taps.bank import Bank
 from capflow_engine.taps.gates import Gating
@@ -59,7 +62,7 @@ from capflow_engine.taps.tables import Tables
 from capflow_engine.taps.tap import Tap, install
 from capflow_engine.worker.controllers import Controllers
 from capflow_engine.worker.firing import Firing, GatedStep
-from capflow_engine.worker.history import HUB, Histories
+from capflow_engine.worker.history import Histories
 from capflow_engine.worker.latches import Latches
 from capflow_engine.worker.outlets import Outlets
 from capflow_engine.worker.pending import EMPTY_PLAN, READY, Pending, bare
@@ -216,7 +219,8 @@ class WorkerCapture:
     def _troubles(self, hub: int) -> tuple[str, ...]:
         """Return what a hub hears of the worker's troubles. Callable on any thread."""
         trouble = self.agreement.trouble
-        return (*self.controllers[hub].troubles, *(() if trouble is None else (trouble,)))
+        frozen = (FROZEN_TROUBLE,) if self.histories.frozen else ()
+        return (*frozen, *self.controllers[hub].troubles, *(() if trouble is None else (trouble,)))
 
     def _controllers(self, specs: Sequence[ControllerSpec], hub: int) -> Controllers:
         decides = self.rank.tp == 0
@@ -261,9 +265,7 @@ class WorkerCapture:
         for decided in (*actions, *orders.decided):
             if decided.key in self.requests:
                 self._control(decided)
-        for key, action in orders.actions:
-            if key in self.requests:
-                self._order(key, action)
+        self._take_actions(orders)
         for key, prompt_length in compat_step.new_requests(scheduler_output):
             if key in orders.admitted and key not in self.requests:
                 self._admit(key, prompt_length, orders.admitted[key])
@@ -338,9 +340,45 @@ class WorkerCapture:
         places = {self.index[site]: w.positions for site, w in wanted.items() if site in self.index}
         return self.planner.program(places, hub)
 
-    def _order(self, key: str, action: Steer | Unsteer) -> None:
+    def _take_actions(self, orders: Orders) -> None:
+        for lease in orders.leases:
+            if lease.key in self.requests:
+                self._end_lease(lease)
+        if orders.frozen is not None:
+            self._freeze(frozen=orders.frozen)
+        for ordered in orders.actions:
+            self._order(ordered)
+
+    def _order(self, ordered: Ordered) -> None:
         """Apply an action that the scheduler ordered; the scheduler has checked that it fits in the bank."""
-        self.histories.act(self.requests[key], HUB, action)
+        key, by, action = ordered
+        if key:
+            if key in self.requests:
+                self.histories.act(self.requests[key], hub_owner(by), action)
+            return
+        assert isinstance(action, Gain)
+        self.histories.gains.pop(action.owner, None)
+        if action.scale != 1.0:
+            self.histories.gains[action.owner] = action.scale
+        for tracked in self.requests.values():
+            self.histories.act(tracked, ENGINE, action)
+
+    def _end_lease(self, lease: LeaseEnd) -> None:
+        """End an action whose lease is over."""
+        if lease.action is not None:
+            self.histories.act(self.requests[lease.key], hub_owner(lease.by), lease.action)
+        if self.rank.pp == 0:
+            self._note(lease.key, lease.by, "lease_end", (), position=lease.position, label=lease.label)
+
+    def _freeze(self, *, frozen: bool) -> None:
+        """Take every dynamic change back, or end that."""
+        if self.histories.frozen == frozen:
+            return
+        self.histories.frozen = frozen
+        for key, tracked in self.requests.items():
+            self.histories.freeze(tracked, frozen=frozen)
+            if self.rank.pp == 0:
+                self._note(key, "engine", "freeze" if frozen else "unfreeze", (), position=tracked.computed)
 
     def _control(self, decided: Decided) -> None:
         """Apply a controller's decision if there is room for it; all ranks that apply it come to the same outcome."""
@@ -355,13 +393,16 @@ class WorkerCapture:
             return
         assert not isinstance(action, Abort)
         first = max(tracked.computed, tracked.prompt_length)
+        if self.histories.frozen:
+            controllers.done(decided.order, decided.key, CapflowError(FROZEN))
+            return
         try:
             self.histories.act(tracked, controllers.owner(decided.order), action)
         except CapflowError as e:
             controllers.done(decided.order, decided.key, e)
             return
         controllers.done(decided.order, decided.key, None)
-        kind, sites = str(action.__struct_config__.tag), tuple(vector.site for vector in getattr(action, "vectors", ()))
+        kind, sites = str(action.__struct_config__.tag), sites_of(action)
         self._note_once(decided, by, kind, sites, first, score, threshold, label)
 
     def _note_once(

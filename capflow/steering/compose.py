@@ -1,0 +1,132 @@
+"""Programs with what actions change: gains of owners, gates, and the vectors and clamps that actions add."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from capflow import limits
+from capflow.steering.clamp import Clamp
+from capflow.steering.program import CLAMP, SCORES, UNGATED, Op, ProgramGate, SiteOps, SteeringProgram, digest
+
+_OWN = "request"
+
+
+def owner_of(program: SteeringProgram, op: Op) -> str:
+    """Return the owner of an operation."""
+    return program.owners[op.owner] if program.owners else _OWN
+
+
+def scaled(program: SteeringProgram | None, gains: Mapping[str, float]) -> SteeringProgram | None:
+    """Return a program with the amounts of its owners' operations multiplied; None if nothing is left."""
+    if program is None or not gains:
+        return program
+
+    def scale(op: Op) -> Op | None:
+        factor = 1.0 if op.kind in SCORES else gains.get(owner_of(program, op), 1.0)
+        return op if factor == 1.0 else op._replace(amount=op.amount * factor) if factor else None
+
+    return _mapped(program, scale)
+
+
+def own(program: SteeringProgram | None) -> SteeringProgram | None:
+    """Return the part of a program that the request came with; None if there is none."""
+    if program is None or set(program.owners) <= {_OWN}:
+        return program
+
+    def mine(op: Op) -> Op | None:
+        return op if op.kind in SCORES or owner_of(program, op) == _OWN else None
+
+    kept = _mapped(program, mine)
+    gates = frozenset[int]() if kept is None else _used_gates(kept)
+    return _mapped(program, lambda op: mine(op) if op.kind not in SCORES or op.gate in gates else None)
+
+
+def with_gate(
+    program: SteeringProgram | None,
+    name: str,
+    threshold: float | None = None,
+    sharpness: float | None = None,
+    enabled: bool | None = None,
+) -> SteeringProgram | None:
+    """Return a program with a gate changed; None leaves a parameter as it is."""
+    if program is None:
+        return None
+    gates = {number: gate for number, gate in enumerate(program.gates) if gate.name == name}
+    if not gates:
+        return program
+
+    def change(op: Op) -> Op | None:
+        gate = gates.get(op.gate)
+        if gate is None:
+            return op
+        if op.kind in SCORES:
+            return op if threshold is None else op._replace(amount=op.amount + gate.threshold - threshold)
+        return None if enabled is False else op
+
+    changed = tuple(
+        _changed(gate, threshold, sharpness) if number in gates else gate for number, gate in enumerate(program.gates)
+    )
+    return _mapped(msgspec.structs.replace(program, gates=changed), change)
+
+
+def _changed(gate: ProgramGate, threshold: float | None, sharpness: float | None) -> ProgramGate:
+    return gate._replace(
+        threshold=gate.threshold if threshold is None else threshold,
+        sharpness=gate.sharpness if sharpness is None else sharpness,
+    )
+
+
+def with_clamps(
+    program: SteeringProgram | None, hidden_size: int, clamps: Sequence[Clamp], gain: float = 1.0
+) -> SteeringProgram | None:
+    """Return a program that also clamps generated positions, after everything else at each site."""
+    clamps = [clamp for clamp in clamps if clamp.strength * gain]
+    if not clamps:
+        return program
+    old = program or SteeringProgram(hidden_size, b"", ())
+    numbers = {name: number for number, name in enumerate(old.digests)}
+    rows = [old.rows]
+    decode = {(layer, hook): ops for layer, hook, ops in old.decode}
+    for clamp in clamps:
+        row = np.frombuffer(clamp.data, np.float32).tobytes()
+        number = numbers.setdefault(digest(row), len(numbers))
+        if number == len(rows) - 1 + len(old.digests):
+            rows.append(row)
+        op = Op(CLAMP, number, clamp.strength * gain, clamp.low, clamp.high)
+        decode[clamp.layer, clamp.hook] = (*decode.get((clamp.layer, clamp.hook), ()), op)
+    sites = tuple(SiteOps(layer, hook, ops) for (layer, hook), ops in sorted(decode.items()))
+    return msgspec.structs.replace(old, rows=b"".join(rows), digests=tuple(numbers), decode=sites)
+
+
+def fits(program: SteeringProgram | None) -> bool:
+    """Return whether no site and position has too many clamps or operations."""
+    if program is None:
+        return True
+    clamps = max((sum(op.kind == CLAMP for op in each.ops) for each in program.decode), default=0)
+    longest = max((len(each.ops) for each in program.decode), default=0)
+    return clamps <= limits.CLAMPS_AT_SITE_MAX and longest <= limits.SITE_OPS_MAX
+
+
+def _mapped(program: SteeringProgram, change: Callable[[Op], Op | None]) -> SteeringProgram | None:
+    """Return a program with each operation replaced or, for None, left out."""
+
+    def mapped(sites: Sequence[SiteOps]) -> tuple[SiteOps, ...]:
+        each = (SiteOps(site.layer, site.hook, tuple(new for op in site.ops if (new := change(op)))) for site in sites)
+        return tuple(site for site in each if site.ops)
+
+    prefill, decode = mapped(program.prefill), mapped(program.decode)
+    patched = tuple((position, ops) for position, sites in program.patched if (ops := mapped(sites)))
+    if not prefill and not decode and not patched:
+        return None
+    return msgspec.structs.replace(program, prefill=prefill, decode=decode, patched=patched)
+
+
+def _used_gates(program: SteeringProgram) -> frozenset[int]:
+    """Return the numbers of the gates that gate an operation."""
+    phases = (program.prefill, program.decode, *(sites for _, sites in program.patched))
+    return frozenset(
+        op.gate for sites in phases for site in sites for op in site.ops if op.kind not in SCORES and op.gate != UNGATED
+    )

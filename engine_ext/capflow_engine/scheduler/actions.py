@@ -1,0 +1,441 @@
+"""The actions on running requests, in the process of the scheduler: what applies where, until when, and what is frozen.
+
+Workers get each change with the orders of a step. The scheduler counts what actions need of the steering bank, so what
+it orders always fits. It decides when the time of a lease is over, once for all ranks.
+
+Invariant: an action is answered once, and one that is answered with `Rejected` is in no order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+from capflow.capture.model import ModelInfo
+from capflow.errors import UsageError, explain
+from capflow.protocol.message import Act
+from capflow.steering.action import (
+    FROZEN,
+    ActionApplied,
+    Freeze,
+    Gain,
+    Leased,
+    Outcome,
+    Rejected,
+    SetGate,
+    Steer,
+    Unfreeze,
+    Unsteer,
+    check_action,
+)
+from capflow.steering.compose import fits, own
+from capflow.steering.program import SteeringProgram
+from capflow.steering.request import Steering, Tier
+from capflow_engine.scheduler.orders import LeaseEnd, Ordered, Orders
+from capflow_engine.steering.budget import HOLDS_MORE, Holdings, Need, needs_of
+from capflow_engine.steering.timeline import (
+    ENGINE,
+    FOREVER,
+    Part,
+    Slot,
+    Timeline,
+    composed,
+    entry_of,
+    hub_owner,
+    slot_of,
+)
+
+logger = logging.getLogger("vllm.capflow.scheduler")
+
+_MODULE = "module "
+
+
+class Running(NamedTuple):
+    """A running request.
+
+    request: vLLM's.
+    name: its id outside of vLLM.
+    program: the steering that it came with.
+    split: its first position that is steered like a generated one.
+    controllers: the names of the controllers that see it.
+    """
+
+    request: Any
+    name: str
+    program: SteeringProgram | None
+    split: int
+    controllers: Sequence[str] = ()
+
+    @property
+    def reached(self) -> int:
+        """Its first position that was never computed. A preempted request has computed nothing in vLLM's eyes."""
+        request = self.request
+        computed: int = request.num_computed_tokens
+        generating = request.num_tokens > request.num_prompt_tokens
+        return max(computed, request.num_tokens - 1) if generating else computed
+
+    def forked(self, *, after_prompt: bool = False) -> int:
+        """Return the position from which an action changes its cache blocks.
+
+        Drafts under way may be rejected. Blocks that are in the cache already end before the last token.
+        """
+        tokens: int = self.request.num_tokens
+        prompt: int = self.request.num_prompt_tokens
+        first = min(self.reached, tokens - 1)
+        return max(first, prompt) if after_prompt else first
+
+
+class _Lease(NamedTuple):
+    """An action that ends by itself.
+
+    over_s: when its time is over, on the monotonic clock; None without a time.
+    until: the position where it ends; `FOREVER` without one.
+    """
+
+    over_s: float | None
+    until: int
+    by: str
+    ends: Unsteer | Gain | SetGate
+    label: str
+
+
+class Actions:
+    """The actions of one engine.
+
+    held: the parts of the bank that the engine's requests hold.
+    waiting: the needs of each request that waits for room in the bank; they change with the gains of the engine.
+    fork: gives a request's cache blocks from a position on a key of their own.
+    note: reports an action on a request: vLLM's id, the action, and its first position.
+    answer: sends an outcome.
+    certain: keeps the positions of a request from being estimates, from the next step on.
+    """
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        held: Holdings,
+        waiting: MutableMapping[str, tuple[Need, ...]],
+        *,
+        fork: Callable[[Any, int], None],
+        note: Callable[[str, Steer | Unsteer | Gain | SetGate, int], None],
+        answer: Callable[[Outcome], None],
+        certain: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.gains: dict[str, float] = {}
+        self.frozen = False
+        self._info = info
+        self._held = held
+        self._waiting = waiting
+        self._fork, self._note, self._answer, self._certain = fork, note, answer, certain
+        self._numbers = itertools.count()
+        # By vLLM's id, for requests that an action changed, or that a gain of the engine may change.
+        self._timelines: dict[str, Timeline] = {}
+        # The names of the holdings in the bank that actions made, by request and by needs.
+        self._acted: dict[str, dict[tuple[Need, ...], str]] = {}
+        self._leases: dict[tuple[str, Slot], _Lease] = {}
+        # For the next step's orders: the action's id, what is ordered, and its position.
+        self._ordered: list[tuple[str, Ordered, int | None]] = []
+        self._ended: list[LeaseEnd] = []
+        self._order_frozen: bool | None = None
+        # Ids of freezes and their ends that are answered with the next step.
+        self._frozen_ids: list[str] = []
+        # Actions for the engine that were answered while it was idle; guarded by `_lock`, as is `_taking`.
+        self._latched: list[Act] = []
+        self._taking = False
+        self._lock = threading.Lock()
+
+    def admit(self, key: str, program: SteeringProgram | None) -> SteeringProgram | None:
+        """Return the steering of a new request under the gains of the engine; nothing but its own if it is frozen."""
+        if program is None or not (self.gains or self.frozen):
+            return program
+        timeline = self._timelines[key] = Timeline(self.gains, frozen=self.frozen)
+        return composed(program, timeline.parts[0].live, self._info.hidden_size)
+
+    def end(self, key: str, name: str | None) -> None:
+        """Forget a request that ended, and reject the actions on it that no step took."""
+        self._timelines.pop(key, None)
+        for held in self._acted.pop(key, {}).values():
+            self._held.release(held)
+        for lease in [lease for lease in self._leases if lease[0] == key]:
+            del self._leases[lease]
+        for action_id, ordered, _ in self._ordered:
+            if ordered.key == key:
+                self._answer(Rejected(action_id, explain("request", got=name, expected="one that is running")))
+        self._ordered = [each for each in self._ordered if each[1].key != key]
+
+    def shift(self, key: str, first: int, count: int) -> None:
+        """Lower the positions of a request's actions that apply from position `first` or from a later one."""
+        if key in self._timelines:
+            self._timelines[key].shift(first, count)
+            for (its, slot), lease in self._leases.items():
+                entry = self._timelines[key].parts[-1].entries.get(slot)
+                if its == key and entry is not None:
+                    self._leases[its, slot] = lease._replace(until=entry.until)
+
+    def begin(self, running: Callable[[], Iterable[tuple[str, Running]]]) -> None:
+        """Begin a step: take what was answered while the engine was idle, and end leases."""
+        with self._lock:
+            self._taking = True
+            latched, self._latched = self._latched, []
+        for act in latched:
+            if (reason := self.apply_to_all(act, running, answered=True)) is not None:
+                logger.error("%s", reason)
+        if self._leases:
+            self._end_leases(dict(running()))
+
+    def at_once(self, act: Act, step: int, *, idle: bool) -> Outcome | None:
+        """Answer an action for the whole engine while the engine is idle; None if the next step takes it.
+
+        It is called in another thread. The first step that begins afterwards takes the action.
+
+        idle: whether no request runs.
+        """
+        with self._lock:
+            if self._taking or not (idle or isinstance(act.action, Freeze | Unfreeze)):
+                return None
+            try:
+                self._check_engine(act.action, ())
+            except UsageError as e:
+                return Rejected(act.id, str(e))
+            self._latched.append(act)
+        return ActionApplied(act.id, step + 1)
+
+    def apply(self, act: Act, key: str, running: Running) -> str | None:
+        """Prepare an action on a request for the next step; return the reason if it cannot be applied, else None."""
+        action = act.action
+        assert isinstance(action, Steer | Unsteer | Gain | SetGate)
+        owner = hub_owner(act.owner)
+        first = running.reached
+        if isinstance(action, Steer | Unsteer):
+            first = max(first, running.request.num_prompt_tokens)
+        try:
+            self._check(action, key, running)
+            slot, entry = slot_of(action, owner), entry_of(action, owner, first)
+            timeline = self._timeline(key).copy()
+            timeline.set(first, {slot: entry})
+            needs = self._needs(running, [part for part in timeline.parts if part.first >= first])
+        except UsageError as e:
+            return str(e)
+        if (reason := self._hold(key, needs)) is not None:
+            return reason
+        self._timelines[key] = timeline
+        if not isinstance(action, Unsteer):
+            self._fork(running.request, running.forked(after_prompt=isinstance(action, Steer)))
+        if entry.until != FOREVER:
+            self._certain(key)
+        self._lease(key, slot, action, entry.until, act.owner)
+        self._note(key, action, first)
+        self._ordered.append((act.id, Ordered(key, act.owner, action), first))
+        return None
+
+    def apply_to_all(
+        self, act: Act, running: Callable[[], Iterable[tuple[str, Running]]], *, answered: bool = False
+    ) -> str | None:
+        """Prepare an action on the whole engine for the next step; return the reason if it cannot be applied.
+
+        answered: whether it was answered already.
+        """
+        action, action_id = act.action, "" if answered else act.id
+        requests = dict(running())
+        try:
+            self._check_engine(action, requests.values())
+        except UsageError as e:
+            return str(e)
+        if isinstance(action, Gain):
+            return self._gain_all(action_id, action, requests)
+        frozen = isinstance(action, Freeze)
+        self._frozen_ids += [action_id] if action_id else []
+        if frozen == self.frozen:
+            return None
+        self.frozen = self._order_frozen = frozen
+        self._leases.clear()
+        for rejected, ordered, _ in self._ordered:
+            if ordered.key:  # it would hold for no position
+                self._answer(Rejected(rejected, FROZEN))
+        self._ordered = [each for each in self._ordered if not each[1].key]
+        for key, each in requests.items():
+            if each.program is None and key not in self._timelines:
+                continue
+            timeline = self._timeline(key)
+            if frozen:
+                timeline.freeze(each.reached)
+            else:
+                timeline.unfreeze(each.reached, self.gains)
+            self._after_all(key, each, timeline)
+        return None
+
+    def take(self, orders: Orders) -> list[tuple[str, int | None]]:
+        """Put everything into a step's orders; return the ids of the actions that it has, with their positions."""
+        ordered, self._ordered = self._ordered, []
+        orders.actions = [each for _, each, _ in ordered]
+        orders.leases, self._ended = self._ended, []
+        orders.frozen, self._order_frozen = self._order_frozen, None
+        frozen, self._frozen_ids = self._frozen_ids, []
+        with self._lock:
+            self._taking = False
+        return [*((each, None) for each in frozen), *((each, position) for each, _, position in ordered if each)]
+
+    def _gain_all(self, action_id: str, action: Gain, requests: Mapping[str, Running]) -> str | None:
+        after: dict[str, Timeline] = {}
+        held: list[tuple[str, tuple[Need, ...]]] = []
+        for key, each in requests.items():
+            if each.program is None and key not in self._timelines:
+                continue
+            timeline = after[key] = self._timeline(key).copy()
+            slot = slot_of(action, ENGINE)
+            timeline.set(each.reached, {slot: entry_of(action, ENGINE, each.reached)})
+            needs = () if key in self._waiting else self._needs(each, timeline.parts, since=each.reached)
+            new = needs and needs not in self._acted.get(key, {})
+            if (reason := self._hold(key, needs)) is not None:
+                for other, some in held:
+                    self._held.release(self._acted[other].pop(some))
+                return reason
+            held += [(key, needs)] if new else []
+        self._timelines |= after
+        self.gains.pop(action.owner, None)
+        if action.scale != 1.0:
+            self.gains[action.owner] = action.scale
+        for key, timeline in after.items():
+            self._after_all(key, requests[key], timeline)
+        self._ordered.append((action_id, Ordered("", "", action), None))
+        return None
+
+    def _after_all(self, key: str, running: Running, timeline: Timeline) -> None:
+        """Key the cache of a request that a change of the engine reaches, and count what it needs."""
+        self._timelines[key] = timeline
+        self._fork(running.request, running.forked())
+        needs = self._needs(running, timeline.parts, since=running.reached)
+        if key in self._waiting:
+            self._waiting[key] = needs
+        elif (reason := self._hold(key, needs)) is not None:
+            logger.error("request %s: %s; nothing steers it", running.name, reason)
+
+    def _check_engine(self, action: Any, requests: Iterable[Running]) -> None:
+        """Raise UsageError for an action that cannot be done to the whole engine."""
+        check_action(action)
+        if not isinstance(action, Gain):
+            return
+        if self.frozen:
+            raise UsageError(FROZEN)
+        names = {"request", "global"} | {name for each in requests for name in self._owners("", each)}
+        names |= {slot.owner.gain_name for timeline in list(self._timelines.values()) for slot in _steers(timeline)}
+        if action.owner not in names and not (action.owner.startswith(_MODULE) and len(action.owner) > len(_MODULE)):
+            raise UsageError(_unknown_owner(action.owner, names))
+
+    def _check(self, action: Steer | Unsteer | Gain | SetGate, key: str, running: Running) -> None:
+        """Raise UsageError for an action that does not fit the model or its request."""
+        check_action(action)
+        if self.frozen:
+            raise UsageError(FROZEN)
+        match action:
+            case Steer():
+                Steering(base=Tier(action.vectors, action.clamps)).check(self._info)
+            case Gain() if action.owner not in (names := self._owners(key, running)):
+                raise UsageError(_unknown_owner(action.owner, names))
+            case SetGate():
+                gates = () if running.program is None else [gate.name for gate in running.program.gates]
+                if action.gate not in gates:
+                    expected = (
+                        f"a gate of the request ({', '.join(sorted(gates))})" if gates else "a request with gates"
+                    )
+                    raise UsageError(explain("set_gate.gate", got=action.gate, expected=expected))
+            case _:
+                pass
+
+    def _owners(self, key: str, running: Running) -> set[str]:
+        """Return the owners that contribute, or may contribute, to a request."""
+        names = {"request"} if running.program is None else {*(running.program.owners or ("request",))}
+        names |= {f"controller {name}" for name in running.controllers}
+        if key in self._timelines:
+            names |= {slot.owner.gain_name for slot in _steers(self._timelines[key])}
+        return names
+
+    def _timeline(self, key: str) -> Timeline:
+        if key not in self._timelines:
+            self._timelines[key] = Timeline(self.gains, frozen=self.frozen)
+        return self._timelines[key]
+
+    def _needs(self, running: Running, parts: Sequence[Part], *, since: int = 0) -> tuple[Need, ...]:
+        """Return what a request needs of the bank for some parts of its timeline; UsageError if they cannot run."""
+        needs: dict[str, Need] = {}
+        for part in parts:
+            if part.first >= since:
+                program = composed(running.program, part.live, self._info.hidden_size)
+                if not fits(program):
+                    do = "add fewer clamps or vectors there"
+                    raise UsageError(explain("action", got="too many operations at one site", expected="fewer", do=do))
+                if program is not None:
+                    needs |= {need.key: need for need in needs_of(program, running.split)}
+        return tuple(needs.values())
+
+    def _hold(self, key: str, needs: tuple[Need, ...]) -> str | None:
+        """Hold the room in the bank that an action needs, until the request ends; return the reason if it lacks it.
+
+        Holdings of earlier actions stay: a preempted request computes again the positions that they steered.
+        """
+        acted = self._acted.setdefault(key, {})
+        if not needs or needs in acted:
+            return None
+        name = f"{key} {next(self._numbers)}"
+        if not self._held.hold(name, needs):
+            lacking = self._held.lacking(needs)
+            assert lacking is not None
+            do = f"try again when requests have ended, or start the engine with {HOLDS_MORE[lacking]}"
+            got = f"no room for more {lacking} beside those of the running requests"
+            return explain("steering bank", got=got, do=do)
+        acted[needs] = name
+        return None
+
+    def _lease(self, key: str, slot: Slot, action: Steer | Unsteer | Gain | SetGate, until: int, by: str) -> None:
+        """Note when an action ends; it replaces the action of its slot."""
+        self._leases.pop((key, slot), None)
+        if not isinstance(action, Leased) or action.lease_s is action.lease_positions is None:
+            return
+        ends: Unsteer | Gain | SetGate
+        match action:
+            case Steer():
+                ends = Unsteer(action.request)
+            case Gain():
+                ends = Gain(action.request, action.owner, 1.0)
+            case SetGate():
+                ends = SetGate(action.request, action.gate)
+        over_s = None if action.lease_s is None else time.monotonic() + action.lease_s
+        self._leases[key, slot] = _Lease(over_s, until, by, ends, action.label)
+
+    def _end_leases(self, requests: Mapping[str, Running]) -> None:
+        """Order the ends of the leases that are over."""
+        now = time.monotonic()
+        for (key, slot), lease in list(self._leases.items()):
+            running = requests[key]
+            first = running.reached
+            if lease.until <= first:
+                self._ended.append(LeaseEnd(key, lease.by, None, lease.until, lease.label))
+            elif lease.over_s is not None and now >= lease.over_s:
+                if slot.kind == "steer":
+                    first = max(first, running.request.num_prompt_tokens)
+                self._timelines[key].set(first, {slot: entry_of(lease.ends, hub_owner(lease.by), first)})
+                self._ended.append(LeaseEnd(key, lease.by, lease.ends, first, lease.label))
+            else:
+                continue
+            del self._leases[key, slot]
+
+
+def frozen_needs(program: SteeringProgram | None, split: int) -> tuple[Need, ...]:
+    """Return what a request needs of the bank when the engine is frozen."""
+    kept = own(program)
+    return () if kept is None or kept is program else needs_of(kept, split)
+
+
+def _steers(timeline: Timeline) -> list[Slot]:
+    return [
+        slot for slot, entry in timeline.parts[-1].entries.items() if slot.kind == "steer" and entry.until == FOREVER
+    ]
+
+
+def _unknown_owner(owner: str, names: Iterable[str]) -> str:
+    expected = f"one that contributes: {', '.join(sorted(names))}"
+    return explain("gain.owner", got=owner, expected=expected)
