@@ -21,6 +21,7 @@ from capflow.text.printable import printable
 
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "abort": ("capflow.cli.hub.act", "abort", "Stop a running request."),
+    "act": ("capflow.cli.hub.act", "act", "Send several actions on running requests."),
     "doctor": (
         "capflow.cli.model.doctor",
         "doctor",
@@ -32,6 +33,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "Compare ways to steer on the same prompts, from a TOML file.",
     ),
     "export": ("capflow_consumers.export.command", "export", "Write a captured data set in another format."),
+    "freeze": ("capflow.cli.hub.act", "freeze", "Take back all steering but the requests' own, until unfreeze."),
+    "gain": ("capflow.cli.hub.act", "gain", "Scale what an owner contributes to requests."),
     "inspect": ("capflow_consumers.inspect.command", "inspect", "Show what a captured data set holds; draw its norms."),
     "keys": ("capflow.cli.keys", "keys", "Make keys for TCP, and allow them to connect to a hub."),
     "plugin": ("capflow.cli.plugin", "plugin", "Write a package with a consumer of your own."),
@@ -61,6 +64,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "status": ("capflow.cli.hub.status", "status", "Show a running hub's counters."),
     "steer": ("capflow.cli.hub.act", "steer", "Add a vector to a running request."),
     "top": ("capflow.cli.hub.top", "top", "Watch a running hub: sessions, queues, credit, drops and rates."),
+    "unfreeze": ("capflow.cli.hub.act", "unfreeze", "End `freeze`."),
     "unsteer": ("capflow.cli.hub.act", "unsteer", "Remove the vectors that `steer` added."),
     "vectors": ("capflow.cli.engine.vectors", "vectors", "Make steering vectors from pairs of prompts."),
 }

@@ -1,4 +1,4 @@
-"""`capflow steer`, `unsteer` and `abort`: act on a running request."""
+"""`capflow steer`, `unsteer`, `abort`, `gain`, `freeze`, `unfreeze` and `act`: act on running requests."""
 
 from __future__ import annotations
 
@@ -16,6 +16,17 @@ if TYPE_CHECKING:
 _engine = engine_option("The engine that runs the request, if several engines have a request with this id.")
 
 
+def _leased(command: Any) -> Any:
+    """Add the options of an action that may end by itself."""
+    for option in (
+        click.option("--lease-s", type=float, help="End it after so many seconds."),
+        click.option("--lease-positions", type=int, help="End it after so many positions."),
+        click.option("--label", default="", help="A name for it in events and logs."),
+    ):
+        command = option(command)
+    return command
+
+
 @click.command()
 @click.argument("request")
 @_engine
@@ -24,16 +35,21 @@ _engine = engine_option("The engine that runs the request, if several engines ha
     "--site", required=True, metavar="HOOK:LAYER", help="The site at which to add the vector, e.g. post_block:12."
 )
 @click.option("--scale", type=float, default=1.0, show_default=True, help="The factor that multiplies the vector.")
+@_leased
 @hub_options
-def steer(request: str, engine: str, vector: str, site: str, scale: float, **hub: Any) -> None:
-    """Add a vector to the running REQUEST, from its next generated token on."""
+def steer(request: str, engine: str, vector: str, site: str, scale: float, **options: Any) -> None:
+    """Add a vector to the running REQUEST, from its next generated token on.
+
+    Another `steer` of yours for the same request replaces it.
+    """
     from capflow.capture.site import Site
     from capflow.steering.action import Steer
     from capflow.steering.vector import SteeringVector
 
     where = Site.parse(site)
     made = SteeringVector.make(where, read_vector(vector), scale, where=f"--vector {vector}")
-    _act(Steer(request, (made,), engine=engine), hub)
+    lease, hub = _split(options)
+    _act(Steer(request, (made,), engine=engine, **lease), hub)
 
 
 @click.command()
@@ -56,6 +72,85 @@ def abort(request: str, engine: str, **hub: Any) -> None:
     from capflow.steering.action import Abort
 
     _act(Abort(request, engine=engine), hub)
+
+
+@click.command()
+@click.argument("owner")
+@click.argument("scale", type=float)
+@click.option("--request", default="", metavar="ID", help="The running request; by default all, running and later.")
+@_engine
+@_leased
+@hub_options
+def gain(owner: str, scale: float, request: str, engine: str, **options: Any) -> None:
+    """Multiply by SCALE what OWNER contributes, from the next position on. 1 is as it came, 0 is none.
+
+    OWNER is `request`, `global`, `module NAME`, `controller NAME`, a consumer's name, or `client`.
+    """
+    from capflow.steering.action import Gain
+
+    lease, hub = _split(options)
+    _act(Gain(request, owner, scale, engine=engine, **lease), hub)
+
+
+_all_engines = engine_option("The engine to act on; by default all engines of the hub.")
+
+
+@click.command()
+@_all_engines
+@hub_options
+def freeze(engine: str, **hub: Any) -> None:
+    """Take back everything that steers requests beside their own steering, and reject actions until `unfreeze`."""
+    from capflow.steering.action import Freeze
+
+    _act(Freeze(engine=engine), hub)
+
+
+@click.command()
+@_all_engines
+@hub_options
+def unfreeze(engine: str, **hub: Any) -> None:
+    """End `freeze`. Modules and the global state contribute again; actions that were taken back do not come back."""
+    from capflow.steering.action import Unfreeze
+
+    _act(Unfreeze(engine=engine), hub)
+
+
+@click.command()
+@click.argument("file", type=click.File("rb"))
+@hub_options
+def act(file: Any, **hub: Any) -> None:
+    """Send the actions in FILE (- for standard input): one a line, as JSON, in the fields of docs/wire.md.
+
+    Prints the outcome of each, as JSON lines in the same order. Exits with 1 if one was not applied.
+    """
+    import msgspec
+
+    from capflow.errors import UsageError, explain
+    from capflow.steering.action import Action, ActionApplied
+    from capflow.transport.client import Client
+
+    actions = []
+    for number, line in enumerate(file.read().splitlines(), 1):
+        if line.strip():
+            try:
+                actions.append(msgspec.json.decode(line, type=Action))
+            except msgspec.MsgspecError as e:
+                expected = 'an action such as {"type": "abort", "request": "ID"}'
+                raise UsageError(explain(f"{file.name}, line {number}", got=str(e), expected=expected)) from None
+    if not actions:
+        return
+    with Client(**hub) as client:
+        outcomes = client.act(actions)
+    for outcome in outcomes:
+        click.echo(msgspec.json.encode(outcome).decode())
+    if not all(isinstance(outcome, ActionApplied) for outcome in outcomes):
+        raise SystemExit(1)
+
+
+def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options of `_leased`, and the others."""
+    lease = {name: options.pop(name) for name in ("lease_s", "lease_positions", "label")}
+    return lease, options
 
 
 def read_vector(text: str) -> Any:
@@ -91,4 +186,5 @@ def _act(action: Action, hub: dict[str, Any]) -> None:
         outcome = client.act(action)
     if not isinstance(outcome, ActionApplied):
         raise CapflowError(outcome.reason)
-    click.echo(f"applied in step {outcome.step}")
+    position = "" if outcome.position is None else f", from position {outcome.position} on"
+    click.echo(f"applied in step {outcome.step}{position}")

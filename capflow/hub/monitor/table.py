@@ -27,6 +27,7 @@ from capflow.hub.lanes.lane import Lane, LaneFiles
 from capflow.hub.lanes.notes import KINDS
 from capflow.hub.peers.roster import Peer
 from capflow.protocol.message import ControllerCounts, WorkerCounts
+from capflow.steering.action import FROZEN_TROUBLE
 
 Labels = tuple[str, ...]
 Value = float | Mapping[Any, float] | None
@@ -93,6 +94,10 @@ def _actions(hub: Hub) -> Value:
     return {outcome: getattr(hub.relay, outcome) for outcome in ("applied", "rejected", "unknown")}
 
 
+def _frozen(hub: Hub) -> Value:
+    return sum(trouble.endswith(FROZEN_TROUBLE) for trouble in hub.engine_troubles())
+
+
 def _limited(hub: Hub) -> Value:
     return dict(hub.limited_actions)
 
@@ -100,6 +105,7 @@ def _limited(hub: Hub) -> Value:
 HUB = (
     gauge("build_info", "Always 1; the version of capflow.", lambda _: {capflow.__version__: 1}, "version"),
     gauge("ready", "1 when `/readyz` says so, else 0.", lambda hub: not problems(hub, time.monotonic())),
+    gauge("frozen_engines", "Engines that `capflow freeze` froze.", _frozen),
     gauge("uptime_seconds", "Time since the hub began to listen.", lambda hub: hub.uptime_s(time.monotonic())),
     counter("received_frames", "Frames taken from workers, each once.", "counts.frames"),
     counter("received_rows", "Rows in them.", "counts.rows"),
