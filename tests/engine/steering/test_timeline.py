@@ -23,9 +23,9 @@ def orders(draw):
     position, some = 0, []
     for number in range(draw(st.integers(1, 10))):
         position += draw(st.integers(0, 6))
-        owner = draw(st.sampled_from(OWNERS))
         lease = draw(st.one_of(st.none(), st.integers(1, 12)))
         kind = draw(st.sampled_from(("steer", "steer", "unsteer", "gain", "freeze", "unfreeze")))
+        owner = draw(st.sampled_from(OWNERS[2:] if kind == "gain" else OWNERS))  # controllers change no gains
         action = {
             "steer": steer(number, lease),
             "unsteer": Unsteer("r"),
@@ -65,7 +65,7 @@ def applied(timeline, some, gains):
     return timeline
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(orders())
 def test_each_position_has_what_a_replay_of_all_orders_gives(some):
     gains = {"module calm": 0.5}
@@ -74,7 +74,7 @@ def test_each_position_has_what_a_replay_of_all_orders_gives(some):
     assert [part.first for part in timeline.parts] == sorted({part.first for part in timeline.parts})
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(orders(), st.integers(0, 30))
 def test_a_cut_undoes_what_controllers_did_behind_it_and_keeps_what_hubs_ordered(some, limit):
     some = [each for each in some if each[0] in ("steer", "unsteer", "gain")]
@@ -84,7 +84,7 @@ def test_a_cut_undoes_what_controllers_did_behind_it_and_keeps_what_hubs_ordered
     assert [dict(timeline.at(position).live) for position in range(END)] == replayed(kept, {})
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(orders(), st.integers(0, 30), st.integers(1, 4))
 def test_a_shift_lowers_what_begins_behind_it_with_its_lease(some, first, count):
     some = [each for each in some if each[0] in ("steer", "unsteer", "gain")]
