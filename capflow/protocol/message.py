@@ -248,7 +248,7 @@ class Act(msgspec.Struct, frozen=True, tag="act", omit_defaults=True):
         return (self.owner, self.sender, str(self.number)) if self.sender else (self.id,)
 
 
-class Acts(msgspec.Struct, frozen=True, tag="acts"):
+class ActBatch(msgspec.Struct, frozen=True, tag="acts"):
     """Several requested actions, in order. Each has an answer of its own."""
 
     acts: Annotated[tuple[Act, ...], msgspec.Meta(max_length=limits.ACTIONS_WAITING_MAX)]
@@ -323,7 +323,7 @@ Message = (
     | Ack
     | Beat
     | Act
-    | Acts
+    | ActBatch
     | ActionOutcome
     | Await
     | Results
@@ -340,7 +340,9 @@ class _Question(msgspec.Struct, frozen=True, tag="status"):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-_from_peer = msgspec.msgpack.Decoder(Hello | Beat | Act | Acts | ActionOutcome | Await | _Question | WatchRequest | Bye)
+_from_peer = msgspec.msgpack.Decoder(
+    Hello | Beat | Act | ActBatch | ActionOutcome | Await | _Question | WatchRequest | Bye
+)
 _from_hub = msgspec.msgpack.Decoder(
     Welcome | Refused | Ack | Beat | Act | ActionOutcome | Results | Status | Watched | Bye
 )

@@ -41,8 +41,8 @@ from capflow.protocol.credit import Intake
 from capflow.protocol.message import (
     Ack,
     Act,
+    ActBatch,
     ActionOutcome,
-    Acts,
     Await,
     Beat,
     Bye,
@@ -75,7 +75,7 @@ class State(enum.Enum):
 _FROM_PEER: dict[str, tuple[type[Any], ...]] = {
     "worker": (Frame, Beat, Bye),
     "scheduler": (ActionOutcome, Beat, Bye),
-    "client": (Act, Acts, Await, Status, WatchRequest, Beat, Bye),
+    "client": (Act, ActBatch, Await, Status, WatchRequest, Beat, Bye),
 }
 _FROM_HUB: dict[str, tuple[type[Any], ...]] = {
     "worker": (Ack, Beat, Bye, Refused),

@@ -19,8 +19,8 @@ from capflow.capture.spec import CaptureSpec
 from capflow.errors import CapflowError, HubUnreachableError, RemoteProtocolError, UsageError, explain
 from capflow.protocol.message import (
     Act,
+    ActBatch,
     ActionOutcome,
-    Acts,
     Await,
     Bye,
     Hello,
@@ -180,12 +180,12 @@ class Client:
         for act in acts:
             size = len(encode(act))
             if some and (nbytes + size > _ACTS_BYTES_MAX or len(some) == limits.ACTIONS_WAITING_MAX):
-                self._send(Acts(tuple(some)))
+                self._send(ActBatch(tuple(some)))
                 some, nbytes = [], 0
             some.append(act)
             nbytes += size
         if some:
-            self._send(some[0] if len(some) == 1 else Acts(tuple(some)))
+            self._send(some[0] if len(some) == 1 else ActBatch(tuple(some)))
 
     def status(self) -> dict[str, Any]:
         """Return the hub's counters."""

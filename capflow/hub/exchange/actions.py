@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from capflow.buffers.shares import Shares
 from capflow.errors import UsageError
 from capflow.hub.effects import AnswerLane, Effects, TellOutcome
-from capflow.hub.exchange.rates import Rates
+from capflow.hub.exchange.action_rates import ActionRates
 from capflow.hub.exchange.relay import Ask, Relay, Settled, asked_of
 from capflow.hub.peers.roster import Peer, Roster
 from capflow.hub.requests.index import RequestIndex
@@ -24,7 +24,7 @@ class Actions:
 
     def __init__(self, index: RequestIndex, roster: Roster, state: Shares, effects: Effects, hub_id: str) -> None:
         self.relay = Relay(state, hub_id)
-        self.rates = Rates()
+        self.rates = ActionRates()
         self._index = index
         self._roster = roster
         self._effects = effects

@@ -33,8 +33,8 @@ from capflow.plugins.configure import ConfiguredController
 from capflow.protocol.credit import Pool
 from capflow.protocol.message import (
     Act,
+    ActBatch,
     ActionOutcome,
-    Acts,
     Await,
     Beat,
     Bye,
@@ -179,7 +179,7 @@ class Exchange:
                 self.frames.take(peer, member, message, parts)
             case Act():
                 self.actions.ask_for_client(peer, member, message, cost(parts))
-            case Acts():
+            case ActBatch():
                 for act in message.acts:
                     self.actions.ask_for_client(peer, member, act, cost(parts) // len(message.acts))
             case ActionOutcome():

@@ -24,8 +24,8 @@ from capflow.hub.peers.guard import Guard
 from capflow.hub.peers.roster import Peer, Roster
 from capflow.protocol.message import (
     Act,
+    ActBatch,
     ActionOutcome,
-    Acts,
     Await,
     Bye,
     Hello,
@@ -41,7 +41,7 @@ from capflow.steering.action import Rejected
 OTHER_REASONS = "other reasons"
 """The reason under which further refusals are counted after `limits.REFUSALS_MAX` different reasons."""
 
-_RIGHT: dict[type[Any], str] = {Act: "steer", Acts: "steer", Await: "read", Status: "read", WatchRequest: "read"}
+_RIGHT: dict[type[Any], str] = {Act: "steer", ActBatch: "steer", Await: "read", Status: "read", WatchRequest: "read"}
 """The right that a client needs for each message."""
 
 
@@ -109,7 +109,7 @@ class Sessions:
         reason = None if right is None else self._guard.refusal(member.session.user, right)
         if reason is None:
             return True
-        if isinstance(message, Act | Acts):
+        if isinstance(message, Act | ActBatch):
             for act in (message,) if isinstance(message, Act) else message.acts:
                 self._effects.say(peer, ActionOutcome(Rejected(act.id, reason)))
         else:

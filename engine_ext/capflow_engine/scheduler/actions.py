@@ -40,9 +40,9 @@ from capflow_engine.steering.budget import HOLDS_MORE, Holdings, Need, needs_of
 from capflow_engine.steering.timeline import (
     ENGINE,
     FOREVER,
-    Part,
-    Slot,
+    ActionSlot,
     Timeline,
+    TimelinePart,
     composed,
     entry_of,
     hub_owner,
@@ -54,7 +54,7 @@ logger = logging.getLogger("vllm.capflow.scheduler")
 _MODULE = "module "
 
 
-class Running(NamedTuple):
+class RunningRequest(NamedTuple):
     """A running request.
 
     request: vLLM's.
@@ -103,7 +103,7 @@ class _Lease(NamedTuple):
     label: str
 
 
-class Actions:
+class EngineActions:
     """The actions of one engine.
 
     held: the parts of the bank that the engine's requests hold.
@@ -136,7 +136,7 @@ class Actions:
         self._timelines: dict[str, Timeline] = {}
         # The names of the holdings in the bank that actions made, by request and by needs.
         self._acted: dict[str, dict[tuple[Need, ...], str]] = {}
-        self._leases: dict[tuple[str, Slot], _Lease] = {}
+        self._leases: dict[tuple[str, ActionSlot], _Lease] = {}
         # For the next step's orders: the action's id, what is ordered, and its position.
         self._ordered: list[tuple[str, Ordered, int | None]] = []
         self._ended: list[LeaseEnd] = []
@@ -176,7 +176,7 @@ class Actions:
                 if its == key and entry is not None:
                     self._leases[its, slot] = lease._replace(until=entry.until)
 
-    def begin(self, running: Callable[[], Iterable[tuple[str, Running]]]) -> None:
+    def begin(self, running: Callable[[], Iterable[tuple[str, RunningRequest]]]) -> None:
         """Begin a step: take what was answered while the engine was idle, and end leases."""
         with self._lock:
             self._taking = True
@@ -204,7 +204,7 @@ class Actions:
             self._latched.append(act)
         return ActionApplied(act.id, step + 1)
 
-    def apply(self, act: Act, key: str, running: Running) -> str | None:
+    def apply(self, act: Act, key: str, running: RunningRequest) -> str | None:
         """Prepare an action on a request for the next step; return the reason if it cannot be applied, else None."""
         action = act.action
         assert isinstance(action, Steer | Unsteer | Gain | SetGate)
@@ -233,7 +233,7 @@ class Actions:
         return None
 
     def apply_to_all(
-        self, act: Act, running: Callable[[], Iterable[tuple[str, Running]]], *, answered: bool = False
+        self, act: Act, running: Callable[[], Iterable[tuple[str, RunningRequest]]], *, answered: bool = False
     ) -> str | None:
         """Prepare an action on the whole engine for the next step; return the reason if it cannot be applied.
 
@@ -279,7 +279,7 @@ class Actions:
             self._taking = False
         return [*((each, None) for each in frozen), *((each, position) for each, _, position in ordered if each)]
 
-    def _gain_all(self, action_id: str, action: Gain, requests: Mapping[str, Running]) -> str | None:
+    def _gain_all(self, action_id: str, action: Gain, requests: Mapping[str, RunningRequest]) -> str | None:
         after: dict[str, Timeline] = {}
         held: list[tuple[str, tuple[Need, ...]]] = []
         for key, each in requests.items():
@@ -304,7 +304,7 @@ class Actions:
         self._ordered.append((action_id, Ordered("", "", action), None))
         return None
 
-    def _after_all(self, key: str, running: Running, timeline: Timeline) -> None:
+    def _after_all(self, key: str, running: RunningRequest, timeline: Timeline) -> None:
         """Key the cache of a request that a change of the engine reaches, and count what it needs."""
         self._timelines[key] = timeline
         self._fork(running.request, running.forked())
@@ -314,7 +314,7 @@ class Actions:
         elif (reason := self._hold(key, needs)) is not None:
             logger.error("request %s: %s; nothing steers it", running.name, reason)
 
-    def _check_engine(self, action: Any, requests: Iterable[Running]) -> None:
+    def _check_engine(self, action: Any, requests: Iterable[RunningRequest]) -> None:
         """Raise UsageError for an action that cannot be done to the whole engine."""
         check_action(action)
         if not isinstance(action, Gain):
@@ -326,7 +326,7 @@ class Actions:
         if action.owner not in names and not (action.owner.startswith(_MODULE) and len(action.owner) > len(_MODULE)):
             raise UsageError(_unknown_owner(action.owner, names))
 
-    def _check(self, action: Steer | Unsteer | Gain | SetGate, key: str, running: Running) -> None:
+    def _check(self, action: Steer | Unsteer | Gain | SetGate, key: str, running: RunningRequest) -> None:
         """Raise UsageError for an action that does not fit the model or its request."""
         check_action(action)
         if self.frozen:
@@ -346,7 +346,7 @@ class Actions:
             case _:
                 pass
 
-    def _owners(self, key: str, running: Running) -> set[str]:
+    def _owners(self, key: str, running: RunningRequest) -> set[str]:
         """Return the owners that contribute, or may contribute, to a request."""
         names = {"request"} if running.program is None else {*(running.program.owners or ("request",))}
         names |= {f"controller {name}" for name in running.controllers}
@@ -359,7 +359,7 @@ class Actions:
             self._timelines[key] = Timeline(self.gains, frozen=self.frozen)
         return self._timelines[key]
 
-    def _needs(self, running: Running, parts: Sequence[Part], *, since: int = 0) -> tuple[Need, ...]:
+    def _needs(self, running: RunningRequest, parts: Sequence[TimelinePart], *, since: int = 0) -> tuple[Need, ...]:
         """Return what a request needs of the bank for some parts of its timeline; UsageError if they cannot run."""
         needs: dict[str, Need] = {}
         for part in parts:
@@ -390,7 +390,7 @@ class Actions:
         acted[needs] = name
         return None
 
-    def _lease(self, key: str, slot: Slot, action: Steer | Unsteer | Gain | SetGate, until: int, by: str) -> None:
+    def _lease(self, key: str, slot: ActionSlot, action: Steer | Unsteer | Gain | SetGate, until: int, by: str) -> None:
         """Note when an action ends; it replaces the action of its slot."""
         self._leases.pop((key, slot), None)
         if not isinstance(action, Leased) or action.lease_s is action.lease_positions is None:
@@ -406,7 +406,7 @@ class Actions:
         over_s = None if action.lease_s is None else time.monotonic() + action.lease_s
         self._leases[key, slot] = _Lease(over_s, until, by, ends, action.label)
 
-    def _end_leases(self, requests: Mapping[str, Running]) -> None:
+    def _end_leases(self, requests: Mapping[str, RunningRequest]) -> None:
         """Order the ends of the leases that are over."""
         now = time.monotonic()
         for (key, slot), lease in list(self._leases.items()):
@@ -430,7 +430,7 @@ def frozen_needs(program: SteeringProgram | None, split: int) -> tuple[Need, ...
     return () if kept is None or kept is program else needs_of(kept, split)
 
 
-def _steers(timeline: Timeline) -> list[Slot]:
+def _steers(timeline: Timeline) -> list[ActionSlot]:
     return [
         slot for slot, entry in timeline.parts[-1].entries.items() if slot.kind == "steer" and entry.until == FOREVER
     ]

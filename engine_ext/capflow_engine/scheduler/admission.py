@@ -40,7 +40,7 @@ from capflow_engine.hubs import HubLinks
 from capflow_engine.request.dynamic import Reports
 from capflow_engine.request.options import KEY, RequestOptions
 from capflow_engine.request.reach import check_patches, first_latching, length_max
-from capflow_engine.scheduler.actions import Actions, Running, frozen_needs
+from capflow_engine.scheduler.actions import EngineActions, RunningRequest, frozen_needs
 from capflow_engine.scheduler.decisions import Decisions
 from capflow_engine.scheduler.drafting import Drafting
 from capflow_engine.scheduler.orders import Admitted, Ended, Orders, Rejection, Unscheduled, Wants
@@ -126,7 +126,7 @@ class Admission:
         replica = compat.replica_of(vllm_config)
         hello = Hello("scheduler", self.settings.engine, self._boot, Rank(0, replica, 0), self.info)
         self.links = HubLinks(self.settings.hubs, hello, self._incarnations.get, self._at_once)
-        self.actions = Actions(
+        self.actions = EngineActions(
             self.info,
             self._held,
             self._waiting,
@@ -291,15 +291,15 @@ class Admission:
             return None
         return self.actions.at_once(act, self._step, idle=not self._names)
 
-    def _running(self, scheduler: Any) -> Iterator[tuple[str, Running]]:
+    def _running(self, scheduler: Any) -> Iterator[tuple[str, RunningRequest]]:
         for key in list(self._names):
             if key in scheduler.requests:
                 yield key, self._as_running(key, scheduler.requests[key])
 
-    def _as_running(self, key: str, request: Any) -> Running:
+    def _as_running(self, key: str, request: Any) -> RunningRequest:
         name = self._names[key]
         controllers = tuple(spec.label for spec in self._wants[self.settings.hub_of(name)].controllers)
-        return Running(request, name, self._options[key].program, self._steered_from(request), controllers)
+        return RunningRequest(request, name, self._options[key].program, self._steered_from(request), controllers)
 
     def order(self, scheduler_output: Any, requests: Mapping[str, Any]) -> None:
         """Attach the orders of the step that was just scheduled to the scheduler's output.

@@ -59,7 +59,7 @@ def hub_owner(name: str) -> Owner:
     return Owner(_CLIENTS if client else _CONSUMERS, name or HUB.name)
 
 
-class Slot(NamedTuple):
+class ActionSlot(NamedTuple):
     """The thing that an action changes; a later action on the same slot replaces the earlier one.
 
     kind: `steer`, `gain`, `set_gate` or `frozen`.
@@ -72,10 +72,10 @@ class Slot(NamedTuple):
     target: str = ""
 
 
-FROZEN = Slot("frozen")
+FROZEN = ActionSlot("frozen")
 
 
-class Added(NamedTuple):
+class Contribution(NamedTuple):
     """What a `Steer` adds."""
 
     vectors: tuple[SteeringVector, ...]
@@ -83,7 +83,7 @@ class Added(NamedTuple):
     gain: float = 1.0
 
 
-class Entry(NamedTuple):
+class SlotEntry(NamedTuple):
     """The content of a slot from position `first` up to `until`.
 
     value: None: nothing.
@@ -100,15 +100,15 @@ class Entry(NamedTuple):
         return self.value is not None and self.first <= position < self.until
 
 
-Live = Mapping[Slot, Any]
+Live = Mapping[ActionSlot, Any]
 """The values that apply at a position, by slot."""
 
 
-class Part(NamedTuple):
+class TimelinePart(NamedTuple):
     """The entries from position `first` on, up to `first` of the next part."""
 
     first: int
-    entries: Mapping[Slot, Entry]
+    entries: Mapping[ActionSlot, SlotEntry]
 
     @property
     def live(self) -> Live:
@@ -123,18 +123,18 @@ class Part(NamedTuple):
         }
 
 
-def slot_of(action: Steer | Unsteer | Gain | SetGate, owner: Owner) -> Slot:
+def slot_of(action: Steer | Unsteer | Gain | SetGate, owner: Owner) -> ActionSlot:
     """Return the slot of an action."""
     match action:
         case Gain():
-            return Slot("gain", target=action.owner)
+            return ActionSlot("gain", target=action.owner)
         case SetGate():
-            return Slot("set_gate", target=action.gate)
+            return ActionSlot("set_gate", target=action.gate)
         case _:
-            return Slot("steer", owner)
+            return ActionSlot("steer", owner)
 
 
-def entry_of(action: Steer | Unsteer | Gain | SetGate, owner: Owner, first: int) -> Entry:
+def entry_of(action: Steer | Unsteer | Gain | SetGate, owner: Owner, first: int) -> SlotEntry:
     """Return the entry of an action that applies from position `first` on."""
     until = FOREVER
     value: Any = None
@@ -142,7 +142,7 @@ def entry_of(action: Steer | Unsteer | Gain | SetGate, owner: Owner, first: int)
         until = first + action.lease_positions
     match action:
         case Steer(vectors=vectors, clamps=clamps) if vectors or clamps:
-            value = Added(vectors, clamps, action.gain)
+            value = Contribution(vectors, clamps, action.gain)
         case Gain(scale=scale) if scale != 1.0:
             value = scale
         case SetGate():
@@ -150,7 +150,7 @@ def entry_of(action: Steer | Unsteer | Gain | SetGate, owner: Owner, first: int)
             value = None if value == (None, None, None) else value
         case _:
             pass
-    return Entry(first, until, value, owner)
+    return SlotEntry(first, until, value, owner)
 
 
 def composed(program: SteeringProgram | None, live: Live, hidden_size: int) -> SteeringProgram | None:
@@ -178,11 +178,17 @@ class Timeline:
     """The parts of a request, in order of position. Values apply from a position on, until others replace them."""
 
     def __init__(self, gains: Mapping[str, float] | None = None, *, frozen: bool = False) -> None:
-        self.parts: list[Part] = [Part(0, {})]
+        self.parts: list[TimelinePart] = [TimelinePart(0, {})]
         if frozen:
             self.freeze(0)
         elif gains:
-            self.set(0, {Slot("gain", target=name): Entry(0, FOREVER, scale, ENGINE) for name, scale in gains.items()})
+            self.set(
+                0,
+                {
+                    ActionSlot("gain", target=name): SlotEntry(0, FOREVER, scale, ENGINE)
+                    for name, scale in gains.items()
+                },
+            )
 
     def copy(self) -> Timeline:
         """Return a timeline that changes independently."""
@@ -190,14 +196,14 @@ class Timeline:
         other.parts = list(self.parts)
         return other
 
-    def at(self, position: int) -> Part:
+    def at(self, position: int) -> TimelinePart:
         """Return the part that applies at a position."""
         number = len(self.parts) - 1
         while number and self.parts[number].first > position:
             number -= 1
         return self.parts[number]
 
-    def set(self, first: int, entries: Mapping[Slot, Entry]) -> None:
+    def set(self, first: int, entries: Mapping[ActionSlot, SlotEntry]) -> None:
         """Replace slots from position `first` on."""
         after = [(slot, entry) for slot, entry in self._from(first) if slot not in entries]
         self._rebuild(first, [*after, *entries.items()])
@@ -205,24 +211,26 @@ class Timeline:
     def freeze(self, first: int) -> None:
         """Take everything back from position `first` on."""
         last = self.parts[-1].entries
-        nothing = {slot: Entry(first, FOREVER, None, entry.by) for slot, entry in last.items()}
-        self._rebuild(first, [*nothing.items(), (FROZEN, Entry(first, FOREVER, True, ENGINE))])
+        nothing = {slot: SlotEntry(first, FOREVER, None, entry.by) for slot, entry in last.items()}
+        self._rebuild(first, [*nothing.items(), (FROZEN, SlotEntry(first, FOREVER, True, ENGINE))])
 
     def unfreeze(self, first: int, gains: Mapping[str, float]) -> None:
         """End `freeze` from position `first` on.
 
         gains: those of the engine.
         """
-        scales = {Slot("gain", target=name): Entry(first, FOREVER, scale, ENGINE) for name, scale in gains.items()}
+        scales = {
+            ActionSlot("gain", target=name): SlotEntry(first, FOREVER, scale, ENGINE) for name, scale in gains.items()
+        }
         self.freeze(first)
-        self.set(first, {**scales, FROZEN: Entry(first, FOREVER, None, ENGINE)})
+        self.set(first, {**scales, FROZEN: SlotEntry(first, FOREVER, None, ENGINE)})
 
     def split(self, first: int) -> None:
         """Begin a part at position `first`."""
         at = self.at(first)
         if at.first != first:
             number = self.parts.index(at) + 1
-            self.parts.insert(number, Part(first, at.entries))
+            self.parts.insert(number, TimelinePart(first, at.entries))
 
     def cut(self, limit: int) -> int | None:
         """Undo what controllers did after position `limit`; return the first changed position, None if there is none.
@@ -246,9 +254,9 @@ class Timeline:
         ]
         self._rebuild(first - count, moved)
 
-    def _from(self, first: int) -> list[tuple[Slot, Entry]]:
+    def _from(self, first: int) -> list[tuple[ActionSlot, SlotEntry]]:
         """Return the entries that apply from position `first` or from a later one."""
-        entries: dict[tuple[Slot, int], Entry] = {}
+        entries: dict[tuple[ActionSlot, int], SlotEntry] = {}
         for part in reversed(self.parts):
             if part.first < first:
                 break
@@ -257,7 +265,7 @@ class Timeline:
                     entries.setdefault((slot, entry.first), entry)
         return [(slot, entry) for (slot, _), entry in entries.items()]
 
-    def _rebuild(self, first: int, entries: Iterable[tuple[Slot, Entry]]) -> None:
+    def _rebuild(self, first: int, entries: Iterable[tuple[ActionSlot, SlotEntry]]) -> None:
         """Replace all parts from position `first` on; `entries` begin there or later, or between the others."""
         while self.parts and self.parts[-1].first >= first:
             self.parts.pop()
@@ -270,7 +278,7 @@ class Timeline:
             points.add(0)
         for point in sorted(points):
             state.update((slot, entry) for slot, entry in entries if entry.first == point)
-            self.parts.append(Part(point, dict(state)))
+            self.parts.append(TimelinePart(point, dict(state)))
 
 
 def _shifted(until: int, count: int) -> int:

@@ -36,8 +36,8 @@ from capflow_engine.steering.timeline import (
     HUB,
     Live,
     Owner,
-    Part,
     Timeline,
+    TimelinePart,
     composed,
     entry_of,
     slot_of,
@@ -205,7 +205,7 @@ class Histories:
         unsteered = len(history.steered) == 1 and history.steered[0].steered is NOTHING
         tracked.steered = None if unsteered else history.steered
 
-    def _ordered_change(self, history: _History, part: Part) -> _Change:
+    def _ordered_change(self, history: _History, part: TimelinePart) -> _Change:
         """Return the steering of a request without controllers; none if the bank has no room for a frozen request."""
         try:
             return self._change(history, part.first, part.ordered, part.ordered)

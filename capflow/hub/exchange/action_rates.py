@@ -26,7 +26,7 @@ class _Bucket:
         return left >= 1
 
 
-class Rates:
+class ActionRates:
     """The rates of the actions that come through one hub.
 
     limited: the number of actions that were refused, by `sender` and `request`.
