@@ -19,11 +19,14 @@ from capflow.probes.probe import Probe
 from capflow.transport.client import Client
 from capflow_engine.compat import engine as compat
 from tests.kit.engines import LAYERS, VOCABULARY, WIDTH, engine, scheduled_ahead
+from tests.kit.oracle_reference import OracleReference
 from tests.kit.selectors_model import meant, specs
-from tests.kit.steered import SteeredReference
 from tests.kit.watching import watch
 
 BOUND = {"float32": 1e-5, "float16": 2e-3}
+APART = 1e-4
+"""How far a hard gate's scores must be from its threshold, so that rounding decides nothing."""
+
 LENGTH_MAX = 160
 ARRIVAL_MAX = 40
 PATCHED_GENERATED = 13
@@ -61,6 +64,19 @@ _steering = st.one_of(
 )
 
 
+_gates = st.fixed_dictionaries(
+    {
+        "site": st.sampled_from([site for site in SITES if site.layer < LAYERS - 1]),
+        "seed": st.integers(0, 3),
+        "score": st.sampled_from(("dot", "cosine", "cast")),
+        "threshold": st.sampled_from((-0.05, 0.0, 0.05)),
+        "sharpness": st.sampled_from((None, None, 2.0)),
+        "latch": st.booleans(),
+        "positions": st.sampled_from(("all", "prompt", "generated", "last_prompt")),
+    }
+)
+
+
 @st.composite
 def requests(draw):
     """One request: its tokens, what it asks for, when it comes, and when it is aborted."""
@@ -73,6 +89,7 @@ def requests(draw):
         "max_tokens": draw(st.integers(1, 24)),
         "capture": draw(_captures),
         "steering": draw(_steering),
+        "gate": draw(st.one_of(st.none(), _gates)),
         "arrival": draw(st.integers(0, ARRIVAL_MAX)),
         "abort": draw(st.one_of(st.none(), st.none(), st.none(), st.integers(1, 30))),
     }
@@ -88,14 +105,32 @@ def vector(seed, site):
 
 
 def fields_of(request):
-    """Return the fields of a scenario's steering."""
-    fields = {}
+    """Return the fields of a scenario's steering; its gate gates what lies at layers after the gate's."""
+    fields, gate = {}, request.get("gate")
     for site, seed, (kind, tier, given) in request["steering"]:
         how = _patched(request, given) if kind == "patches" else given
         added = {"vectors": {"scale": how}, "clamps": how, "patches": {"positions": how}}[kind]
         value = {"vector": vector(seed, site), **added}
+        if gate is not None and site.layer > gate["site"].layer and _can_act(gate, kind, tier):
+            value["gate"] = "g"
+            asked = {name: gate[name] for name in ("score", "threshold", "sharpness", "latch", "positions")}
+            probe = {
+                "hook": gate["site"].hook,
+                "layer": gate["site"].layer,
+                "vector": vector(gate["seed"], gate["site"]),
+            }
+            fields["steering_gates"] = {"g": {**asked, **probe}}
         fields.setdefault(f"{tier}steering_{kind}", {}).setdefault(site.hook, {})[site.layer] = value
     return fields
+
+
+def _can_act(gate, kind, tier):
+    """Return whether a gate has scores where an operation acts; capflow refuses the others."""
+    if gate["positions"] == "all":
+        return True
+    if gate["positions"] == "generated":
+        return kind != "patches" and (tier == "decode_" or (gate["latch"] and not tier))
+    return kind != "patches" and (tier == "prefill_" or gate["latch"])
 
 
 def _patched(request, given):
@@ -128,7 +163,7 @@ class Live:
     def __init__(self, model, directory, *, ahead=0, **arguments):
         self.ahead, self.arguments = ahead, arguments
         self.work = None
-        self.reference = SteeredReference(model)
+        self.reference = OracleReference(model)
         self.root, self.database = directory / "rows", directory / "scores.duckdb"
         self.probe = Probe.make(PROBED, vector(9, PROBED))
         self.probe.save(directory / "probe.safetensors")
@@ -140,7 +175,12 @@ class Live:
         self.wait_s = 60.0
         self.scenario = itertools.count()
         self.proved = self.rows = 0
-        self.seen = {"preempted": 0, "cached": 0, "aborted": 0, "chunked": 0, "vectors": 0, "clamps": 0, "patches": 0}
+        self.seen = dict.fromkeys(
+            ("preempted", "cached", "aborted", "chunked", "vectors", "clamps", "patches", "gates", "flips"),
+            0,
+        )
+        # The requests whose hard gates scored at their threshold, so that rounding decides.
+        self.undecided = 0
         self.scores = {}
 
     @contextlib.contextmanager
@@ -229,7 +269,12 @@ class Live:
             assert computed == len(tokens) - 1 if whole else computed <= len(tokens)
             promised = self._promised(spec, prompt, computed)
             assert {s for s, p in promised.items() if p} == set(sites), f"{name}: other sites than were promised"
-        expected = self.reference.run(tokens[: max(computed, prompt)], prompt, fields_of(request))[1]
+        fields = fields_of(request)
+        expected, flips, apart = self.reference.run(tokens[: max(computed, prompt)], prompt, fields)
+        self.seen["flips"] += flips
+        if apart < APART:
+            self.undecided += 1
+            return
         for site in sites:
             rows = capture[site]
             assert rows.positions.tolist() == promised[site], f"{name} {site}: other positions than were promised"
