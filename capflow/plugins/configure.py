@@ -31,6 +31,7 @@ from capflow.extras import EXTRAS, require
 from capflow.plugins import consumer as contract
 from capflow.plugins.consumer import MODES, SCORES, Consumer, Controller, StepProbe
 from capflow.protocol.message import ControllerSpec
+from capflow.steering.request import Steering
 
 Plugin = type[Consumer] | type[Controller]
 
@@ -152,7 +153,7 @@ class ConfiguredController:
         try:
             controller = self.make()
             capture, probes = controller.spec(), list(controller.probes())
-            mode, requests = controller.mode, controller.requests
+            mode, requests, steering = controller.mode, controller.requests, controller.steering()
         except CapflowError:
             raise
         except Exception as e:
@@ -162,8 +163,12 @@ class ConfiguredController:
             raise CapflowError(explain(f"controller {self.name}: spec()", got=got, expected=expected))
         for number, probe in enumerate(probes):
             check_probe(probe, f"controller {self.name}: probes()[{number}]")
-        if capture is None and not probes:
-            expected = "a CaptureSpec of rows to read, or probes"
+        if steering is not None and (not isinstance(steering, Steering) or steering.patches or steering.modules):
+            got = "patches or modules" if isinstance(steering, Steering) else type(steering).__name__
+            expected = "a Steering of vectors, clamps and gates, or None"
+            raise CapflowError(explain(f"controller {self.name}: steering()", got=got, expected=expected))
+        if capture is None and not probes and steering is None:
+            expected = "a CaptureSpec of rows to read, probes, or steering"
             raise CapflowError(explain(f"controller {self.name}: spec() and probes()", got="none", expected=expected))
         if mode not in MODES:
             raise CapflowError(
@@ -180,6 +185,7 @@ class ConfiguredController:
             tuple(probe.spec() for probe in probes),
             mode,
             requests,
+            steering,
         )
 
     def check(self, model: ModelInfo) -> None:

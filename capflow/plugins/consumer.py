@@ -35,6 +35,7 @@ from capflow.capture.site import Site
 from capflow.capture.spec import CaptureSpec
 from capflow.limits import Name
 from capflow.steering.action import Action, Answered
+from capflow.steering.request import Steering
 from capflow.text.brief import brief
 
 
@@ -330,6 +331,15 @@ class Controller(Named, ABC):
         A score depends on its row alone: not on the batch, nor on how a prompt is cut into chunks.
         """
         return ()
+
+    def steering(self) -> Steering | None:
+        """Return what steers every request that it sees, from the admission on; None if it brings nothing.
+
+        Called once, in the hub. It may have vectors, clamps and gates, which decide in the forward pass itself; it has
+        no patches and names no modules. It adds to what the request brings. Steering that does not fit the model or
+        the engine does nothing, and the hub's problems say so.
+        """
+        return None
 
     def steers(self) -> Sequence[Site]:
         """Return the sites at which it steers, as far as it knows them. Impossible ones are refused at the start."""

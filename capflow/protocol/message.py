@@ -36,6 +36,7 @@ from capflow.capture.result import CaptureResult
 from capflow.capture.spec import CaptureSpec
 from capflow.limits import Count, Name, Place, Text, Total
 from capflow.steering.action import Action, Outcome
+from capflow.steering.request import Steering
 
 Role = Literal["worker", "scheduler", "client"]
 
@@ -50,6 +51,8 @@ class ControllerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     scored: the rows that its probes score, one spec for each probe.
     mode: `replicated` or `ordered`, as in `capflow.plugins.consumer.Controller`.
     requests: a pattern of the ids of the requests that it sees.
+    steering: what steers each of these requests from its admission on, beside what the request brings; without vectors
+        of modules and without patches.
     """
 
     name: str
@@ -59,6 +62,12 @@ class ControllerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     scored: tuple[CaptureSpec, ...] = ()
     mode: str = "replicated"
     requests: str = "*"
+    steering: Steering | None = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether workers run it. One that only brings steering has nothing to see."""
+        return self.steering is None or bool(self.captures)
 
     @property
     def captures(self) -> tuple[CaptureSpec, ...]:
@@ -209,7 +218,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
     A worker sends one at least that often, with its counts.
 
     counts: a worker's counts.
-    troubles: a worker's reasons why its controllers do not work.
+    troubles: a worker's or a scheduler's reasons why controllers do not work.
     controllers: the counts of a worker's controllers, by name.
     determinism: whether the ranks of the engine steer alike; from the first rank of the first pipeline stage.
     """

@@ -50,6 +50,11 @@ def module_owner(name: str) -> str:
     return f"module {name}"
 
 
+def controller_owner(label: str) -> str:
+    """Return the owner of what a controller brings to requests."""
+    return f"controller {label}"
+
+
 class SiteError(UsageError):
     """The vectors or the clamps at one site are refused.
 

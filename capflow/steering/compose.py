@@ -1,4 +1,7 @@
-"""Programs with what actions change: gains of owners, gates, and the vectors and clamps that actions add."""
+"""Programs with what actions change: gains of owners, gates, and the vectors and clamps that actions add.
+
+Programs of several owners become one here, too.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,23 @@ import msgspec
 import numpy as np
 
 from capflow import limits
+from capflow.errors import UsageError, explain
 from capflow.steering.clamp import Clamp
-from capflow.steering.program import CLAMP, SCORES, UNGATED, Op, ProgramGate, SiteOps, SteeringProgram, digest
+from capflow.steering.program import (
+    ADD,
+    CLAMP,
+    PATCH,
+    RELATIVE,
+    SCORES,
+    UNGATED,
+    Op,
+    ProgramGate,
+    SiteOps,
+    SteeringProgram,
+    digest,
+)
 
-_OWN = "request"
+_OWN, _CONTROLLER = "request", "controller "
 
 
 def owner_of(program: SteeringProgram, op: Op) -> str:
@@ -42,6 +58,25 @@ def own(program: SteeringProgram | None) -> SteeringProgram | None:
     kept = _mapped(program, mine)
     gates = frozenset[int]() if kept is None else _used_gates(kept)
     return _mapped(program, lambda op: mine(op) if op.kind not in SCORES or op.gate in gates else None)
+
+
+def without_controllers(program: SteeringProgram) -> SteeringProgram | None:
+    """Return a program without what controllers brought; None if nothing is left."""
+    if not any(owner.startswith(_CONTROLLER) for owner in program.owners):
+        return program
+
+    def stays(op: Op) -> bool:
+        if op.kind in SCORES:
+            return not program.gates[op.gate].name.startswith(_CONTROLLER)
+        return not owner_of(program, op).startswith(_CONTROLLER)
+
+    return _mapped(program, lambda op: op if stays(op) else None)
+
+
+def gate_owner(gate: ProgramGate) -> str:
+    """Return who causes the events of a gate: the controller that brought it, or else the gate itself."""
+    owner = gate.name.rpartition("/")[0]
+    return owner if owner.startswith(_CONTROLLER) else f"gate {gate.name}"
 
 
 def with_gate(
@@ -99,6 +134,63 @@ def with_clamps(
         decode[clamp.layer, clamp.hook] = (*decode.get((clamp.layer, clamp.hook), ()), op)
     sites = tuple(SiteOps(layer, hook, ops) for (layer, hook), ops in sorted(decode.items()))
     return msgspec.structs.replace(old, rows=b"".join(rows), digests=tuple(numbers), decode=sites)
+
+
+def merged(program: SteeringProgram | None, other: SteeringProgram) -> SteeringProgram:
+    """Return a program that also does what another one does, after the same kind of operations at each site.
+
+    The other has gates and owners of its own beside the program's. Raises UsageError if there are too many gates, or
+    too many clamps or operations at a site.
+    """
+    if program is None:
+        return other
+    count = len(program.gates) + len(other.gates)
+    if count > limits.GATES_MAX:
+        got = f"{count} gates, with {len(program.gates)} of the request, of modules and of other consumers"
+        raise UsageError(explain("steering_gates", got=got, expected=f"at most {limits.GATES_MAX}"))
+    numbers = {name: number for number, name in enumerate(program.digests)}
+    rows = [program.rows]
+    for name, row in zip(other.digests, other.array(), strict=True):
+        if numbers.setdefault(name, len(numbers)) == len(program.digests) + len(rows) - 1:
+            rows.append(row.tobytes())
+    own = program.owners or (_OWN,)
+    owners = tuple(dict.fromkeys((*own, *(other.owners or (_OWN,)))))
+
+    def moved(op: Op) -> Op:
+        gate = op.gate if op.gate == UNGATED else op.gate + len(program.gates)
+        row = numbers[other.digests[op.row]]
+        return op._replace(row=row, gate=gate, owner=owners.index(owner_of(other, op)))
+
+    def both(first: Sequence[SiteOps], second: Sequence[SiteOps]) -> tuple[SiteOps, ...]:
+        ops = {(site.layer, site.hook): site.ops for site in first}
+        for layer, hook, some in second:
+            ops[layer, hook] = (*ops.get((layer, hook), ()), *map(moved, some))
+        return tuple(SiteOps(*site, tuple(sorted(each, key=_order))) for site, each in sorted(ops.items()))
+
+    patched, beside = dict(program.patched), dict(other.patched)
+    made = msgspec.structs.replace(
+        program,
+        rows=b"".join(rows),
+        digests=tuple(numbers),
+        prefill=both(program.prefill, other.prefill),
+        decode=both(program.decode, other.decode),
+        patched=tuple((at, both(patched.get(at, ()), beside.get(at, ()))) for at in sorted({*patched, *beside})),
+        gates=(*program.gates, *other.gates),
+        owners=owners,
+    )
+    if not (fits(made) and fits(msgspec.structs.replace(made, decode=made.prefill))):
+        raise UsageError(explain("steering", got="too many operations at one site", expected="fewer"))
+    return made
+
+
+def _order(op: Op) -> tuple[int, int]:
+    """Return the place of an operation among those of its site; clamps and patches keep their order."""
+    kind = _KINDS.get(op.kind, 0)
+    return kind, op.gate if op.kind in (ADD, RELATIVE) else 0
+
+
+_KINDS = {PATCH: 1, RELATIVE: 2, ADD: 3, CLAMP: 4}
+"""The order of operations after the scores."""
 
 
 def fits(program: SteeringProgram | None) -> bool:

@@ -30,7 +30,9 @@ from capflow.plugins.consumer import MODES, SCORES, Controller, Decision, ScoreB
 from capflow.probes.probe import Probe, load_vector
 from capflow.steering.action import Abort, Action, Gain, Steer, Unsteer
 from capflow.steering.clamp import Clamp
+from capflow.steering.request import Steering
 from capflow.steering.vector import SteeringVector
+from capflow_consumers.gate_in_graph import in_graph, steering_of
 
 ACTIONS = ("steer", "clamp", "gain", "abort", "stop")
 
@@ -59,6 +61,8 @@ class GateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shadow: whether the gate only records what it would do.
     label: the label of its actions and events.
     requests: only requests whose id matches this pattern.
+    tier: sync, or in-graph: requests get the vector with a gate of their own, which the forward pass computes.
+    sharpness, latch: with tier=in-graph, as in `capflow.steering.gate.SteeringGate`.
     """
 
     probe: str
@@ -82,6 +86,9 @@ class GateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shadow: bool = False
     label: str = ""
     requests: str = "*"
+    tier: str = "sync"
+    sharpness: float | None = None
+    latch: bool = False
 
 
 class GateState(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +97,7 @@ class GateState(msgspec.Struct, frozen=True, kw_only=True):
     layer, hook: the probe's site.
     weight: `[hidden_size]` float32, little-endian.
     scale, scale_max: the bounds of the vector's factor.
+    steering: with tier=in-graph, what every request gets. The controller then runs nowhere.
     The other fields are as in `GateConfig`.
     """
 
@@ -115,6 +123,7 @@ class GateState(msgspec.Struct, frozen=True, kw_only=True):
     shadow: bool = False
     label: str = ""
     requests: str = "*"
+    steering: Steering | None = None
 
 
 class _After(NamedTuple):
@@ -149,6 +158,18 @@ class Gate(Controller):
         if len(probe.names) != 1:
             raise UsageError(explain(f"{config.probe}: weight", got=f"{len(probe.names)} probes", expected="one"))
         threshold = probe.thresholds[0] if config.threshold is None else config.threshold
+        if in_graph(config):
+            steering = steering_of(config, probe, threshold)
+            site = probe.site
+            return GateState(
+                layer=site.layer,
+                hook=site.hook,
+                weight=b"",
+                bias=0.0,
+                threshold=threshold,
+                requests=config.requests,
+                steering=steering,
+            )
         _check_numbers(config, threshold)
         scale_max = config.scale if config.scale_max is None else config.scale_max
         vector, clamp = _loaded(config, probe.hidden_size)
@@ -196,7 +217,13 @@ class Gate(Controller):
     def probes(self) -> Sequence[StepProbe]:
         """Ask for the scores at the probe's site."""
         state = self.state
+        if state.steering is not None:
+            return []
         return [StepProbe(self._site, self._weight, state.bias, state.score, state.positions)]
+
+    def steering(self) -> Steering | None:
+        """Return the gate and its vector, with tier=in-graph."""
+        return self.state.steering
 
     def steers(self) -> Sequence[Site]:
         """Name the site of the vector or of the clamp."""
@@ -206,6 +233,8 @@ class Gate(Controller):
 
     def open(self, model: ModelInfo) -> None:
         """Raise UsageError unless the model has the sites tapped, and the width of the files."""
+        if self.state.steering is not None:
+            return  # the engine checks it, and runs on without it if it does not fit
         probe = f"consumers.{self.instance}.probe"
         if self._weight.size != model.hidden_size:
             expected = f"{model.hidden_size}, the model's width"
@@ -243,7 +272,7 @@ class Gate(Controller):
         steered = view.steered() if parts or self.state.release is not None else ()
         below: set[int] = set()
         if self.state.release is not None and steered:
-            lowest = np.minimum.reduceat(batch.scores, batch.offsets[:-1])
+            lowest = np.fmin.reduceat(batch.scores, batch.offsets[:-1])
             below = set(np.flatnonzero(lowest < self.state.release).tolist())
         if steered:
             parts = {n for n in parts if batch.requests[n] not in steered} | below

@@ -107,6 +107,10 @@ class HubLinks:
         number, _, own_id = outcome.id.partition("/")
         self._links[int(number)].outcome(msgspec.structs.replace(outcome, id=own_id))
 
+    def report(self, hub: int, troubles: Sequence[str]) -> None:
+        """Report to a hub why its controllers do not work. Never waits."""
+        self._links[hub].report(troubles)
+
     def close(self) -> None:
         """Leave the hubs."""
         for link in self._links:

@@ -35,6 +35,8 @@ from capflow.steering.action import (
     Unsteer,
 )
 from capflow.steering.clamp import Clamp
+from capflow.steering.gate import SteeringGate
+from capflow.steering.request import Steering, Tier
 from capflow.steering.vector import SteeringVector
 from tests.kit.frames import make_hello, make_model
 
@@ -42,6 +44,20 @@ MESSAGES = [
     make_hello(rank=Rank(1, 2, 3)),
     Hello("client", "", "c"),
     Welcome("h", 100, 3, (CaptureSpec({"post_block": "all"}, "last_prompt"),), (ControllerSpec("gate", b"\x01"),)),
+    Welcome(
+        "h",
+        100,
+        controllers=(
+            ControllerSpec(
+                "gate",
+                b"",
+                steering=Steering(
+                    Tier((SteeringVector(3, "mlp_in", b"\0\0\x80?", gate="g"),)),
+                    gates=(SteeringGate("g", 2, "post_block", b"\0\0\x80?", threshold=1.5),),
+                ),
+            ),
+        ),
+    ),
     Refused("no"),
     Ack(7, 1000),
     Beat(),

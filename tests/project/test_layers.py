@@ -24,7 +24,7 @@ LAYERS = {
         "cli __main__",
     ),
     "capflow_consumers": (
-        "log gate async_gate record progress framelog",
+        "log gate gate_in_graph async_gate record progress framelog",
         "dataset",
         "filesystem duckdb nats inspect export",
     ),

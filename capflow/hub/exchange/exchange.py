@@ -194,6 +194,8 @@ class Exchange:
                 source = member.source
                 source.reported, source.troubles = counts, message.troubles
                 source.controllers, source.determinism = message.controllers, message.determinism
+            case Beat() if member.hello.role == "scheduler":
+                member.troubles[:] = message.troubles
             case Bye():
                 self.sessions.forget(peer, for_good=True)
                 self.actions.gone(member.hello.boot)

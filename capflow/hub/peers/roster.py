@@ -68,6 +68,7 @@ class Peer(NamedTuple):
     """One connection that said Hello and was let in.
 
     owner: the owner of the memory that the peer takes, as in `capflow.buffers.shares`.
+    troubles: why the hub's controllers do not work, as a scheduler reported last.
     """
 
     session: HubSession
@@ -75,6 +76,7 @@ class Peer(NamedTuple):
     # Set for a worker.
     source: WorkerState | None
     owner: str
+    troubles: list[str]
 
     def status(self, now: float) -> dict[str, Any]:
         """Return what is shown of a session."""
@@ -154,9 +156,10 @@ class Roster:
         return sum(counts.spool.get("frames_spilled", 0) for counts in reports if counts is not None and counts.spool)
 
     def troubles(self) -> list[str]:
-        """Return why controllers in the workers that are connected do not do what they are there for."""
-        sources = [member.source for member in list(self.peers.values()) if member.source is not None]
-        reasons = {f"engine {source.engine.name}: {trouble}": None for source in sources for trouble in source.troubles}
+        """Return why controllers in the engines that are connected do not do what they are there for."""
+        members = list(self.peers.values())
+        each = [(member, member.troubles if member.source is None else member.source.troubles) for member in members]
+        reasons = {f"engine {member.hello.engine}: {reason}": None for member, some in each for reason in list(some)}
         return list(reasons)  # each once, whichever pipeline stages and replicas say it
 
     def determinism(self) -> dict[str, dict[str, Any]]:
@@ -188,7 +191,7 @@ class Roster:
             self.sessions.give(owner, 1)
             self._forget_unexpected(hello.engine)
             raise
-        member = self.peers[peer] = Peer(session, hello, source, owner)
+        member = self.peers[peer] = Peer(session, hello, source, owner, [])
         return member
 
     def leave(self, peer: bytes, *, for_good: bool) -> Peer | None:

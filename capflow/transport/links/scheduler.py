@@ -10,7 +10,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -18,8 +18,8 @@ import msgspec
 from capflow import limits
 from capflow.capture.frame import Frame
 from capflow.errors import explain
-from capflow.protocol.message import Act, ActionOutcome, Hello, Message, Welcome
-from capflow.protocol.session import State
+from capflow.protocol.message import Act, ActionOutcome, Beat, Hello, Message, Welcome
+from capflow.protocol.session import Parts, State
 from capflow.steering.action import Freeze, Outcome, Rejected, Unfreeze
 from capflow.transport.links.link import Link
 from capflow.transport.sockets import Dealer
@@ -76,6 +76,9 @@ class SchedulerLink(Link):
         self._hub = ""
         # Outcomes to be sent by the thread.
         self._outcomes: deque[Outcome] = deque()
+        # Why controllers do not work, and what of that the hub has.
+        self._troubles: tuple[str, ...] = ()
+        self._reported: tuple[str, ...] = ()
         self.start()
 
     def actions(self, ready: Callable[[Act], bool] = lambda _: True) -> list[Act]:
@@ -101,6 +104,18 @@ class SchedulerLink(Link):
             self._answer(self._taken.pop(outcome.id, (outcome.id,)), outcome)
         self._waker.wake()
 
+    def report(self, troubles: Sequence[str]) -> None:
+        """Report why controllers do not work, in place of what was reported before; never waits."""
+        self._troubles = tuple(trouble[: limits.TEXT_LENGTH_MAX] for trouble in troubles[: limits.REASONS_MAX])
+        self._waker.wake()
+
+    def _beat(self, now: float) -> Parts | None:
+        beat, troubles = super()._beat(now), self._troubles
+        if self._session.state is not State.OPEN or not (troubles != self._reported or (troubles and beat)):
+            return beat
+        self._reported = troubles
+        return self._session.send(Beat(troubles=troubles), now)
+
     def _answer(self, key: _Key, outcome: Outcome) -> None:
         """Answer an action under each id under which it arrived."""
         entry = self._pending.get(key)
@@ -123,6 +138,7 @@ class SchedulerLink(Link):
 
     def _received(self, message: Frame | Message) -> None:
         if isinstance(message, Welcome):
+            self._reported = ()
             self._greeted(message.hub)
         elif isinstance(message, Act):
             self._take(message)

@@ -41,6 +41,7 @@ from capflow_engine.request.dynamic import Reports
 from capflow_engine.request.options import KEY, RequestOptions
 from capflow_engine.request.reach import check_patches, first_latching, length_max
 from capflow_engine.scheduler.actions import EngineActions, RunningRequest, frozen_needs
+from capflow_engine.scheduler.brought import HubSteering
 from capflow_engine.scheduler.decisions import Decisions
 from capflow_engine.scheduler.drafting import Drafting
 from capflow_engine.scheduler.orders import Admitted, Ended, Orders, Rejection, Unscheduled, Wants
@@ -135,6 +136,8 @@ class Admission:
             answer=self.links.outcome,
             certain=self._without_drafts,
         )
+        hubs = range(len(self.settings.hubs))
+        self._brought = [HubSteering(self._fit, functools.partial(self.links.report, hub)) for hub in hubs]
         if self.settings.hub_wait_s is not None:
             self.links.wait_welcomes(self.settings.hub_wait_s)
         self._take_welcomes()
@@ -157,12 +160,18 @@ class Admission:
             name = f"{name}~{key}"
         self._keys[name], self._names[key] = key, name
         self._incarnations[name] = f"{self._boot[:12]}-{next(self._numbers_admitted)}"
-        self._options[key] = options
-        self._unscheduled[key] = Admitted(name, self._wants_number, self._incarnations[name], options)
-        wants = self._wants[self.settings.hub_of(name)]
+        hub = self.settings.hub_of(name)
+        wants = self._wants[hub]
         together = key if len(names) < 2 else compat_step.parent_of(key)
         controllers = [spec for spec in wants.controllers if spec.sees(name)]
         self.reports.admit(key, together, name, [spec.label for spec in controllers])
+        if controllers and refusal is None:
+            split = request.num_prompt_tokens - (options.generated or 0)
+            program, needs = self._brought[hub].compose(options.program, needs, controllers, name, split)
+            options = msgspec.structs.replace(options, program=program)
+        self._options[key] = options
+        self._unscheduled[key] = Admitted(name, self._wants_number, self._incarnations[name], options)
+        controllers = [spec for spec in controllers if spec.runs]
         sets = _position_sets(options, controllers, wants.wanted)
         if self.drafting is not None and not controllers:
             self.drafting.admit(request, sets, options.program)
@@ -412,6 +421,8 @@ class Admission:
                 self._wants = wants
                 self._wants_number += 1
                 self._new_wants[self._wants_number] = wants
+                for brought, each in zip(self._brought, wants, strict=True):
+                    brought.take(each.controllers)
 
     def _wants_of(self, welcome: Welcome) -> Wants:
         info = self.info

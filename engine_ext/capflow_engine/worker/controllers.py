@@ -82,6 +82,8 @@ class Controllers:
         plugins, why_none = _installed() if specs and decides else ({}, "")
         probes: list[tuple[int, StepProbe]] = []
         for order, spec in enumerate(specs):
+            if not spec.runs:
+                continue
             running = RunningController(Owner(order, spec.label), spec)
             try:
                 reads = self._reads(spec.captures) & self._own

@@ -32,6 +32,7 @@ from capflow.capture.spec import Capture, Wanted, join
 from capflow.errors import CapflowError
 from capflow.protocol.message import ControllerSpec
 from capflow.steering.action import FROZEN, FROZEN_TROUBLE, Abort, Gain, sites_of
+from capflow.steering.compose import gate_owner, without_controllers
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import model as compat_model
 from capflow_engine.compat import step as compat_step
@@ -319,9 +320,10 @@ class WorkerCapture:
         if options.program is not None:
             self.histories.admit(tracked, options.program)
             if self.rank.pp == 0:  # one record is enough: the other stages have the same program
-                sites = tuple(sorted(options.program.sites))
-                first = options.program.first_steered(prompt_length, tracked.steered_from)
-                self._note(key, "request", "steer", sites, position=first)
+                own = without_controllers(options.program)
+                if own is not None:
+                    first = own.first_steered(prompt_length, tracked.steered_from)
+                    self._note(key, "request", "steer", tuple(sorted(own.sites)), position=first)
 
     def _view(self, hub: int, request: str) -> Program:
         """Return the program of the rows that controllers see of a request."""
@@ -453,7 +455,7 @@ class WorkerCapture:
             if tracked.key in self.requests:
                 self._note(
                     tracked.key,
-                    f"gate {gate.name}",
+                    gate_owner(gate),
                     "gate",
                     (Site(gate.layer, gate.hook),),
                     position=position,
