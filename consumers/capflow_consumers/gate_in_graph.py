@@ -46,6 +46,9 @@ def steering_of(config: Any, probe: Probe, threshold: float) -> Steering:
     if config.positions not in _POSITIONS:
         expected = f"one of {', '.join(_POSITIONS)}, with tier=in-graph"
         raise UsageError(explain(f"{where}.positions", got=config.positions, expected=expected))
+    if config.positions == "last_prompt" and not config.latch:
+        expected = "true, with positions=last_prompt: otherwise no other token is steered"
+        raise UsageError(explain(f"{where}.latch", got=config.latch, expected=expected))
     vector = load_vector(config.vector, config.scale)
     if vector.array().size != probe.hidden_size:
         expected = f"{probe.hidden_size}, the probe's width"

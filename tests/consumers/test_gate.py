@@ -8,11 +8,12 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from capflow.capture.site import Site
 from capflow.errors import UsageError
+from capflow.plugins.configure import ConfiguredController
 from capflow.plugins.consumer import ScoreBatch
 from capflow.probes.probe import Probe, save_vector
 from capflow.steering.action import Abort, Gain, Steer, Unsteer
@@ -90,6 +91,7 @@ def held_after(controller, scores, cuts):
 
 
 @given(SCORES, CUTS)
+@example(scores=[1.0, math.nan, 0.0], cuts=[1])
 def test_what_is_decided_is_the_same_wherever_the_rows_are_cut(scores, cuts):
     """Row by row: at or above 1.0 it fires, below 0.5 it releases, and in between nothing changes."""
     expected, at, states = UNSTEER, None, {}
@@ -248,6 +250,49 @@ def test_the_option_threshold_goes_before_the_files(tmp_path):
 def test_what_cannot_work_is_refused_before_the_start(tmp_path, shape, options, message):
     with pytest.raises(UsageError, match=re.escape(message)):
         Gate.load(GateConfig(**{**files(tmp_path, **shape), **options}))
+
+
+def test_a_gate_in_the_graph_is_steering_and_runs_nowhere(tmp_path):
+    options = {"scale": 3.0, "sharpness": 2.0, "positions": "all_generated", "label": "why", "requests": "chat-*"}
+    state = Gate.load(GateConfig(**files(tmp_path), tier="in-graph", **options))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=Gate.State) == state
+    spec = ConfiguredController("gate@rude", Gate, state).spec()
+    assert (spec.captures, spec.runs, spec.requests) == ((), False, "chat-*")
+    (gate,), (vector,) = spec.steering.gates, spec.steering.base.vectors
+    assert (gate.site, gate.threshold, gate.bias, gate.sharpness) == (READ, 0.5, 0.25, 2.0)
+    assert (gate.positions, gate.label, gate.latch) == ("generated", "why", False)
+    assert (vector.site, vector.gate, vector.scale) == (ADD, gate.name, 3.0)
+    Gate(state).open(make_model(num_layers=1))
+
+
+GRAPH = {"tier": "in-graph"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tier": "fast"}, "consumers.gate.tier: got fast, expected one of sync, in-graph"),
+        ({"latch": True}, "consumers.gate.latch: got True, expected none, with tier=sync; use tier=in-graph"),
+        ({"sharpness": 1.0}, "consumers.gate.sharpness: got 1.0, expected none, with tier=sync"),
+        *(
+            ({**GRAPH, name: value}, f"consumers.gate.{name}: got {value}, expected none, with tier=in-graph")
+            for name, value in {
+                "release": 0.1, "ema": 0.5, "consecutive": 2, "proportional": 1.0, "scale_max": 2.0, "action": "stop",
+                "mode": "ordered", "shadow": True,
+                "owner": "request", "gain": 1.0, "value": 0.0, "min": 0.0, "max": 1.0,
+            }.items()
+        ),
+        ({**GRAPH, "vector": ""}, "consumers.gate.vector: got none, expected a file, with tier=in-graph"),
+        ({**GRAPH, "positions": "x"}, "consumers.gate.positions: got x, expected one of all, prompt"),
+        ({**GRAPH, "score": "l2"}, "consumers.gate.score: got l2, expected one of dot, cosine, cast"),
+        ({**GRAPH, "threshold": float("nan")}, "consumers.gate.threshold: got nan, expected a finite number"),
+        ({**GRAPH, "sharpness": -1.0}, "consumers.gate.sharpness: got -1.0, expected a number above 0"),
+        ({**GRAPH, "positions": "last_prompt"}, "consumers.gate.latch: got False, expected true, with"),
+    ],
+)  # fmt: skip
+def test_options_of_another_tier_and_wrong_ones_of_the_graph_are_refused(tmp_path, options, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        Gate.load(GateConfig(**{**files(tmp_path), **options}))
 
 
 def test_a_model_that_does_not_fit_is_refused():

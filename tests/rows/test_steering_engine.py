@@ -330,6 +330,35 @@ def test_beams_are_steered_in_their_phases(worded, tier):
         assert beams.sequences[0].cum_logprob >= beam.sequences[0].cum_logprob - 1e-5
 
 
+@pytest.mark.parametrize(
+    ("positions", "latch"), [("all", False), ("generated", True), ("prompt", True), ("last_prompt", True)]
+)
+def test_gates_score_and_latch_in_beams_as_in_answers(worded, positions, latch):
+    """Each token of a beam is a request of its own, whose prompt ends with the beam's answer so far."""
+    batch, probe = prompts([7, 40]), vector(5)
+
+    def gated(threshold):
+        gate = {"layer": 0, "vector": probe, "threshold": threshold, "positions": positions, "latch": latch}
+        return {
+            "steering_gates": {"g": gate},
+            "steering_vectors": {"post_block": {1: {"vector": 3 * vector(1), "gate": "g"}}},
+        }
+
+    def greedy(threshold):
+        params = capflow.sampling_params(**gated(threshold), **GREEDY, max_tokens=6)
+        return [list(each.outputs[0].token_ids) for each in worded.generate(batch, params, use_tqdm=False)]
+
+    shut, opened, seen = greedy(1e9), greedy(-1e9), 0
+    assert shut != opened
+    for threshold in (-1e9, -1.0, -0.3, 0.0, 0.3, 1.0):
+        expected = greedy(threshold)
+        beams = worded.beam_search(batch, BeamSearchParams(1, 6, ignore_eos=True), steering=gated(threshold))
+        for prompt, beam, answer in zip(batch, beams, expected, strict=True):
+            assert beam.sequences[0].tokens == [*prompt["prompt_token_ids"], *answer]
+        seen += expected not in (shut, opened)
+    assert seen or positions == "last_prompt"
+
+
 def test_a_patch_behind_the_prompt_is_a_beams_too(worded):
     """Ten tokens of the prompt, so that the third of the answer is patched."""
     (prompt,) = prompts([10])

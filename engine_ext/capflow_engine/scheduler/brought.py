@@ -59,6 +59,8 @@ class HubSteering:
                 self._programs[spec.label] = program
         except CapflowError as e:
             self._note(spec.label, f"no request gets its steering: {e}")
+        except Exception as e:  # noqa: BLE001  what a hub sends must not end the engine
+            self._note(spec.label, f"no request gets its steering: {type(e).__name__}: {e}")
 
     def compose(
         self,
