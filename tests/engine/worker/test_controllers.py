@@ -46,7 +46,7 @@ class Told(Controller):
     name = "told"
     Config = State = NoConfig
     step = ()
-    opens = steering = done = capture = None
+    opens = steers_at = done = capture = None
 
     @classmethod
     def load(cls, config):
@@ -56,7 +56,7 @@ class Told(Controller):
         return _do(self.capture or READ)
 
     def steers(self):
-        return _do(self.steering or ())
+        return _do(self.steers_at or ())
 
     def open(self, model):
         _do(self.opens)
@@ -240,8 +240,8 @@ def test_an_action_on_rows_that_others_replace_may_come_again(started):
     [
         ({"opens": ValueError("no")}, "did not start (ValueError: no)"),
         ({"opens": UsageError("x: got 1")}, "x: got 1"),
-        ({"steering": KeyError("k")}, "did not start (KeyError: 'k')"),
-        ({"layers": range(2), "steering": [Site(2, "post_block")]}, "it steers at: got post_block:2, expected"),
+        ({"steers_at": KeyError("k")}, "did not start (KeyError: 'k')"),
+        ({"layers": range(2), "steers_at": [Site(2, "post_block")]}, "it steers at: got post_block:2, expected"),
         ({"layers": range(2), "capture": CaptureSpec({"post_block": "all"})}, "it reads: got post_block:0, post_blo"),
     ],
     ids=["raises", "refuses", "steers raises", "steers at another stage", "reads at two stages"],
