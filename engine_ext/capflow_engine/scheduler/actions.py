@@ -180,12 +180,17 @@ class EngineActions:
         """Begin a step: take what was answered while the engine was idle, and end leases."""
         with self._lock:
             self._taking = True
+        self.catch_up(running)
+        if self._leases:
+            self._end_leases(dict(running()))
+
+    def catch_up(self, running: Callable[[], Iterable[tuple[str, RunningRequest]]]) -> None:
+        """Take what was answered while the engine was idle."""
+        with self._lock:
             latched, self._latched = self._latched, []
         for act in latched:
             if (reason := self.apply_to_all(act, running, answered=True)) is not None:
                 logger.error("%s", reason)
-        if self._leases:
-            self._end_leases(dict(running()))
 
     def at_once(self, act: Act, step: int, *, idle: bool) -> Outcome | None:
         """Answer an action for the whole engine while the engine is idle; None if the next step takes it.

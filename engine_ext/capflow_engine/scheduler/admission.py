@@ -83,7 +83,8 @@ class Admission:
         # Running requests whose streaming input is complete.
         self.input_over: set[str] = set()
         self._boot = uuid.uuid4().hex
-        self._step = 0
+        # The number of the last step.
+        self.step = 0
         # The key of each running request, which is vLLM's id, by its name, which users and consumers see.
         self._keys: dict[str, str] = {}
         # The name of each running request.
@@ -280,7 +281,7 @@ class Admission:
 
     def take_actions(self, scheduler: Any) -> None:
         """Take the actions that the hubs sent since the last step. Those that can hold go into the next orders."""
-        running = functools.partial(self._running, scheduler)
+        running = functools.partial(self.running, scheduler)
         self.actions.begin(running)
         for act in self.links.actions(self._is_ready):
             if act.action.request or isinstance(act.action, Steer | Unsteer | Abort | SetGate):
@@ -298,9 +299,10 @@ class Admission:
         """Answer an action on the whole engine while it is idle; called on the threads of the links."""
         if self._under_way or self.actions is None:
             return None
-        return self.actions.at_once(act, self._step, idle=not self._names)
+        return self.actions.at_once(act, self.step, idle=not self._names)
 
-    def _running(self, scheduler: Any) -> Iterator[tuple[str, RunningRequest]]:
+    def running(self, scheduler: Any) -> Iterator[tuple[str, RunningRequest]]:
+        """Yield the running requests with vLLM's ids."""
         for key in list(self._names):
             if key in scheduler.requests:
                 yield key, self._as_running(key, scheduler.requests[key])
@@ -319,8 +321,8 @@ class Admission:
             # vLLM may never return the output of a step whose requests have all ended, if nothing else runs.
             for number in [n for n, step in self._under_way.items() if self._names.keys().isdisjoint(step.requests)]:
                 del self._under_way[number]
-        self._step += 1
-        orders = Orders(self._step, settled=min(self._under_way, default=self._step) - 1)
+        self.step += 1
+        orders = Orders(self.step, settled=min(self._under_way, default=self.step) - 1)
         # A request that a stop string ended computes further tokens until the front end aborts it.
         for key, limit in self.stops.limits.items():
             self.cut(key, limit)
@@ -328,7 +330,7 @@ class Admission:
         orders.rejected, self._rejected = self._rejected, []
         step = UnderWay(*compat_step.scheduled_tokens(scheduler_output, requests))
         if step.requests:
-            self._under_way[self._step] = step
+            self._under_way[self.step] = step
         if self._unscheduled:
             for key, _ in compat_step.new_requests(scheduler_output):
                 if (admitted := self._unscheduled.pop(key, None)) is not None:
@@ -340,7 +342,7 @@ class Admission:
         orders.wants, self._new_wants = self._new_wants, {}
         orders.attach(scheduler_output)
         for action_id, position in (*self._aborts, *ready):
-            self.links.outcome(ActionApplied(action_id, self._step, position))
+            self.links.outcome(ActionApplied(action_id, self.step, position))
         self._aborts.clear()
 
     def settle(self, scheduler_output: Any, model_runner_output: Any) -> None:

@@ -12,6 +12,7 @@ from capflow_engine.compat import cache as compat_cache
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import step as compat_step
 from capflow_engine.scheduler.admission import Admission
+from capflow_engine.scheduler.calls import answer
 
 
 class Captured:
@@ -20,6 +21,7 @@ class Captured:
     def __init__(self, *args: Any, vllm_config: Any, **kwargs: Any) -> None:
         super().__init__(*args, vllm_config=vllm_config, **kwargs)  # type: ignore[call-arg]
         compat.let_workers_end()
+        compat.take_calls(answer)
         compat_cache.limit_reads(self)
         self.capflow = Admission(vllm_config, hash_block_size=kwargs.get("hash_block_size") or kwargs["block_size"])
 

@@ -102,7 +102,8 @@ def test_the_same_in_other_forms_is_the_same(client):
     halves = {"post_block": {"1": {"vector": VECTOR, "scale": 0.5}}}
     expected = completed(client, steering_vectors=ONE)
     assert completed(client, steering_vectors=packed) == expected
-    assert completed(client, steering_vectors=halves, steering_name="one", steering_scale=0.5) == expected
+    # What several owners add has another key: each may get a gain of its own.
+    assert completed(client, steering_vectors=halves, steering_name="one", steering_scale=0.5)[0] == expected[0]
     assert completed(client, prefill_steering_vectors=ONE, decode_steering_vectors=ONE) == expected
     assert completed(client, vllm_xargs={"capflow": json.dumps({"steering_name": "one"})}) == expected
 
@@ -151,6 +152,40 @@ def test_the_global_state_steers_whoever_comes_after_it_at_either_server(client,
         assert call(port, "POST", "steering/clear")[0] == 200
         for _ in range(6):
             assert call(port, "POST", "completions", body)[1]["choices"][0]["text"] == plain
+
+
+def test_gains_and_freezes_need_no_hub_and_hold_at_every_server(client, port):
+    plain, _ = completed(client)
+    steered, _ = completed(client, steering_vectors=ONE)
+    doubled, _ = completed(client, steering_vectors={"post_block": {"1": {"vector": VECTOR, "scale": 2.0}}})
+    assert len({plain, steered, doubled}) == 3
+
+    def state():
+        states = [call(port, "GET", "steering")[1] for _ in range(4)]
+        assert all((each["gains"], each["frozen"]) == (states[0]["gains"], states[0]["frozen"]) for each in states)
+        return states[0]["gains"], states[0]["frozen"]
+
+    assert state() == ({}, False)
+    assert call(port, "POST", "steering/gain", {"owner": "global", "scale": 0.5}, key=None)[0] == 401
+    call(port, "POST", "steering/set", {"vectors": ONE})
+    status, answer = call(port, "POST", "steering/gain", {"owner": "global", "scale": 2.0})
+    assert (status, answer["gains"], answer["frozen"]) == (200, {"global": 2.0}, False)
+    assert completed(client)[0] == doubled
+    assert state() == ({"global": 2.0}, False)
+    assert call(port, "POST", "steering/freeze")[0] == 200
+    assert completed(client)[0] == plain
+    assert completed(client, steering_vectors=ONE)[0] == steered
+    assert state()[1] is True
+    status, answer = call(port, "POST", "steering/gain", {"owner": "global", "scale": 1.0})
+    assert (status, answer["error"]["message"][:19]) == (400, "engine: got frozen,")
+    status, answer = call(port, "POST", "steering/unfreeze", {})
+    assert (status, answer["frozen"]) == (200, False)
+    assert completed(client)[0] == doubled
+    assert call(port, "POST", "steering/gain", {"owner": "global", "scale": 1.0})[1]["gains"] == {}
+    assert completed(client)[0] == steered
+    assert state() == ({}, False)
+    status, answer = call(port, "POST", "steering/gain", {"owner": "nobody", "scale": 1.0})
+    assert (status, "gain.owner: got nobody" in answer["error"]["message"]) == (400, True)
 
 
 def test_the_global_state_is_added_to_what_a_request_asks_for_and_steers_other_routes_too(client, port):

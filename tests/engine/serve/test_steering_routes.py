@@ -19,6 +19,8 @@ from tests.kit.apps import LIMIT, WIDTH, server
 
 VECTOR = [1.0] * WIDTH
 ONE = {"vectors": {"post_block": {"1": VECTOR}}}
+# The routes that change the engine, each with a body.
+CHANGES = (("gain", {"owner": "global", "scale": 0.5}), ("freeze", {}), ("unfreeze", None))
 
 
 @pytest.fixture
@@ -179,6 +181,41 @@ def test_without_a_key_a_server_that_others_reach_is_changed_by_nobody(tmp_path)
     assert client.get("/v1/steering").status_code == 200
 
 
+def test_an_engine_that_does_not_answer_is_503_and_its_state_is_null(servers):
+    here, _ = servers
+    for path, body in CHANGES:
+        answer = here.post(f"/v1/steering/{path}", json=body)
+        assert answer.status_code == 503, path
+        assert "engine: it does not answer" in answer.json()["error"]["message"]
+    state = here.get("/v1/steering").json()
+    assert (state["gains"], state["frozen"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "wrong"),
+    [
+        ("gain", {"owner": "global"}, "scale"),
+        ("gain", {"owner": "global", "scale": "much"}, "scale"),
+        ("gain", {"owner": "global", "scale": 1, "request": "r1"}, "request"),
+        ("freeze", {"engine": "engine-1"}, "engine"),
+        ("unfreeze", {"gains": {}}, "gains"),
+    ],
+)
+def test_a_change_of_the_engine_with_a_wrong_body_is_refused_by_its_field(servers, path, body, wrong):
+    answer = servers[0].post(f"/v1/steering/{path}", json=body)
+    assert answer.status_code == 400
+    assert wrong in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("keys", "status"), [(Keys(("old",)), 401), (Keys(open=False), 403)])
+def test_the_engine_is_changed_by_who_has_a_key_only(tmp_path, keys, status):
+    client = server(tmp_path, keys)
+    for path, body in CHANGES:
+        assert client.post(f"/v1/steering/{path}", json=body).status_code == status, path
+        answer = client.post(f"/v1/steering/{path}", json=body, headers={"X-API-Key": "old"})
+        assert answer.status_code == (503 if keys.secrets else 403), path
+
+
 @pytest.mark.parametrize(
     ("host", "loopback"),
     [("127.0.0.1", True), ("::1", True), ("localhost", True), ("127.1.2.3", True), (None, False), ("", False),
@@ -287,7 +324,8 @@ def test_the_schema_describes_every_route_and_field(servers):
     message = json.dumps(schema)
     for path, methods in (
         ("/v1/steering", {"get"}), ("/v1/steering/set", {"post"}), ("/v1/steering/clear", {"post"}),
-        ("/v1/steering/dynamic", {"get"}),
+        ("/v1/steering/dynamic", {"get"}), ("/v1/steering/gain", {"post"}),
+        ("/v1/steering/freeze", {"post"}), ("/v1/steering/unfreeze", {"post"}),
         ("/v1/steering/layers", {"get"}), ("/v1/steering/modules", {"get", "post", "delete"}),
         ("/v1/steering/modules/register", {"post"}), ("/v1/steering/modules/unregister", {"post"}),
         ("/v1/steering/modules/{name}", {"get", "delete"}),

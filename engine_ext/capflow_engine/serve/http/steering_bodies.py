@@ -10,6 +10,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from capflow.capture.model import ModelInfo
 from capflow.steering.gate import SteeringGate
 from capflow.steering.request import Steering, Tier
+from capflow_engine.scheduler.calls import EngineState
 from capflow_engine.steering.module import MODULE_FIELDS, parse_module
 from capflow_engine.steering.store import StoreState
 
@@ -77,6 +78,21 @@ class NameBody(BaseModel):
 
 class ClearBody(BaseModel):
     """Empty: all of the global state is cleared."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class GainBody(BaseModel):
+    """A scale for what an owner contributes."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    owner: str = Field(description="`request`, `global`, `module NAME`, `controller NAME`, or another owner that adds.")
+    scale: float = Field(description="1 is the contribution as it came, 0 is none. It replaces an earlier scale.")
+
+
+class EmptyBody(BaseModel):
+    """Empty: all of the engine."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -158,6 +174,12 @@ class SteeringState(ModulesState):
     )
     everywhere: TiersState = Field(serialization_alias="global", description="The global state.")
     generation: int = Field(description="How many changes the state and the modules had.")
+    gains: dict[str, float] | None = Field(
+        default=None, description="The scale of each owner that has one other than 1; null if the engine says nothing."
+    )
+    frozen: bool | None = Field(
+        default=None, description="Whether the engine is frozen; null if the engine says nothing."
+    )
 
 
 class LayerState(BaseModel):
@@ -180,6 +202,19 @@ class Done(BaseModel):
     """The change is made. It holds for every later request."""
 
     status: Literal["ok"] = "ok"
+
+
+class EngineChanged(Done):
+    """The engine has the change. It holds from the next position of each request on, on all ranks."""
+
+    step: int = Field(description="The step from which on it holds.")
+    gains: dict[str, float] = Field(description="The scale of each owner that has one other than 1.")
+    frozen: bool = Field(description="Whether the engine is frozen.")
+
+    @classmethod
+    def of(cls, state: EngineState) -> Self:
+        """Return the answer of an engine."""
+        return cls(step=state.step, gains=state.gains, frozen=state.frozen)
 
 
 class Set(Done):

@@ -12,18 +12,24 @@ from http import HTTPStatus
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, HTTPException, Request, Security
+from fastapi.concurrency import run_in_threadpool
 from fastapi.routing import APIRoute
 from fastapi.security import APIKeyHeader, HTTPBearer
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.serve_options import STEERING_KEY
+from capflow.steering.action import Freeze, Gain, Unfreeze
 from capflow.text.jsontext import check_keys
 from capflow_engine.hubs import HubAt
+from capflow_engine.scheduler.calls import ask
 from capflow_engine.serve.api_keys import ENVIRONMENT_VARIABLE, Keys
 from capflow_engine.serve.http.steering_bodies import (
     ClearBody,
     Done,
+    EmptyBody,
+    EngineChanged,
+    GainBody,
     LayersState,
     LayerState,
     ModuleBody,
@@ -67,6 +73,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         HTTPStatus.FORBIDDEN,
         HTTPStatus.NOT_FOUND,
         HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        HTTPStatus.SERVICE_UNAVAILABLE,
     )
 }
 router = APIRouter(prefix="/v1/steering", tags=["steering"], route_class=_Route, responses=_ERRORS)
@@ -121,6 +128,16 @@ _MUTATES = [Depends(key_holder)]
 
 
 @router.get("")
+async def state_of_engine(request: Request, front: Front) -> SteeringState:
+    """Return the global state and the modules, the gains of the engine, and whether it is frozen."""
+    held = await run_in_threadpool(state, front)
+    try:
+        engine = await ask(request.app.state.engine_client)
+    except CapflowError:
+        return held
+    return held.model_copy(update={"gains": engine.gains, "frozen": engine.frozen})
+
+
 def state(front: Front) -> SteeringState:
     """Return the global state and the modules."""
     held = front.store.held
@@ -173,6 +190,34 @@ def clear_state(front: Front, body: ClearBody | None = None) -> Done:  # noqa: A
     """Clear the global state, from the next request on."""
     front.store.clear_global()
     return Done()
+
+
+@router.post("/gain", dependencies=_MUTATES)
+async def gain(request: Request, body: GainBody) -> EngineChanged:
+    """Multiply what an owner contributes to all running and later requests, from each one's next position on."""
+    return await _change(request, Gain("", body.owner, body.scale))
+
+
+@router.post("/freeze", dependencies=_MUTATES)
+async def freeze(request: Request, body: EmptyBody | None = None) -> EngineChanged:  # noqa: ARG001 - it is only checked
+    """Take back everything that changes requests beside their own steering, until `unfreeze`."""
+    return await _change(request, Freeze())
+
+
+@router.post("/unfreeze", dependencies=_MUTATES)
+async def unfreeze(request: Request, body: EmptyBody | None = None) -> EngineChanged:  # noqa: ARG001 - only checked
+    """End `freeze`: modules and the global state contribute again."""
+    return await _change(request, Unfreeze())
+
+
+async def _change(request: Request, action: Gain | Freeze | Unfreeze) -> EngineChanged:
+    """Return the engine's answer to an action. Raises HTTPException if it does not answer."""
+    try:
+        return EngineChanged.of(await ask(request.app.state.engine_client, action))
+    except UsageError:
+        raise
+    except CapflowError as e:
+        raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, str(e)) from e
 
 
 @router.get("/dynamic")
