@@ -31,6 +31,7 @@ from capflow.extras import EXTRAS, require
 from capflow.plugins import consumer as contract
 from capflow.plugins.consumer import MODES, SCORES, Consumer, Controller, StepProbe
 from capflow.protocol.message import ControllerSpec
+from capflow.steering.action import OWNER_PREFIXES, OWNERS
 from capflow.steering.request import Steering
 
 Plugin = type[Consumer] | type[Controller]
@@ -101,6 +102,7 @@ class ConfiguredConsumer:
         spill_fallback: str | None = None,
     ) -> ConfiguredConsumer:
         """Return the consumer with a queue. The defaults are its class's policy and the limits."""
+        _check_owner("consumers", consumer.instance)
         chosen = policy or consumer.policy
         if chosen not in tuple(WhenFull):
             where, expected = f"consumers.{consumer.instance}.policy", f"one of {', '.join(WhenFull)}"
@@ -285,6 +287,7 @@ def _check(plugin: Any, entry_point: str) -> None:
     name = getattr(plugin, "name", None)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise CapflowError(explain(f"{where}: {plugin.__name__}.name", got=name, expected="letters, digits, - and _"))
+    _check_owner(f"{where}: {plugin.__name__}.name", name)
     if plugin.extra not in ("", *EXTRAS):
         expected = f"one of {', '.join(EXTRAS)}"
         raise CapflowError(explain(f"{where}: {plugin.__name__}.extra", got=plugin.extra, expected=expected))
@@ -295,6 +298,13 @@ def _check(plugin: Any, entry_point: str) -> None:
     config = getattr(plugin, "Config", None)
     if not (isinstance(config, type) and issubclass(config, msgspec.Struct)):
         raise CapflowError(explain(f"{where}: {plugin.__name__}.Config", got=config, expected="a msgspec.Struct"))
+
+
+def _check_owner(where: str, name: str) -> None:
+    """Raise UsageError for a name that is that of another owner of actions."""
+    if name in OWNERS or name.startswith(OWNER_PREFIXES):
+        expected = f"another name than {', '.join(OWNERS)}, which own actions"
+        raise UsageError(explain(where, got=name, expected=expected))
 
 
 def kind_of(plugin: Plugin) -> str:
@@ -376,6 +386,7 @@ def configure(name: str, options: Mapping[str, Any], plugins: Mapping[str, Plugi
     plugins: the installed plugins, by name.
     Raises UsageError that names the option, what came and what was expected.
     """
+    _check_owner("--consumer", name)
     kind, at, instance = name.partition(_AT)
     plugin = plugins.get(kind)
     if plugin is None:

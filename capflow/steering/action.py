@@ -180,8 +180,19 @@ Action = Steer | Unsteer | Abort | Gain | SetGate | Freeze | Unfreeze
 Leased = Steer | Gain | SetGate
 
 
+OWNERS = ("client", "request", "global", "hub")
+"""The owners that are no consumers."""
+
+OWNER_PREFIXES = ("client ", "module ", "controller ")
+"""The beginnings of further such owners, before a name."""
+
 FROZEN = explain("engine", got="frozen", expected="one that is not frozen", do="run `capflow unfreeze` first")
 """The reason for which a frozen engine rejects actions."""
+
+NO_ENGINE = explain(
+    "action: no engine is connected to this hub", do="start one with its hub set to this address, then try again"
+)
+"""The reason for which a hub without an engine rejects actions."""
 
 FROZEN_TROUBLE = "frozen: nothing but their own steering changes requests"
 """The end of the trouble that a frozen engine reports."""

@@ -31,7 +31,7 @@ from capflow.protocol.message import (
     encode,
 )
 from capflow.protocol.session import PeerSession, State
-from capflow.steering.action import Action, Outcome
+from capflow.steering.action import NO_ENGINE, Action, Outcome, Rejected, Unknown
 from capflow.transport.address import check_address, default_address
 from capflow.transport.keys import peer_key
 from capflow.transport.sockets import Dealer, Event, why_not
@@ -156,21 +156,34 @@ class Client:
 
     def _outcomes_of(self, acts: Mapping[str, Act], deadline: float) -> dict[str, Outcome]:
         outcomes: dict[str, Outcome] = {}
+        sent_again: set[str] = set()
+        left: list[Act] = []
         self._send_acts(list(acts.values()))
         while len(outcomes) < len(acts):
             try:
+                self._send_acts(left)
+                left = []
                 message = self._next(deadline)
             except HubUnreachableError:
                 if time.monotonic() >= deadline:
                     raise
-                self._connect(min(deadline, time.monotonic() + self.timeout))
-                self._send_acts([act for each, act in acts.items() if each not in outcomes])
+                self._reconnect(min(deadline, time.monotonic() + self.timeout))
+                left = [act for each, act in acts.items() if each not in outcomes]
+                sent_again |= {act.id for act in left}
                 continue
             if message is None:
                 do = "see `capflow status` for whether an engine runs"
                 raise CapflowError(explain("no outcome of the action in time", do=do))
             if isinstance(message, ActionOutcome) and message.outcome.id in acts:
-                outcomes[message.outcome.id] = message.outcome
+                outcome = message.outcome
+                if outcome.id in sent_again and isinstance(outcome, Rejected) and outcome.reason == NO_ENGINE:
+                    # The engine that may have got the action is not back at the hub.
+                    if _pause(deadline):
+                        left = [acts[outcome.id]]
+                        continue
+                    reason = "action: the engine that may have got it did not come back to the hub in time"
+                    outcome = Unknown(outcome.id, reason)
+                outcomes[outcome.id] = outcome
         return outcomes
 
     def _send_acts(self, acts: Sequence[Act]) -> None:
@@ -226,6 +239,15 @@ class Client:
             if not self._turn(deadline):
                 self._disconnect()
                 raise self._unreachable()
+
+    def _reconnect(self, deadline: float) -> None:
+        """Connect to the hub again, or to the next one, which may not have begun."""
+        while not self._is_open():
+            try:
+                self._connect(deadline)
+            except HubUnreachableError:
+                if not _pause(deadline):
+                    raise
 
     def _is_open(self) -> bool:
         return self._session.state is State.OPEN
@@ -293,6 +315,12 @@ class Client:
     def _unreachable(self) -> HubUnreachableError:
         do = "start one with `capflow run`, or name its address with --address or CAPFLOW_HUB"
         return HubUnreachableError(explain(f"no hub answers at {self.address}", do=do))
+
+
+def _pause(deadline: float) -> bool:
+    """Wait a little, at most until a deadline; return whether there is time left."""
+    time.sleep(max(0.0, min(limits.IDLE_S, deadline - time.monotonic())))
+    return time.monotonic() < deadline
 
 
 def ambiguous(request: str, engines: Iterable[str]) -> UsageError:

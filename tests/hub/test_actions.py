@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import uuid
 
 import msgspec
 import pytest
@@ -13,12 +14,12 @@ import zmq
 from capflow import limits
 from capflow.errors import CapflowError
 from capflow.protocol import message
-from capflow.protocol.message import Act, ActionOutcome, Welcome
+from capflow.protocol.message import Act, ActionOutcome, Hello, Welcome
 from capflow.protocol.session import PeerSession
 from capflow.steering.action import Abort, ActionApplied, Rejected, Steer, Unknown
 from capflow.transport.client import Client
 from tests.kit.frames import make_frame, make_hello
-from tests.kit.hubs import Recorder, address, configured, raw_peer, running_hub, scheduler_link, worker_link
+from tests.kit.hubs import Recorder, address, answer, configured, raw_peer, running_hub, scheduler_link, worker_link
 from tests.kit.waiting import eventually
 
 __all__ = ["address"]
@@ -190,6 +191,55 @@ def test_an_action_that_comes_twice_is_done_once_and_answered_alike(address, run
         assert outcome_from(hub) == ActionApplied("7", 9)
         assert link.actions() == []
         assert len(taken) == 1
+
+
+@contextlib.contextmanager
+def client_peer(address):
+    """A raw client whose Hello is answered."""
+    with raw_peer(address) as peer:
+        peer.send(message.encode(Hello(role="client", engine="", boot=uuid.uuid4().hex)))
+        assert isinstance(message.decode(answer(peer)[0]), Welcome)
+        yield peer
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_an_action_that_is_sent_again_over_another_connection_is_done_once(address, link, answered):
+    """The connection is lost after the scheduler took the action, before or after it was answered."""
+    taken = []
+    with client_peer(address) as first:
+        first.send(message.encode(Act("a", Abort("r1"), sender="s", number=1)))
+        eventually(lambda: taken.extend(link.actions()) or taken)
+        if answered:
+            link.outcome(ActionApplied(taken[0].id, 3, 8))
+            assert message.decode(answer(first)[0]).outcome == ActionApplied("a", 3, 8)
+    with client_peer(address) as again:
+        again.send(message.encode(Act("b", Abort("r1"), sender="s", number=1)))
+        if not answered:
+            again.send(message.encode(Act("other", Abort("r1"), sender="s", number=2)))
+            eventually(lambda: taken.extend(link.actions()) or len(taken) == 2)
+            link.outcome(ActionApplied(taken[0].id, 3, 8))
+        assert message.decode(answer(again)[0]).outcome == ActionApplied("b", 3, 8)
+    assert link.actions() == []
+    assert [act.number for act in taken] == ([1] if answered else [1, 2])
+
+
+def test_a_client_whose_hub_is_lost_gets_the_first_answer_from_the_next(address, running):
+    taken = []
+    with scheduler_link(address, wait=False, running=running.get) as link:
+        with running_hub(address, Recorder(), drain_s=1.0):
+            assert link.wait_welcome(20)
+            first = link.welcome.hub
+            outcomes = []
+            asked = threading.Thread(target=ask, args=(address, Abort("r1"), outcomes))
+            asked.start()
+            eventually(lambda: taken.extend(link.actions()) or taken)
+        with running_hub(address, Recorder()) as hub:
+            eventually(lambda: link.connected and link.welcome.hub != first)
+            link.outcome(ActionApplied(taken[0].id, 9))
+            asked.join(30)
+            assert [outcome.step for outcome in outcomes] == [9]
+            assert link.actions() == []
+            assert hub.status()["actions"]["applied"] == 1
 
 
 def test_an_action_that_was_long_under_way_has_expired(address, running):

@@ -20,13 +20,8 @@ from capflow.errors import RoomError, explain
 from capflow.hub.peers.roster import Peer
 from capflow.hub.requests.request import Request
 from capflow.protocol.message import Act, Hello
-from capflow.steering.action import Action, ActionApplied, Outcome, Rejected, Unknown
+from capflow.steering.action import NO_ENGINE, Action, ActionApplied, Outcome, Rejected, Unknown
 from capflow.text.engine_name import is_of, name_of
-
-NO_ENGINE = explain(
-    "action: no engine is connected to this hub", do="start one with its hub set to this address, then try again"
-)
-
 
 # The memory of an action that waits: a fixed part, and so many bytes for each byte on the wire.
 _ACTION_BYTES, _DECODED = 2048, 4
@@ -167,8 +162,9 @@ class Relay:
         return act
 
     def refuse(self, ask: Ask, reason: str) -> Settled:
-        """Return the rejection of an action that no scheduler is asked to do."""
-        return self._settled(ask, Rejected(ask.own_id, reason))
+        """Return the rejection of an action that no scheduler is asked to do; sent again, it is looked at again."""
+        self.rejected += 1
+        return Settled(ask, Rejected(ask.own_id, reason))
 
     def again(self, scheduler: str, now: float) -> list[Act]:
         """Return the messages for a scheduler that is back: actions that have no answer of it and are not expired."""
