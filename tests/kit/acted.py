@@ -75,6 +75,13 @@ class ActedReference(Reference):
 
     def rows(self, token_ids, acted):
         """Return `[layers, tokens, hidden]`: the stream after each layer, before it is steered there."""
+        return self._computed(token_ids, acted)[0]
+
+    def likeliest(self, token_ids, acted):
+        """Return the likeliest next token at each position."""
+        return self._computed(token_ids, acted)[1]
+
+    def _computed(self, token_ids, acted):
         places = [acted.at(position) for position in range(len(token_ids))]
         caught = {}
 
@@ -98,11 +105,11 @@ class ActedReference(Reference):
         hooks = [layer.register_forward_hook(hook_of(n)) for n, layer in enumerate(self.layers)]
         try:
             with torch.no_grad():
-                self.model(torch.tensor([list(token_ids)]), use_cache=False)
+                logits = self.model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
         finally:
             for hook in hooks:
                 hook.remove()
-        return np.stack([caught[n] for n in range(len(self.layers))])
+        return np.stack([caught[n] for n in range(len(self.layers))]), logits.argmax(-1).tolist()
 
 
 def act(core, client, actions, on_step=lambda: None):

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
 import numpy as np
 import pytest
 
@@ -10,12 +17,14 @@ from capflow.capture.site import Site
 from capflow.steering.action import ActionApplied, Freeze, Gain, Rejected, SetGate, Steer, Unfreeze, Unsteer
 from capflow.steering.clamp import Clamp
 from capflow.steering.vector import SteeringVector
+from capflow.transport.address import is_listening
 from capflow.transport.client import Client
 from capflow_engine.compat import engine as compat
 from tests.kit.acted import Acted, ActedReference, act, note
 from tests.kit.engines import GREEDY, LAYERS, engine, prompts, relative_error, vector
 from tests.kit.hubs import running_hub
 from tests.kit.rows import ALL, Keeper
+from tests.kit.servers import environment, process
 from tests.kit.waiting import eventually
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -57,15 +66,18 @@ class Run:
         scheduler._preempt_request = counted
         self.acted, self.tokens, self.steps = {}, {}, 0
         self._scheduler = scheduler
+        # The leases that the scheduler ended, in order.
+        self.lease_ends = []
         # The first position of each request in each of the scheduler's steps; of all requests, also those that wait.
         self._positions = {}
         take = scheduler.capflow.take_actions
 
         def taken(inner):
             take(inner)
-            running = scheduler.capflow._running(scheduler)
+            self.lease_ends += scheduler.capflow.actions._ended
+            running = scheduler.capflow.running(scheduler)
             names = scheduler.capflow._names
-            self._positions[scheduler.capflow._step + 1] = {names[key]: each.reached for key, each in running}
+            self._positions[scheduler.capflow.step + 1] = {names[key]: each.reached for key, each in running}
 
         scheduler.capflow.take_actions = taken
         for n, prompt in enumerate(prompts(LENGTHS[:count])):
@@ -75,6 +87,9 @@ class Run:
             )
             self.core.add_request(f"r{n}", prompt, params)
             self.acted[f"r{n}"] = Acted(len(prompt["prompt_token_ids"]), {0: own})
+
+    def name_of(self, key):
+        return self._scheduler.capflow._names[key]
 
     def step(self):
         self.steps += 1
@@ -189,3 +204,122 @@ def test_bad_input_is_refused_by_its_field(run):
         assert isinstance(outcome, Rejected)
         assert outcome.reason.startswith(field), (field, outcome.reason)
     run.finish()
+
+
+def test_a_lease_in_seconds_ends_on_the_clock_of_the_engine(run, float64):
+    run.steps_until(12)
+    asked = time.monotonic()
+    outcomes = run.act(
+        Steer("r0", (added(1),), lease_s=0.5), Gain("r1", "request", 0.0, lease_s=0.5), Steer("r2", (added(2),))
+    )
+    assert all(isinstance(outcome, ActionApplied) for outcome in outcomes), outcomes
+    assert time.monotonic() - asked > 0.5 or not run.lease_ends
+    run.steps_until(run.steps + 5)
+    eventually(lambda: time.monotonic() > asked + 2.0)
+    run.step()
+    ends = {run.name_of(end.key): end for end in run.lease_ends}
+    assert set(ends) == {"r0", "r1"}
+    assert ends["r0"].position >= outcomes[0].position
+    run.acted["r0"].applied.append(("client", Unsteer("r0"), ends["r0"].position))
+    run.acted["r1"].applied.append(("client", Gain("r1", "request", 1.0), ends["r1"].position))
+    run.finish()
+    assert run.check(float64) > 50
+
+
+SENDER = """
+import sys
+import numpy as np
+from capflow import Client, Site, Steer, SteeringVector
+
+address, file = sys.argv[1:]
+first, second = (SteeringVector.make(Site(1, "post_block"), each, 1.0) for each in np.load(file))
+client = Client(address)
+client.status()
+print("ready", flush=True)
+sys.stdin.readline()
+for outcome in client.act([Steer("r0", (first,), lease_positions=12), Steer("r1", (second,), lease_s=1.0)], 60):
+    print(outcome.position, flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextlib.contextmanager
+def sender(address, vectors, directory):
+    """Run a client in a process of its own, up to where it sends; yield it with the lines that it prints."""
+    np.save(directory / "vectors.npy", np.stack(vectors))
+    running = subprocess.Popen(
+        [sys.executable, "-c", SENDER, address, str(directory / "vectors.npy")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    lines = []
+    try:
+        assert running.stdout.readline() == "ready\n"
+        threading.Thread(target=_read, args=(running.stdout, lines), daemon=True).start()
+        yield running, lines
+    finally:
+        running.kill()
+        running.wait(60)
+
+
+def test_leases_end_though_their_hub_and_their_client_are_killed(tiny, float64, tmp_path):
+    vectors = [vector(1), vector(2)]
+    with tempfile.TemporaryDirectory(prefix="cf") as home, contextlib.ExitStack() as stack:
+        address = f"ipc://{home}/h"
+        hub, _ = stack.enter_context(
+            process("run", "--address", address, "--consumer", "log", environment=environment(home))
+        )
+        eventually(lambda: is_listening(address), 60)
+        llm = stack.enter_context(engine(tiny, hub=address))
+        client, lines = stack.enter_context(sender(address, vectors, tmp_path))
+        core = llm.llm_engine
+        scheduler, given = core.engine_core.engine_core.scheduler, prompts(LENGTHS[:2])
+        for n, prompt in enumerate(given):
+            core.add_request(f"r{n}", prompt, capflow.sampling_params(id=f"r{n}", max_tokens=150, **GREEDY))
+        for _ in range(10):
+            core.step()
+        client.stdin.write("\n")
+        client.stdin.flush()
+        eventually(lambda: core.step() and len(lines) == 2, 60)
+        applied = time.monotonic()
+        hub.kill()
+        client.kill()
+        hub.wait(60)
+        client.wait(60)
+        assert scheduler.capflow.actions._leases
+        ends, tokens = {}, {}
+        take = scheduler.capflow.actions.begin
+
+        def begin(running):
+            take(running)
+            ends.update({scheduler.capflow._names[end.key]: end.position for end in scheduler.capflow.actions._ended})
+
+        scheduler.capflow.actions.begin = begin
+        for _ in range(20):
+            core.step()
+        eventually(lambda: time.monotonic() > applied + 1.5)
+        while core.has_unfinished_requests():
+            for output in core.step():
+                if output.finished:
+                    tokens[output.request_id] = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        compat.flush(core)
+    first, second = map(int, lines)
+    assert ends["r0"] == first + 12
+    assert second < ends["r1"] < len(tokens["r1"]) - 10
+    for n, begins in enumerate((first, second)):
+        name, prompt = f"r{n}", len(given[n]["prompt_token_ids"])
+        steered = Acted(prompt, shared={"lease": {1: vectors[n]}})
+        steered.applied += [("", Gain(name, "lease", 0.0), 0), ("", Gain(name, "lease", 1.0), begins)]
+        for_ever = likeliest(float64, tokens[name], steered)
+        steered.applied.append(("", Gain(name, "lease", 0.0), ends[name]))
+        assert likeliest(float64, tokens[name], steered)[prompt - 1 :] == tokens[name][prompt:]
+        assert for_ever != likeliest(float64, tokens[name], steered), "the end of the lease shows"
+
+
+def likeliest(float64, tokens, acted):
+    return float64.likeliest(tokens[:-1], acted)
+
+
+def _read(stream, lines):
+    """Append a stream's lines as they come."""
+    for line in stream:
+        lines.append(line)
