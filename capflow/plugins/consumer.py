@@ -286,7 +286,7 @@ class StepView(Protocol):
         """Yield the same scores in larger arrays."""
 
     def steered(self) -> Collection[str]:
-        """Return the ids of the requests that a `Steer` of this controller steers now."""
+        """Return the ids of the requests that this controller changes now, by a `Steer`, a `Gain` or a `SetGate`."""
 
 
 class Controller(Named, ABC):
@@ -350,12 +350,15 @@ class Controller(Named, ABC):
 
     @abstractmethod
     def on_step(self, view: StepView) -> Sequence[Action | Decision]:
-        """Return the actions that hold from each request's next position on: `Steer`, `Unsteer`, `Abort`.
+        """Return the actions that hold from each request's next position on.
 
-        An action that holds already changes nothing. The batch, `--max-num-batched-tokens` and drafts decide which
-        positions a step has. So that a request's actions do not depend on them, a controller must use every row, in the
-        order of positions. A position that is seen again, after a draft was rejected, takes the place of the first and
-        of all later ones. After an exception the step's actions are not done. `Abort` needs the mode `ordered`.
+        These are `Steer`, `Unsteer`, `Gain`, `SetGate` and `Abort`, with leases in positions. They change no position
+        of the prompt. Gains of several senders multiply; of several `SetGate`, the hub's comes last. An action that
+        holds already changes nothing. While the engine is frozen, all but `Abort` are refused. The batch,
+        `--max-num-batched-tokens` and drafts decide which positions a step has. So that a request's actions do not
+        depend on them, a controller must use every row, in the order of positions. A position that is seen again,
+        after a draft was rejected, takes the place of the first and of all later ones. After an exception the step's
+        actions are not done. `Abort` needs the mode `ordered`.
         """
 
     def on_request_done(self, request: str) -> None:

@@ -255,7 +255,7 @@ class Gate(Controller):
             else:
                 for n, request in enumerate(batch.requests):
                     scores = batch.scores[batch.offsets[n] : batch.offsets[n + 1]].tolist()
-                    decisions += self._followed(request, batch.starts[n], scores)
+                    decisions += self._followed(request, batch.starts[n], scores, view)
         return decisions
 
     def on_request_done(self, request: str) -> None:
@@ -289,7 +289,7 @@ class Gate(Controller):
             decisions.append(self._decision(batch.requests[n], bool(len(fired)), position, score, self.state.scale))
         return decisions
 
-    def _followed(self, request: str, start: int, scores: Sequence[float]) -> list[Decision]:
+    def _followed(self, request: str, start: int, scores: Sequence[float], view: StepView) -> list[Decision]:
         """Return the decision after the rows of a request, each of which changes the gate's state."""
         history = self._after.setdefault(request, deque(maxlen=_ROWS_KEPT))
         again = False
@@ -306,7 +306,9 @@ class Gate(Controller):
         if self.state.action in ("abort", "stop"):
             return [] if opened is None else [self._decision(request, True, opened.fired, opened.score, 0.0)]
         if not again and after.fired == before.fired and after.scale == before.scale:
-            return []
+            taken_back = after.fired >= 0 and not self.state.shadow and request not in view.steered()
+            if not taken_back:
+                return []
         if after.fired >= 0:
             return [self._decision(request, True, after.fired, after.score, after.scale)]
         if before.fired < 0 and not again and opened is None:

@@ -184,7 +184,10 @@ def test_an_aborting_gate_names_itself_its_score_and_the_first_position(action):
 
 def test_a_gate_of_gain_turns_an_owner_down_and_up_again():
     controller = gate(action="gain", owner="request", gain=0.25, release=0.5, vector=None)
-    steps = [actions(controller, ("a", [score], n)) for n, score in enumerate([0.0, 1.0, 1.0, 0.0])]
+    steps = [
+        actions(controller, ("a", [score], n), steers="a" if n > 1 else ())
+        for n, score in enumerate([0.0, 1.0, 1.0, 0.0])
+    ]
     assert steps == [[], [Gain("a", "request", 0.25)], [], [Gain("a", "request", 1.0)]]
 
 

@@ -187,6 +187,7 @@ def test_two_gates_of_one_hub_add_up_in_their_order(tiny, reference, tmp_path, t
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("action", ["steer", "stop"])
 def test_an_ordered_gate_works_across_pipeline_stages(tiny, reference, tmp_path, tmp_path_factory, threshold, action):
     """The probe is on the last stage, the vector on the first; compiled, as the CPU's stages must be."""

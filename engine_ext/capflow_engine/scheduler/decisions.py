@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from capflow.steering.action import Abort, Steer, Unsteer
+from capflow.steering.action import Abort, Gain, SetGate, Steer, Unsteer
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import step as compat_step
 from capflow_engine.scheduler.orders import Decided, decode
@@ -27,7 +27,9 @@ class Decisions:
     report: notes an action that holds from a position of a request on.
     """
 
-    def __init__(self, fork: Callable[[Any, int], None], report: Callable[[str, Steer | Unsteer, int], None]) -> None:
+    def __init__(
+        self, fork: Callable[[Any, int], None], report: Callable[[str, Steer | Unsteer | Gain | SetGate, int], None]
+    ) -> None:
         self._fork, self._report = fork, report
         # Of the output that is being processed.
         self._taken: list[Decided] = []
@@ -36,10 +38,15 @@ class Decisions:
         # For the next step's orders.
         self._ready: list[Decided] = []
 
-    def read(self, model_runner_output: Any) -> None:
-        """Take the decisions on a step's output, which the scheduler processes next."""
+    def read(self, model_runner_output: Any, *, frozen: bool = False) -> None:
+        """Take the decisions on a step's output, which the scheduler processes next.
+
+        frozen: whether nothing may steer. Aborts still count: they guard requests and change no position.
+        """
         packed = compat_step.decisions_of(model_runner_output)
         self._taken = decode(packed) if packed else []
+        if frozen:
+            self._taken = [each for each in self._taken if isinstance(each.action, Abort)]
         for each in self._taken:
             if isinstance(each.action, Abort):
                 first = self._aborts.setdefault(each.key, each)

@@ -48,7 +48,7 @@ class Decided(NamedTuple):
     key: str
     hub: int
     order: int
-    action: Steer | Unsteer | Abort | None
+    action: Steer | Unsteer | Gain | SetGate | Abort | None
     row: int = -1
     position: int | None = None
     score: float | None = None

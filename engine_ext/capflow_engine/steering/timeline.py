@@ -63,7 +63,7 @@ class ActionSlot(NamedTuple):
     """The thing that an action changes; a later action on the same slot replaces the earlier one.
 
     kind: `steer`, `gain`, `set_gate` or `frozen`.
-    owner: of `steer`.
+    owner: of `steer`, and of what a controller changes. Gains of several owners multiply.
     target: the owner of a gain, or the gate.
     """
 
@@ -127,9 +127,9 @@ def slot_of(action: Steer | Unsteer | Gain | SetGate, owner: Owner) -> ActionSlo
     """Return the slot of an action."""
     match action:
         case Gain():
-            return ActionSlot("gain", target=action.owner)
+            return ActionSlot("gain", ENGINE if owner.by_hub else owner, action.owner)
         case SetGate():
-            return ActionSlot("set_gate", target=action.gate)
+            return ActionSlot("set_gate", ENGINE if owner.by_hub else owner, action.gate)
         case _:
             return ActionSlot("steer", owner)
 
@@ -160,9 +160,11 @@ def composed(program: SteeringProgram | None, live: Live, hidden_size: int) -> S
     """
     if FROZEN in live:
         return own(program)
-    gains = {slot.target: value for slot, value in live.items() if slot.kind == "gain"}
+    gains: dict[str, float] = {}
     for slot in sorted(live):
-        if slot.kind == "set_gate":
+        if slot.kind == "gain":
+            gains[slot.target] = gains.get(slot.target, 1.0) * live[slot]
+        if slot.kind == "set_gate":  # that of a hub comes last
             program = with_gate(program, slot.target, *live[slot])
     program = scaled(program, gains)
     for slot in sorted(live):
@@ -211,7 +213,7 @@ class Timeline:
     def freeze(self, first: int) -> None:
         """Take everything back from position `first` on."""
         last = self.parts[-1].entries
-        nothing = {slot: SlotEntry(first, FOREVER, None, entry.by) for slot, entry in last.items()}
+        nothing = {slot: SlotEntry(first, FOREVER, None, ENGINE) for slot in last}
         self._rebuild(first, [*nothing.items(), (FROZEN, SlotEntry(first, FOREVER, True, ENGINE))])
 
     def unfreeze(self, first: int, gains: Mapping[str, float]) -> None:

@@ -29,7 +29,7 @@ from capflow.errors import CapflowError, UsageError, explain
 from capflow.plugins.configure import Plugin, check_probe, load_plugins
 from capflow.plugins.consumer import Controller, Decision, StepProbe
 from capflow.protocol.message import ControllerCounts, ControllerSpec
-from capflow.steering.action import Abort, Steer, Unsteer, check_action, sites_of
+from capflow.steering.action import FROZEN, Abort, Gain, Leased, SetGate, Steer, Unsteer, check_action, sites_of
 from capflow.steering.request import Steering, Tier
 from capflow_engine.scheduler.orders import Decided
 from capflow_engine.taps.plan import VIEW, Program
@@ -55,6 +55,7 @@ class Controllers:
     decides: whether controllers run in this worker, the stage's first tensor-parallel rank; other ranks apply its
         decisions.
     last: whether this is the last pipeline stage, which returns the outputs.
+    frozen: whether the engine is frozen.
     device: where the rows are.
     """
 
@@ -67,6 +68,7 @@ class Controllers:
         *,
         decides: bool = True,
         last: bool = True,
+        frozen: bool = False,
         device: torch.device = _CPU,
     ) -> None:
         self.specs = tuple(specs)
@@ -79,6 +81,7 @@ class Controllers:
         self._all: dict[int, RunningController] = {}
         # The requests that ended, for ordered controllers: the step that began then, and the id and vLLM's id.
         self._over: list[tuple[int, str, str]] = []
+        self._frozen = frozen
         plugins, why_none = _installed() if specs and decides else ({}, "")
         probes: list[tuple[int, StepProbe]] = []
         for order, spec in enumerate(specs):
@@ -194,10 +197,19 @@ class Controllers:
             each.forget(key)
             each.refuse(str(refusal))
 
-    def take_back(self) -> None:
-        """Note that no action of any controller holds any more."""
-        for each in self._all.values():
+    def take_back(self, *, frozen: bool = False) -> None:
+        """Note that no action of any controller holds any more.
+
+        frozen: whether actions are refused from now on; aborts are not.
+        """
+        self._frozen = frozen
+        for each in list(self._all.values()):
             each.take_back()
+
+    def lease_over(self, order: int, key: str, kind: str, target: str) -> None:
+        """Note that an action of a controller no longer holds, because its lease ended."""
+        if order in self._all:
+            self._all[order].lease_over(key, kind, target)
 
     def missed(self, rows: int, rows_max: int) -> None:
         """Record that controllers do not see a step, because its rows do not fit in the device's staging memory."""
@@ -300,8 +312,8 @@ class Controllers:
     ) -> list[Decided]:
         """Return a decision as other ranks get it; none if it changes nothing; raise if it is malformed."""
         if not isinstance(decision, Decision):
-            if not isinstance(decision, Steer | Unsteer | Abort):
-                expected = "Steer, Unsteer, Abort and Decision"
+            if not isinstance(decision, Steer | Unsteer | Gain | SetGate | Abort):
+                expected = "Steer, Unsteer, Gain, SetGate, Abort and Decision"
                 raise UsageError(explain("on_step", got=type(decision).__name__, expected=expected))
             decision = Decision(decision.request, decision)
         action = decision.action
@@ -313,22 +325,30 @@ class Controllers:
             raise UsageError(explain("on_step: request", got="one that is not running", expected="one of the view"))
         if action is not None and action.request != decision.request:
             raise UsageError(explain("on_step: request", got="a Decision for another request than its action's"))
-        if isinstance(action, Steer | Unsteer) and each.repeats(key, action):
+        steers = action is not None and not isinstance(action, Abort)
+        if steers and each.repeats(key, action):
             return []
+        if steers and self._frozen:
+            raise UsageError(FROZEN)
         row = rows.get(key, -1)
         checked = _decoder.decode(msgspec.msgpack.encode(Decided(key, self.hub, order, action, row, *_cause(decision))))
-        if isinstance(checked.action, Steer | Unsteer):
-            self._check(each.spec, checked.action)
+        if checked.action is not None and not isinstance(checked.action, Abort):
+            self._check(each, checked.action)
             each.sent(key, row, checked.action)
         return [checked]
 
-    def _check(self, spec: ControllerSpec, action: Steer | Unsteer) -> None:
+    def _check(self, each: RunningController, action: Steer | Unsteer | Gain | SetGate) -> None:
         """Raise UsageError if an action does not fit the model, or the stage of a replicated controller."""
+        spec = each.spec
         check_action(action)
+        if isinstance(action, Leased) and action.lease_s is not None:
+            expected = "lease_positions, because ranks have different clocks"
+            raise UsageError(explain("on_step: lease_s", got=f"{action.lease_s:g}", expected=expected))
+        own = isinstance(action, Gain) and action.owner == each.owner.gain_name
+        if isinstance(action, Gain | SetGate) and not own and not spec.ordered and self.info.stages > 1:
+            got, expected = f"{action.__struct_config__.tag} on one pipeline stage", "on all stages"
+            raise UsageError(explain("on_step", got=got, expected=expected, do="set mode=ordered"))
         if isinstance(action, Steer):
-            if action.lease_s is not None:
-                expected = "lease_positions, because ranks have different clocks"
-                raise UsageError(explain("on_step: lease_s", got=f"{action.lease_s:g}", expected=expected))
             Steering(base=Tier(action.vectors, action.clamps)).check(self.info)
             if elsewhere := frozenset(sites_of(action)) - self._may_steer(spec):
                 raise UsageError(self._no_steering(spec, elsewhere))
@@ -393,7 +413,8 @@ def _cause(decision: Decision) -> tuple[int | None, float | None, float | None, 
     score, threshold = (None if n is None else float(n) for n in (decision.score, decision.threshold))
     if any(number is not None and not np.isfinite(number) for number in (score, threshold)):
         raise UsageError(explain("on_step: score", got="NaN or infinity", expected="a finite number"))
-    return position, score, threshold, decision.label
+    label = decision.label or ("" if decision.action is None else decision.action.label)
+    return position, score, threshold, label
 
 
 def _check_width(probe: StepProbe, number: int, hidden_size: int) -> None:

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from capflow.capture.model import ModelInfo
-from capflow.errors import CapflowError, explain
+from capflow.errors import CapflowError, UsageError, explain
 from capflow.steering.action import Gain, SetGate, Steer, Unsteer
 from capflow.steering.program import SteeringProgram
 from capflow.steering.vector import SteeringVector
@@ -34,6 +34,7 @@ from capflow_engine.steering.timeline import (
     ENGINE,
     FOREVER,
     HUB,
+    ActionSlot,
     Live,
     Owner,
     Timeline,
@@ -62,6 +63,20 @@ class _Change(NamedTuple):
     held: SlotRange
     needs: tuple[Need, ...] = ()
     reserved: str = ""
+
+
+class LeaseOver(NamedTuple):
+    """The lease of a controller's action has ended.
+
+    key: vLLM's id of the request.
+    position: the first position at which the action does not hold.
+    label: of the action.
+    """
+
+    key: str
+    slot: ActionSlot
+    position: int
+    label: str
 
 
 class _History:
@@ -93,6 +108,8 @@ class Histories:
         # The gains of owners for all requests.
         self.gains: dict[str, float] = {}
         self.frozen = False
+        # The labels of the leased actions of controllers.
+        self._leases: dict[tuple[str, ActionSlot], str] = {}
 
     def admit(self, tracked: Tracked, program: SteeringProgram) -> None:
         """Steer a new request by its own program, under the gains of the engine, and less if the engine is frozen."""
@@ -110,12 +127,15 @@ class Histories:
     def act(self, tracked: Tracked, owner: Owner, action: Steer | Unsteer | Gain | SetGate) -> bool:
         """Apply an owner's action to a request from its next position on; return whether it changed anything.
 
-        Vectors and clamps steer generated positions only. If what controllers do does not fit in the reserve,
-        CapflowError is raised and nothing is changed. An action through a hub always fits: if necessary, what
-        controllers added to the request is dropped.
+        Vectors and clamps steer generated positions only, and controllers change no others. If what controllers do does
+        not fit in the reserve, CapflowError is raised and nothing is changed. An action through a hub always fits: if
+        necessary, what controllers added to the request is dropped.
         """
-        first = _first(tracked) if isinstance(action, Steer | Unsteer) else tracked.computed
+        steers = isinstance(action, Steer | Unsteer) or not owner.by_hub
+        first = _first(tracked) if steers else tracked.computed
         slot, entry = slot_of(action, owner), entry_of(action, owner, first)
+        if not owner.by_hub:
+            self._check(tracked.key, action)
         history = self._history(tracked)
         before = history.timeline.parts[-1].entries.get(slot)
         if (None if before is None or not before.holds_at(first) else before.value, FOREVER) == (
@@ -131,7 +151,22 @@ class Histories:
             history.timeline = kept
             self._renew(tracked, first, by_hub=True)
             raise
+        if not owner.by_hub and entry.until != FOREVER:
+            self._leases[tracked.key, slot] = action.label
         return True
+
+    def ended_leases(self) -> list[LeaseOver]:
+        """Return the leases of controllers' actions that have ended, each once."""
+        over = []
+        for (key, slot), label in list(self._leases.items()):
+            history = self._histories[key]
+            entry = history.timeline.parts[-1].entries.get(slot)
+            if entry is None or entry.until == FOREVER:  # it was undone or replaced
+                del self._leases[key, slot]
+            elif entry.until <= history.tracked.computed:
+                del self._leases[key, slot]
+                over.append(LeaseOver(key, slot, entry.until, label))
+        return over
 
     def freeze(self, tracked: Tracked, *, frozen: bool) -> None:
         """Take back everything but a request's own steering from its next position on, or end that."""
@@ -169,9 +204,20 @@ class Histories:
     def forget(self, tracked: Tracked) -> None:
         """Give back everything that a finished request holds."""
         history = self._histories.pop(tracked.key, None)
+        for lease in [lease for lease in self._leases if lease[0] == tracked.key]:
+            del self._leases[lease]
         if history is not None:
             self._drop(history, 0)
             tracked.steered = None
+
+    def _check(self, key: str, action: Steer | Unsteer | Gain | SetGate) -> None:
+        """Raise UsageError for a controller's action that does not fit the request or what holds on it."""
+        if isinstance(action, SetGate):
+            program = self._histories[key].program if key in self._histories else None
+            gates = () if program is None else [gate.name for gate in program.gates]
+            if action.gate not in gates:
+                expected = f"a gate of the request ({', '.join(sorted(gates))})" if gates else "a request with gates"
+                raise UsageError(explain("set_gate.gate", got=action.gate, expected=expected))
 
     def _history(self, tracked: Tracked) -> _History:
         history = self._histories.get(tracked.key)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from capflow import limits
 from capflow.plugins.consumer import Controller
 from capflow.protocol.message import ControllerCounts, ControllerSpec
-from capflow.steering.action import Action, Steer
+from capflow.steering.action import FROZEN, Action, Gain, Leased, SetGate, Steer, Unsteer
 from capflow_engine.worker.history import Owner
 from capflow_engine.worker.view import Seen
 
@@ -51,8 +51,8 @@ class RunningController:
         self._calls = 0
         self._seconds = 0.0
         self._actions = 0
-        # By vLLM's id: the last position that each of its actions was decided on, and the action, in order.
-        self._sent: dict[str, list[tuple[int, Action]]] = {}
+        # By vLLM's id, and by what is changed: the last position that each action was decided on, and the action.
+        self._sent: dict[str, dict[_Changed, list[tuple[int, Action]]]] = {}
 
     @property
     def counts(self) -> ControllerCounts:
@@ -141,23 +141,32 @@ class RunningController:
     # --- what it steers ---
 
     def repeats(self, key: str, action: Action) -> bool:
-        """Return whether an action would change nothing, because it holds already."""
-        if isinstance(action, Steer):
-            return any(held == action for _, held in self._sent.get(key, ())[-1:])
-        return not self.steers(key)
+        """Return whether an action would change nothing, because it holds already. A lease begins anew."""
+        if isinstance(action, Leased) and action.lease_positions is not None:
+            return False
+        before = self._sent.get(key, {}).get(_changed(action))
+        if isinstance(action, Unsteer):
+            return not before or not isinstance(before[-1][1], Steer)
+        if before:
+            return before[-1][1] == action
+        return isinstance(action, Gain) and action.scale == 1.0
 
     def sent(self, key: str, position: int, action: Action) -> None:
         """Note an action on a request, decided on the rows up to a position."""
-        sent = self._sent.setdefault(key, [])
+        sent = self._sent.setdefault(key, {}).setdefault(_changed(action), [])
         sent.append((position, action))
         # No step under way is older than the actions that are kept.
         del sent[: -limits.CONTROLLER_ACTIONS_KEPT]
 
     def seen_again(self, key: str, start: int) -> None:
         """Forget the actions that were decided on rows from position `start` on: other rows took their place."""
-        sent = self._sent.get(key)
-        while sent and sent[-1][0] >= start:
-            sent.pop()
+        for sent in self._sent.get(key, {}).values():
+            while sent and sent[-1][0] >= start:
+                sent.pop()
+
+    def lease_over(self, key: str, kind: str, target: str) -> None:
+        """Forget an action whose lease ended."""
+        self._sent.get(key, {}).pop((kind, target), None)
 
     def forget(self, key: str) -> None:
         """Forget a request."""
@@ -166,16 +175,41 @@ class RunningController:
     def take_back(self) -> None:
         """Note that none of its actions holds any more."""
         self._sent.clear()
+        if self._refusal == FROZEN:
+            self._refusal = ""
 
     @property
     def keys(self) -> Collection[str]:
         """VLLM's ids of the requests that it acted on."""
         return self._sent.keys()
 
-    def steers(self, key: str) -> bool:
-        """Return whether its latest action on a request is a `Steer`."""
-        return any(isinstance(action, Steer) for _, action in self._sent.get(key, ())[-1:])
-
     def steered(self) -> set[str]:
-        """Return vLLM's ids of the requests that it steers."""
-        return {key for key, sent in self._sent.items() if sent and isinstance(sent[-1][1], Steer)}
+        """Return vLLM's ids of the requests that it changes: by vectors or clamps, by a gain, or by a gate."""
+        return {key for key, changed in list(self._sent.items()) if any(map(_holds, list(changed.values())))}
+
+
+_Changed = tuple[str, str]
+"""What an action changes: `steer`, `gain` or `set_gate`, and the owner of the gain or the gate."""
+
+
+def _changed(action: Action) -> _Changed:
+    match action:
+        case Gain():
+            return "gain", action.owner
+        case SetGate():
+            return "set_gate", action.gate
+        case _:
+            return "steer", ""
+
+
+def _holds(sent: Sequence[tuple[int, Action]]) -> bool:
+    """Return whether the latest action on one thing changes it."""
+    match sent[-1][1] if sent else None:
+        case Steer():
+            return True
+        case Gain(scale=scale):
+            return scale != 1.0
+        case SetGate(threshold=threshold, sharpness=sharpness, enabled=enabled):
+            return (threshold, sharpness, enabled) != (None, None, None)
+        case _:
+            return False

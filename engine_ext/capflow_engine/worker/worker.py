@@ -225,7 +225,10 @@ class WorkerCapture:
 
     def _controllers(self, specs: Sequence[ControllerSpec], hub: int) -> Controllers:
         decides = self.rank.tp == 0
-        return Controllers(specs, self.info, self.sites, hub, decides=decides, last=self._last, device=self.device)
+        frozen, last = self.histories.frozen, self._last
+        return Controllers(
+            specs, self.info, self.sites, hub, decides=decides, last=last, frozen=frozen, device=self.device
+        )
 
     def _make_tables(self, tokens: int, requests: int) -> Tables:
         rows = min(tokens * 2 * len(self.sites), self.settings.staging_bytes_max // self.row_bytes)
@@ -263,6 +266,7 @@ class WorkerCapture:
             assert self.outlets is not None
             self.outlets.put(step)
         self._step = orders.step
+        self._end_controllers_leases()
         for decided in (*actions, *orders.decided):
             if decided.key in self.requests:
                 self._control(decided)
@@ -372,11 +376,23 @@ class WorkerCapture:
         if self.rank.pp == 0:
             self._note(lease.key, lease.by, "lease_end", (), position=lease.position, label=lease.label)
 
+    def _end_controllers_leases(self) -> None:
+        """Record which leases of controllers' actions ended; the steering ended at its position by itself."""
+        for key, slot, position, label in self.histories.ended_leases():
+            owner, tracked = slot.owner, self.requests[key]
+            controllers = self.controllers[tracked.hub]
+            controllers.lease_over(owner.order, key, slot.kind, slot.target)
+            specs = controllers.specs
+            if self._last or not (owner.order < len(specs) and specs[owner.order].ordered):
+                self._note(key, owner.gain_name, "lease_end", (), position=position, label=label)
+
     def _freeze(self, *, frozen: bool) -> None:
         """Take every dynamic change back, or end that."""
         if self.histories.frozen == frozen:
             return
         self.histories.frozen = frozen
+        for controllers in self.controllers:
+            controllers.take_back(frozen=frozen)
         for key, tracked in self.requests.items():
             self.histories.freeze(tracked, frozen=frozen)
             if self.rank.pp == 0:

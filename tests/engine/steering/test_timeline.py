@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from capflow.capture.site import Site
 from capflow.steering.action import Gain, Steer, Unsteer
 from capflow.steering.vector import SteeringVector
-from capflow_engine.steering.timeline import FOREVER, FROZEN, Owner, Timeline, entry_of, hub_owner, slot_of
+from capflow_engine.steering.timeline import ENGINE, FOREVER, FROZEN, Owner, Timeline, entry_of, hub_owner, slot_of
 
 OWNERS = (Owner(0, "first"), Owner(1, "second"), hub_owner("watcher"), hub_owner("client"))
 END = 60
@@ -25,7 +25,7 @@ def orders(draw):
         position += draw(st.integers(0, 6))
         lease = draw(st.one_of(st.none(), st.integers(1, 12)))
         kind = draw(st.sampled_from(("steer", "steer", "unsteer", "gain", "freeze", "unfreeze")))
-        owner = draw(st.sampled_from(OWNERS[2:] if kind == "gain" else OWNERS))  # controllers change no gains
+        owner = draw(st.sampled_from(OWNERS))
         action = {
             "steer": steer(number, lease),
             "unsteer": Unsteer("r"),
@@ -46,7 +46,7 @@ def replayed(some, gains):
             if kind == "freeze":
                 state = {FROZEN: (True, FOREVER)}
             elif kind == "unfreeze":
-                state = {slot_of(Gain("", name, scale), owner): (scale, FOREVER) for name, scale in gains.items()}
+                state = {slot_of(Gain("", name, scale), ENGINE): (scale, FOREVER) for name, scale in gains.items()}
             else:
                 entry = entry_of(action, owner, first)
                 state[slot_of(action, owner)] = (entry.value, entry.until)

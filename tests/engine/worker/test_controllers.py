@@ -180,7 +180,7 @@ REFUSED = {
     "a request that does not run": (Steer("nobody", (TWO,)), "request: got one that is not running"),
     "a request that is no name": (Steer([], (TWO,)), "TypeError"),
     "an abort": (Abort("r"), "got Abort of a replicated controller; set mode=ordered"),
-    "something else": ("steer r", "got str, expected Steer, Unsteer, Abort and Decision"),
+    "something else": ("steer r", "got str, expected Steer, Unsteer, Gain, SetGate, Abort and Decision"),
     "a decision for another request": (Decision("r", Unsteer("q")), "another request than its action's"),
     "a decision with a score of NaN": (Decision("r", STEER, score=float("nan")), "score: got NaN or infinity"),
     "a decision at no position": (Decision("r", STEER, position="first"), "ValueError"),
@@ -345,6 +345,8 @@ def capture(started, locked):
     capture.planner, capture.requests, capture.row_bytes, capture._ranks = Planner(4), {}, 32, 1
     capture.tables = SimpleNamespace(resident=True, staging=np.empty((3, 8)))
     capture.controllers = [started(step=[STEER])[0]]
+    capture._step, capture.checksums = 1, SimpleNamespace(fold=lambda *_: None)
+    capture.agreement = SimpleNamespace(stepped=lambda _: None)
     capture.info, capture.settings, capture._visible = MODEL, SimpleNamespace(hubs=[None]), None
     seen, nothing = capture.planner.program({1: Positions.ALL}), capture.planner.nothing
     for key, view in (("seen", seen), ("unseen", nothing)):

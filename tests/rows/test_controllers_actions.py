@@ -1,0 +1,221 @@
+"""Controllers that do more than add a vector, and the kill switch: every row is as the float64 reference has it."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+
+import numpy as np
+import pytest
+
+import capflow
+from capflow.capture.site import Site
+from capflow.plugins.configure import configure
+from capflow.plugins.consumer import Controller, NoConfig, StepProbe
+from capflow.steering.action import ActionApplied, Freeze, Gain, SetGate, Steer, Unfreeze
+from capflow.steering.clamp import Clamp
+from capflow.steering.vector import SteeringVector
+from capflow.transport.client import Client
+from capflow_engine.compat import engine as compat
+from capflow_engine.worker import controllers as control
+from tests.kit.acted import Acted, ActedReference, act
+from tests.kit.controlled import CROWDED, LENGTHS, PROBED, STEERED, WEIGHT, ahead_of_output, gates
+from tests.kit.engines import GREEDY, LAYERS, engine, prompts, relative_error, vector
+from tests.kit.hubs import running_hub
+from tests.kit.rows import ALL, Keeper
+from tests.kit.waiting import eventually
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+ERROR_MAX = 1e-5
+OWN = vector(31, norm=2.0)
+SHARED = vector(32, norm=2.0)
+ADDED = SteeringVector.make(STEERED, vector(12))
+CLAMP = Clamp.make(Site(2, "post_block"), vector(13, norm=1.0), {"min": -0.1, "max": 0.1}, where="c")
+OPEN = {"layer": 0, "vector": WEIGHT, "threshold": -1e6}
+
+
+@pytest.fixture(scope="module")
+def float64(tiny):
+    return ActedReference(tiny)
+
+
+SCRIPT = {
+    4: lambda r: Steer(r, (ADDED,), clamps=(CLAMP,), gain=0.5, lease_positions=9, label="short"),
+    8: lambda r: Gain(r, "controller script", 2.0, lease_positions=3),
+    16: lambda r: SetGate(r, "g", enabled=False, lease_positions=6),
+    26: lambda r: Gain(r, "request", 0.25),
+    30: lambda r: Gain(r, "request", 1.0),
+    34: lambda r: Steer(r, (ADDED,), clamps=(CLAMP,)),
+    36: lambda r: Steer(r, (ADDED,), clamps=(CLAMP,)),
+    38: lambda r: Steer(r, (ADDED,), clamps=(CLAMP,), gain=0.5),
+    40: lambda r: Steer(r, (ADDED,), gain=0.5),
+}
+
+
+class Script(Controller):
+    """Does what its script has for the number of a generated position, once for each request."""
+
+    name = "script"
+    Config = State = NoConfig
+
+    def __init__(self, state):
+        super().__init__(state)
+        self.done = collections.defaultdict(set)
+
+    @classmethod
+    def load(cls, config):
+        return config
+
+    def probes(self):
+        return [StepProbe(PROBED, WEIGHT, positions="all_generated")]
+
+    def on_step(self, view):
+        for part in view.scores():
+            for position in range(part.start, part.start + len(part.scores)):
+                number = position - part.prompt_length
+                if number in SCRIPT and number not in self.done[part.request]:
+                    self.done[part.request].add(number)
+                    yield SCRIPT[number](part.request)
+
+
+@contextlib.contextmanager
+def started(tiny, tmp_path_factory, controllers, *, ahead=0, max_tokens=100, lengths=LENGTHS, own=None, **arguments):
+    """Yield an engine with requests `r0`, `r1` and so on, its hub's keeper, and the records of its requests."""
+    keeper, address = Keeper(), f"ipc://{tmp_path_factory.mktemp('h')}/h"
+    hubs = running_hub(address, keeper, controllers=controllers)
+    with hubs as hub, ahead_of_output(ahead), engine(tiny, hub=address, **arguments) as llm, Client(address) as client:
+        core = llm.llm_engine.engine_core.engine_core
+        if ahead:
+            core.batch_queue_size = ahead
+            core.batch_queue = collections.deque(maxlen=ahead)
+            core.step_fn = core.step_with_batch_queue
+        scheduler, preempt = core.scheduler, core.scheduler._preempt_request
+        keeper.preempted = []
+        scheduler._preempt_request = lambda *a, **k: (keeper.preempted.append(a), preempt(*a, **k))[1]
+        acted = {}
+        for n, prompt in enumerate(prompts(lengths)):
+            params = capflow.sampling_params(id=f"r{n}", capture=ALL, max_tokens=max_tokens, **(own or {}), **GREEDY)
+            llm.llm_engine.add_request(f"r{n}", prompt, params)
+            acted[f"r{n}"] = Acted(len(prompt["prompt_token_ids"]), {0: OWN} if own else {})
+        yield llm, client, keeper, acted
+        keeper.problems = list(hub.status()["problems"])
+
+
+class Stepping:
+    """Steps an engine by hand, and keeps the tokens of its requests."""
+
+    def __init__(self, engine):
+        self.engine, self.tokens, self.steps = engine, {}, 0
+
+    def step(self):
+        self.steps += 1
+        for output in self.engine.step():
+            if output.finished:
+                self.tokens[output.request_id] = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+
+    def until(self, steps):
+        while self.steps < steps:
+            self.step()
+
+    def finish(self, keeper):
+        while self.engine.has_unfinished_requests():
+            self.step()
+        compat.flush(self.engine)
+        eventually(lambda: len(keeper.done) == len(self.tokens))
+
+
+def check(float64, keeper, tokens, acted):
+    """Compare every captured row with the reference."""
+    assert tokens
+    for name, answer in tokens.items():
+        expected = float64.rows(answer[:-1], acted[name])
+        for layer in range(LAYERS):
+            rows = keeper.rows[name][Site(layer, "post_block")]
+            got = np.stack([rows[position][1] for position in range(len(answer) - 1)])
+            error = relative_error(got, expected[layer])
+            assert error <= ERROR_MAX, (name, layer, error, acted[name].applied)
+
+
+@pytest.mark.parametrize(
+    ("mode", "ahead", "delay"),
+    [("replicated", 0, 1), ("replicated", 2, 1), ("ordered", 0, 1), ("ordered", 2, 2)],
+    ids=["replicated", "replicated async", "ordered", "ordered async"],
+)
+def test_controllers_clamp_scale_set_gates_and_lease(tiny, float64, tmp_path_factory, monkeypatch, mode, ahead, delay):
+    kind = type("Scripted", (Script,), {"mode": mode})
+    monkeypatch.setattr(control, "load_plugins", lambda: {"script": kind})
+    own = {
+        "steering_gates": {"g": OPEN},
+        "steering_vectors": {"post_block": {0: {"vector": OWN, "scale": 1.0, "gate": "g"}}},
+    }
+    controllers = [configure("script", {}, {"script": kind})]
+    some = LENGTHS[:3]
+    with started(tiny, tmp_path_factory, controllers, ahead=ahead, lengths=some, max_tokens=60, own=own) as (
+        llm,
+        _,
+        keeper,
+        acted,
+    ):
+        stepping = Stepping(llm.llm_engine)
+        stepping.finish(keeper)
+    assert keeper.problems == []
+    for name, record in acted.items():
+        events = [each for each in keeper.events_of(name) if each.asked_by == "controller script"]
+        expected = []
+        for number, make in SCRIPT.items():
+            action, first = make(name), record.prompt + number + delay
+            if number != 36:  # it changes nothing
+                expected.append((action.__struct_config__.tag, first, action.label))
+            if getattr(action, "lease_positions", None):
+                expected.append(("lease_end", first + action.lease_positions, action.label))
+            closes = Gain(name, "request", 0.0, lease_positions=6)
+            record.applied.append(("controller script", closes if isinstance(action, SetGate) else action, first))
+        got = [(each.kind, each.position, each.label) for each in events]
+        assert sorted(got, key=lambda each: each[1]) == sorted(expected, key=lambda each: each[1])
+    check(float64, keeper, stepping.tokens, acted)
+
+
+@pytest.mark.parametrize(
+    ("mode", "more", "options"),
+    [
+        ("replicated", {"ahead": 2}, ""),
+        ("ordered", {}, ",consecutive=2"),
+        ("ordered", {"ahead": 2}, ""),
+        ("replicated", CROWDED | {}, ",ema=0.5"),
+        ("ordered", CROWDED | {"ahead": 2}, ""),
+    ],
+    ids=["replicated", "ordered", "ordered async", "preempted", "ordered async preempted"],
+)
+def test_a_freeze_takes_gates_back_until_it_ends(tiny, float64, tmp_path, tmp_path_factory, mode, more, options):
+    """A gate in the worker, and one in the forward pass."""
+    controllers = gates(tmp_path, f":threshold=-1e9,mode={mode}{options}")
+    (tmp_path / "graph").mkdir()
+    in_graph = "@graph:threshold=-1e9,tier=in-graph,positions=all,scale=0.5"
+    controllers += gates(tmp_path / "graph", in_graph, steered=Site(2, "post_block"), probed=STEERED)
+    with started(tiny, tmp_path_factory, controllers, **more) as (llm, client, keeper, acted):
+        stepping = Stepping(llm.llm_engine)
+        stepping.until(25)
+        (outcome,) = act(stepping.engine, client, [Freeze()], stepping.step)
+        assert isinstance(outcome, ActionApplied)
+        stepping.until(stepping.steps + 15)
+        (outcome,) = act(stepping.engine, client, [Unfreeze()], stepping.step)
+        assert isinstance(outcome, ActionApplied)
+        stepping.finish(keeper)
+    assert bool(keeper.preempted) == ("block_size" in more)
+    again = 0
+    for name, record in acted.items():
+        record.shared["graph"] = {2: 0.5 * vector(12)}
+        kinds = {"freeze": Freeze(), "unfreeze": Unfreeze(), "steer": Steer(name, (ADDED,))}
+        events = [each for each in keeper.events_of(name) if each.kind in kinds and each.asked_by != "request"]
+        events = [each for each in events if "graph" not in each.asked_by]
+        events = sorted(events, key=lambda each: (each.position, each.kind != "unfreeze"))
+        record.applied += [(each.asked_by, kinds[each.kind], each.position) for each in events]
+        kept = [each.kind for each in events]
+        assert kept.count("freeze") == kept.count("unfreeze") == 1
+        frozen, over = kept.index("freeze"), kept.index("unfreeze")
+        assert over == frozen + 1
+        again += "steer" in kept[over:]
+    assert again >= 2
+    assert not any("refused" in problem for problem in keeper.problems)
+    check(float64, keeper, stepping.tokens, acted)
