@@ -209,6 +209,7 @@ class _Lines:
                 gate.score,
                 gate.positions,
                 gate.label,
+                gate.abort,
             )
             for content, gate in zip(order, self._ordered, strict=True)
         )
@@ -239,6 +240,7 @@ def _content(gate: SteeringGate) -> tuple[Any, ...]:
         gate.latch,
         gate.positions,
         gate.label,
+        gate.abort,
     )
 
 

@@ -57,6 +57,7 @@ def own(program: SteeringProgram | None) -> SteeringProgram | None:
 
     kept = _mapped(program, mine)
     gates = frozenset[int]() if kept is None else _used_gates(kept)
+    gates |= {number for number, gate in enumerate(program.gates) if gate.abort}
     return _mapped(program, lambda op: mine(op) if op.kind not in SCORES or op.gate in gates else None)
 
 
@@ -102,15 +103,17 @@ def with_gate(
         return None if enabled is False else op
 
     changed = tuple(
-        _changed(gate, threshold, sharpness) if number in gates else gate for number, gate in enumerate(program.gates)
+        _changed(gate, threshold, sharpness, enabled) if number in gates else gate
+        for number, gate in enumerate(program.gates)
     )
     return _mapped(msgspec.structs.replace(program, gates=changed), change)
 
 
-def _changed(gate: ProgramGate, threshold: float | None, sharpness: float | None) -> ProgramGate:
+def _changed(gate: ProgramGate, threshold: float | None, sharpness: float | None, enabled: bool | None) -> ProgramGate:
     return gate._replace(
         threshold=gate.threshold if threshold is None else threshold,
         sharpness=gate.sharpness if sharpness is None else sharpness,
+        abort="" if enabled is False else gate.abort,
     )
 
 

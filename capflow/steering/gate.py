@@ -33,9 +33,11 @@ from capflow.text.brief import brief
 
 SCORE_NAMES = ("dot", "cosine", "cast")
 POSITION_NAMES = ("all", "prompt", "generated", "last_prompt")
+ABORT_NAMES = ("stop", "abort")
 
 _KEYS = (
     "hook", "layer", "vector", "bias", "threshold", "score", "sharpness", "latch", "positions", "label",
+    "abort",
 )  # fmt: skip
 _EXAMPLE = '{"rude": {"layer": 9, "vector": [0.1, …], "threshold": 1.5}}'
 _NAME_EXPECTED = f"a name of 1..{limits.GATE_NAME_LENGTH_MAX} printable characters without /"
@@ -51,6 +53,7 @@ class SteeringGate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     latch: whether the gate keeps its largest value for the rest of the request.
     positions: the scored positions, one of `POSITION_NAMES`.
     label: is shown beside the gate's scores.
+    abort: the status, one of `ABORT_NAMES`, with which the gate ends the request when it opens; empty: it ends none.
     """
 
     name: str
@@ -64,6 +67,7 @@ class SteeringGate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     latch: bool = False
     positions: str = "all"
     label: str = ""
+    abort: str = ""
 
     __repr__ = brief
 
@@ -115,6 +119,9 @@ class SteeringGate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name, given, names in (("score", self.score, SCORE_NAMES), ("positions", self.positions, POSITION_NAMES)):
             if given not in names:
                 raise UsageError(explain(f"{field}.{name}", got=given, expected=f"one of {', '.join(names)}"))
+        if self.abort not in ("", *ABORT_NAMES):
+            expected = f"one of {', '.join(ABORT_NAMES)}"
+            raise UsageError(explain(f"{field}.abort", got=reprlib.repr(self.abort), expected=expected))
         if not isinstance(self.label, str) or len(self.label) > limits.TAG_LENGTH_MAX or not self.label.isprintable():
             expected = f"at most {limits.TAG_LENGTH_MAX} printable characters"
             raise UsageError(explain(f"{field}.label", got=reprlib.repr(self.label), expected=expected))
@@ -144,8 +151,9 @@ def parse_gates(value: Any, *, where: str = "steering_gates") -> tuple[SteeringG
     """Return the gates that a plain value describes: `{name: gate}`.
 
     A gate is `{"hook": "post_block", "layer": 9, "vector": [hidden_size], "bias": 0, "threshold": 0, "score": "dot",
-    "sharpness": None, "latch": False, "positions": "all", "label": ""}`; the layer and the vector are required. The
-    vector is a list, an array, a tensor, or packed as `{"dtype", "shape", "data"}` (see `capflow.steering.packed`).
+    "sharpness": None, "latch": False, "positions": "all", "label": "", "abort": ""}`; the layer and the vector are
+    required. The vector is a list, an array, a tensor, or packed as `{"dtype", "shape", "data"}` (see
+    `capflow.steering.packed`).
 
     Raises UsageError with the field first. Parsed gates are returned unchanged.
     """
@@ -197,7 +205,7 @@ def _gate(name: Any, entry: Any, where: str) -> SteeringGate:
     values: dict[str, Any] = {key: plain.number(given[key], f"{field}.{key}") for key in numbers if key in given}
     if not isinstance(given.get("latch", False), bool):
         raise UsageError(explain(f"{field}.latch", got=reprlib.repr(given["latch"]), expected="true or false"))
-    values |= {key: given[key] for key in ("score", "latch", "positions", "label") if key in given}
+    values |= {key: given[key] for key in ("score", "latch", "positions", "label", "abort") if key in given}
     data = _vector(entry["vector"], f"{field}.vector").tobytes()
     gate = SteeringGate(name, plain.layer_number(entry["layer"], f"{field}.layer"), hook, data, **values)
     gate.check_values(field)

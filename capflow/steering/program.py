@@ -82,6 +82,7 @@ class ProgramGate(NamedTuple):
     score: the kind of score: `dot`, `cosine` or `cast`.
     positions: the scored positions: `all`, `prompt`, `generated` or `last_prompt`.
     label: as in the request.
+    abort: `stop` or `abort` if the gate ends the request when it opens.
     """
 
     name: str
@@ -93,6 +94,7 @@ class ProgramGate(NamedTuple):
     score: str = "dot"
     positions: str = "all"
     label: str = ""
+    abort: str = ""
 
 
 class SiteOps(NamedTuple):

@@ -81,15 +81,16 @@ def check_added(engine: Any, model_length_max: int) -> None:
 
 
 def first_latching(program: SteeringProgram, steered_from: int) -> int | None:
-    """Return the first position that a latched gate scores; None if there is none.
+    """Return the first position that a latched gate scores, or one that may end the request; None if there is none.
 
     steered_from: the first position that is steered like a generated one.
     """
+    wanted = {number for number, gate in enumerate(program.gates) if gate.latched or gate.abort}
 
     def latches(sites: Sequence[SiteOps]) -> bool:
-        return any(op.kind in SCORES and program.gates[op.gate].latched for site in sites for op in site.ops)
+        return any(op.kind in SCORES and op.gate in wanted for site in sites for op in site.ops)
 
-    if not any(gate.latched for gate in program.gates):
+    if not wanted:
         return None
     first = [position for position, sites in program.patches(steered_from).items() if latches(sites)]
     if latches(program.prefill) and steered_from > 0:

@@ -62,8 +62,8 @@ class Drafting:
         Streaming input ends an answer at the computed positions, which vLLM counts as if all drafts were accepted; so
         such a request has no drafts.
         """
-        latched = program is not None and any(gate.latched for gate in program.gates)
-        if not latched and not request.resumable:
+        certain = program is not None and any(gate.latched or gate.abort for gate in program.gates)
+        if not certain and not request.resumable:
             patched = tuple(position for position, _ in program.patched) if program is not None else ()
             self._plain[request.request_id] = _Plain(tuple(sets), patched)
 

@@ -43,6 +43,7 @@ class Decided(NamedTuple):
     action: None for an event alone.
     row: the last position on whose rows it was decided.
     position, score, threshold, label: as in `Decision`.
+    gate: the gate of the request that ends it; else empty, as a controller decided.
     """
 
     key: str
@@ -54,6 +55,7 @@ class Decided(NamedTuple):
     score: float | None = None
     threshold: float | None = None
     label: str = ""
+    gate: str = ""
 
 
 def encode(decided: Sequence[Decided]) -> bytes:

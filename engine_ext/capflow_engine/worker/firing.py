@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from capflow.steering.action import Abort
 from capflow.steering.program import ProgramGate
-from capflow_engine.scheduler.orders import Rejection
+from capflow_engine.scheduler.orders import Decided, Rejection
 from capflow_engine.taps.acting import Mask, Opened
 from capflow_engine.taps.plan import Plan, Tracked
 
@@ -57,6 +58,27 @@ class GatedStep:
     limits: dict[str, int] = field(default_factory=dict)
     shifts: dict[str, int] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        # The gates of each request as the step was launched; later ones may differ.
+        self._gates = {number: self.plan.batch[number].request.gates for number in self.plan.gated}
+
+    @property
+    def guards(self) -> bool:
+        """Whether a gate of the step may end a request."""
+        return any(gate.abort for gates in self._gates.values() for gate in gates)
+
+    def aborts(self, ends: Mapping[str, int]) -> Iterator[Decided]:
+        """Yield which requests end by a gate; waits for the device.
+
+        ends: by vLLM's id, the end of the positions that belong to the request; without an entry, all do.
+        """
+        for request, gate, _, position, score in self.fires:
+            if gate.abort and position < ends.get(request.key, position + 1):
+                reason = f"capflow:{gate.name}:{score:.6g}"
+                end = Abort(request.id, as_="stop" if gate.abort == "stop" else "abort", reason=reason)
+                decided = Decided(request.key, request.hub, -1, end, position, position, score, gate.threshold)
+                yield decided._replace(label=gate.label, gate=gate.name)
+
     @functools.cached_property
     def fires(self) -> tuple[Crossing, ...]:
         """The first position in the step at which each gate of each request is open; waits for the device.
@@ -69,7 +91,7 @@ class GatedStep:
         fires = []
         for number in self.plan.gated:
             request, row, start, length = self.plan.batch[number]
-            for gate, margins in zip(request.gates, self.margins[:, row : row + length], strict=False):
+            for gate, margins in zip(self._gates[number], self.margins[:, row : row + length], strict=False):
                 opened = np.flatnonzero(margins >= 0)
                 if len(opened):
                     first = int(opened[0])

@@ -122,6 +122,9 @@ class _HubWants(NamedTuple):
 class WorkerCapture:
     """The state of capflow in one worker, from the loading of the model to the worker's end."""
 
+    # The launched step, until its output is taken, if a gate may end a request; in the rank that reports gates.
+    _guarded: GatedStep | None = None
+
     def __init__(self, worker: Any) -> None:
         compat.require()
         compat.check_config(worker.vllm_config)
@@ -253,7 +256,7 @@ class WorkerCapture:
         for rejection in orders.rejected:
             self._reject(rejection)
         self._note_gates(orders.settled, cuts)
-        self._unanswered = None
+        self._unanswered = self._guarded = None
         self._drafts = compat_step.drafts(scheduler_output)
         actions = self._run_controllers(cuts)
         self._cut(orders.cuts)
@@ -523,22 +526,35 @@ class WorkerCapture:
         That may be in another thread. It sees the step as it was launched, and changes nothing here.
         """
         viewed, self._unanswered = self._unanswered, None
-        if viewed is None or not any(controllers.ordered for controllers in self.controllers):
+        guarded, self._guarded = self._guarded, None
+        if not any(controllers.ordered for controllers in self.controllers):
+            viewed = None
+        if viewed is None and guarded is None:
             return output
-        running = tuple(self.controllers)
-        return compat_step.with_decisions(output, lambda taken: self._decide(viewed, running, taken))
+        running, drafts = tuple(self.controllers), self._drafts
+        return compat_step.with_decisions(output, lambda taken: self._decide(viewed, guarded, drafts, running, taken))
 
-    def _decide(self, viewed: _Viewed, running: Sequence[Controllers], output: Any) -> bytes:
-        """Return the decisions of the ordered controllers on a step whose output is known."""
-        viewed.ready()
+    def _decide(
+        self,
+        viewed: _Viewed | None,
+        guarded: GatedStep | None,
+        drafts: Mapping[str, int],
+        running: Sequence[Controllers],
+        output: Any,
+    ) -> bytes:
+        """Return the decisions of gates and of the ordered controllers on a step whose output is known."""
+        plan = viewed.plan if viewed is not None else EMPTY_PLAN if guarded is None else guarded.plan
         ends = {}
-        for part in viewed.plan.batch if viewed.drafts else ():
+        for part in plan.batch if drafts else ():
             key = part.request.key
-            if key in viewed.drafts:
+            if key in drafts:
                 accepted = max(compat_step.sampled_tokens(output, key) - 1, 0)
-                ends[key] = part.start + part.length - viewed.drafts[key] + accepted
-        decided: list[Decided] = []
-        for controllers in running:
+                ends[key] = part.start + part.length - drafts[key] + accepted
+        decided: list[Decided] = [] if guarded is None else list(guarded.aborts(ends))
+        if viewed is not None:
+            viewed.ready()
+        for controllers in running if viewed is not None else ():
+            assert viewed is not None
             if controllers.ordered:
                 shown = self._shown(viewed, controllers.hub, ends)
                 decided += controllers.run(shown, viewed.requests[controllers.hub], ordered=True)
@@ -549,9 +565,10 @@ class WorkerCapture:
         if tracked is None:
             return
         if (abort := ended.decided) is not None and self._last:
+            by = f"controller {self.controllers[tracked.hub].owner(abort.order).name}" if not abort.gate else ""
             self._note(
                 key,
-                f"controller {self.controllers[tracked.hub].owner(abort.order).name}",
+                by or f"gate {abort.gate}",
                 "abort",
                 (),
                 position=ended.limit,
@@ -714,6 +731,7 @@ class WorkerCapture:
             self.gated_step = GatedStep(self._step, plan, host, ready, before, layer_last)
             if self._reports_gates:
                 self.firing.add(self.gated_step)
+                self._guarded = self.gated_step if self.gated_step.guards else None
 
     def _to_host(self, tensors: Sequence[torch.Tensor | None]) -> tuple[list[Any], Callable[[], None]]:
         """Start to copy tensors to the host; return the copies, and a function that waits for them."""
