@@ -9,14 +9,17 @@ import pytest
 
 import capflow
 from tests.kit.controlled import LENGTHS, PROBED, WEIGHT, ahead_of_output, first_above, hold, scores
-from tests.kit.engines import GREEDY, engine, prompts
+from tests.kit.engines import GREEDY, engine, prompts, save_drafter
 from tests.kit.hubs import running_hub
 from tests.kit.rows import ALL, Keeper
 from tests.kit.waiting import eventually
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
-DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}}
+
+@pytest.fixture(scope="module")
+def drafter(tiny, tmp_path_factory):
+    return {"speculative_config": save_drafter(tiny, tmp_path_factory.mktemp("drafter") / "model", noise=0.006)}
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +55,14 @@ def ended(tiny, tmp_path_factory, gate, *, lengths=LENGTHS, ahead=0, **arguments
 
 @pytest.mark.parametrize(
     ("status", "more"),
-    [("stop", {}), ("abort", {"ahead": 2}), ("stop", {"ahead": 3}), ("stop", DRAFTS)],
+    [("stop", {}), ("abort", {"ahead": 2}), ("stop", {"ahead": 3}), ("stop", None)],
     ids=["sync", "async abort", "async", "drafts"],
 )
-def test_the_last_token_is_that_of_the_row_that_fired(tiny, reference, tmp_path_factory, threshold, status, more):
+def test_the_last_token_is_that_of_the_row_that_fired(
+    tiny, reference, tmp_path_factory, threshold, drafter, status, more
+):
     gate = {"threshold": threshold, "positions": "generated", "abort": status, "label": "guard"}
-    keeper, outputs = ended(tiny, tmp_path_factory, gate, **more)
+    keeper, outputs = ended(tiny, tmp_path_factory, gate, **(drafter if more is None else more))
     fired = 0
     for n, output in enumerate(outputs):
         name, (answer,) = f"r{n}", output.outputs
