@@ -180,6 +180,5 @@ def test_consumers_hear_where_gates_open_and_close_and_which_rows_they_steered(m
         kept = keeper.steered[f"r{number}"]
         if "steering_patches" in case.fields or len(case.fields) > 2:  # they steer some positions, or do so ungated
             continue
-        acts = values > 0 if gate["sharpness"] is None else np.ones(len(values), bool)
-        assert [kept[position] for position in sorted(kept)] == acts.tolist(), case.name
+        assert [kept[position] for position in sorted(kept)] == (values > 0).tolist(), case.name
     assert events > 50

@@ -190,10 +190,10 @@ def test_gains_and_freezes_need_no_hub_and_hold_at_every_server(client, port):
 
 def test_the_global_state_is_added_to_what_a_request_asks_for_and_steers_other_routes_too(client, port):
     both = {"post_block": {"1": (2 * np.array(VECTOR)).tolist()}}
-    expected, key = completed(client, steering_vectors=both)
+    expected, _ = completed(client, steering_vectors=both)
     one, _ = completed(client, steering_vectors=ONE)
     call(port, "POST", "steering/set", {"vectors": ONE})
-    assert completed(client, steering_name="one") == (expected, key)
+    assert completed(client, steering_name="one")[0] == expected
     body = {"model": "tiny", "max_tokens": 8, "temperature": 0, "messages": [{"role": "user", "content": PROMPT}]}
     status, answer = call(port, "POST", "messages", body)
     assert status == 200, answer
