@@ -179,7 +179,7 @@ def reference_of(gated, sites, counts):
                 row = program.array()[op.row].astype(np.float64)
                 margins[op.gate, token] = score_of(op.kind, row, stream[[token]])[0] + op.amount
         for token, program, ops in here:
-            x = stream[token].copy()
+            x, norm = stream[token].copy(), None
             for op in ops:
                 if op.kind in SCORES:
                     continue
@@ -199,7 +199,8 @@ def reference_of(gated, sites, counts):
                 elif op.kind == ADD:
                     x += amount * row
                 elif op.kind == RELATIVE:
-                    x += amount * np.linalg.norm(x) * row
+                    norm = np.linalg.norm(x) if norm is None else norm
+                    x += amount * norm * row
                 else:
                     along = x @ row
                     x += amount * (np.clip(along, op.low, op.high) - along) * row
