@@ -164,10 +164,10 @@ def _layers(kind: str, layers: Mapping[str, Any]) -> Any:
 
 
 def _layer(kind: str, value: Any) -> Any:
-    if kind == "vectors":
-        return value if isinstance(value, Mapping) else {"vector": value}
+    if kind == "vectors" and not isinstance(value, Mapping) and not isinstance(value[0], Mapping):
+        value = {"vector": value}
     each = [value] if isinstance(value, Mapping) else value
-    return {kind: each if kind == "clamps" else [_patch(patch) for patch in each]}
+    return {kind: [_patch(patch) for patch in each] if kind == "patches" else each}
 
 
 def _patch(patch: Mapping[str, Any]) -> Any:
@@ -363,6 +363,12 @@ REFUSED = {
     "gate's sharpness": Refused(_gated(sharpness=-1.0), "steering_gates.rude.sharpness", "above 0"),
     "gate's score": Refused(_gated(score="near"), "steering_gates.rude.score", "one of dot, cosine, cast"),
     "gate's positions": Refused(_gated(positions="some"), "steering_gates.rude.positions", "last_prompt"),
+    "gate's abort": Refused(_gated(abort="kill"), "steering_gates.rude.abort", "one of stop, abort"),
+    "one gate twice": Refused(
+        {"steering_gates": {"rude": GATE},
+         "steering_vectors": {"post_block": {"1": [{"vector": VECTOR, "gate": "rude"}] * 2}}},
+        "steering_vectors.post_block.1", "gate rude twice",
+    ),
     "gate's latch": Refused(_gated(latch="yes"), "steering_gates.rude.latch", "true or false", _UNTYPED),
     "gate's tap": Refused(_gated(hook="mlp_in"), "steering_gates.rude", "--sites mlp_in:0"),
     "gate's place": Refused(_gated(layer=0, latch=True), "steering_vectors.post_block.0.gate", "probe before"),
@@ -397,6 +403,7 @@ _APPLIED = {
     "latch": False,
     "positions": "prompt",
     "label": "mine",
+    "abort": "",
 }
 STEERED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "layers": (
@@ -412,6 +419,33 @@ STEERED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gates": (
         _gated(),
         {"prefill": _HERE, "decode": _HERE, "gates": [_APPLIED]},
+    ),
+    "two gates at one site": (
+        {
+            "steering_gates": {"rude": GATE, "sad": {"layer": 1, "vector": VECTOR, "sharpness": 0.5}},
+            "steering_vectors": {
+                "post_block": {
+                    "1": [
+                        {"vector": VECTOR},
+                        {"vector": OTHER, "gate": "rude", "scale": -0.5},
+                        {"vector": OTHER, "gate": "sad", "scale": 2.0},
+                    ]
+                }
+            },
+        },
+        {
+            "prefill": {"post_block:1": 3},
+            "decode": {"post_block:1": 3},
+            "gates": [
+                _APPLIED,
+                {**_APPLIED, "name": "sad", "site": "post_block:1", "threshold": 0.0, "sharpness": 0.5,
+                 "positions": "all", "label": ""},
+            ],
+        },
+    ),
+    "a gate that ends the answer": (
+        {"steering_gates": {"rude": {**GATE, "positions": "generated", "threshold": -1e9, "abort": "stop"}}},
+        {"gates": [{**_APPLIED, "positions": "generated", "threshold": -1e9, "abort": "stop"}]},
     ),
     "latched gates": (
         _gated("decode_steering_vectors", latch=True, positions="last_prompt", score="cosine", threshold=-1.0),

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import importlib.metadata
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from capflow import limits
@@ -450,6 +450,29 @@ def add_finished_outputs(engine_core_outputs: dict[int, Any], requests: Sequence
                 trace_headers=request.trace_headers,
             )
         )
+
+
+_OF_THE_END = ("finish_reason", "stop_reason", "kv_transfer_params", "ec_transfer_params", "spec_decode_metrics")
+
+
+def end_after_tokens(engine_core_outputs: Mapping[int, Any], keys: Collection[str]) -> None:
+    """Report the end of requests in outputs of their own, behind those with their last tokens.
+
+    vLLM's front end takes the last token of a request with status `stop` for a stop token, and leaves its text out.
+    """
+    from vllm.v1.engine import EngineCoreOutput
+
+    for outputs in engine_core_outputs.values():
+        each = []
+        for output in outputs.outputs:
+            each.append(output)
+            if output.request_id in keys and output.finish_reason is not None and output.new_token_ids:
+                end = EngineCoreOutput(output.request_id, new_token_ids=[], trace_headers=output.trace_headers)
+                for name in _OF_THE_END:
+                    setattr(end, name, getattr(output, name))
+                    setattr(output, name, None)
+                each.append(end)
+        outputs.outputs = each
 
 
 def fork_cache_from(request: Any, position: int, salt: str, hash_block_size: int) -> None:

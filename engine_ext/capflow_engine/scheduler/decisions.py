@@ -11,7 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from capflow.steering.action import Abort, Gain, SetGate, Steer, Unsteer
@@ -37,6 +37,8 @@ class Decisions:
         self._aborts: dict[str, Decided] = {}
         # For the next step's orders.
         self._ready: list[Decided] = []
+        # The requests that a decision ended with status `stop` in the output that is being processed.
+        self._stopped: set[str] = set()
 
     def read(self, model_runner_output: Any, *, frozen: bool = False) -> None:
         """Take the decisions on a step's output, which the scheduler processes next.
@@ -71,14 +73,21 @@ class Decisions:
             return True
         assert isinstance(abort.action, Abort)
         compat_step.end_by_decision(request, abort.action.as_, abort.action.reason)
+        if abort.action.as_ == "stop":
+            self._stopped.add(request.request_id)
         return True
 
-    def apply(self, scheduler: Any) -> list[Any]:
+    def apply(self, scheduler: Any, outputs: Mapping[int, Any]) -> list[Any]:
         """Prepare the actions of the processed output for the next step; return the requests that were aborted now.
 
         These are requests without a token in this step, such as those with a part of the prompt to come.
+
+        outputs: for the front ends.
         """
         taken, self._taken = self._taken, []
+        if self._stopped:
+            compat.end_after_tokens(outputs, self._stopped)
+            self._stopped.clear()
         ended = []
         for each in taken:
             request = scheduler.requests.get(each.key)

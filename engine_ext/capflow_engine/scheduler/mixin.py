@@ -62,7 +62,7 @@ class Captured:
         self.capflow.decisions.read(model_runner_output, frozen=self.capflow.actions.frozen)
         outputs: dict[int, Any] = update(scheduler_output, model_runner_output)
         self.capflow.settle(scheduler_output, model_runner_output)
-        self.capflow.aborted += self.capflow.decisions.apply(self)
+        self.capflow.aborted += self.capflow.decisions.apply(self, outputs)
         if self.capflow.aborted:
             compat.add_finished_outputs(outputs, self.capflow.aborted)
             self.capflow.aborted.clear()

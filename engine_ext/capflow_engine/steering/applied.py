@@ -48,6 +48,7 @@ class GateSummary(msgspec.Struct, frozen=True):
     site: of the probe, `HOOK:LAYER`.
     sharpness: None for a hard gate.
     positions: the scored positions.
+    abort: `stop` or `abort` if the gate may end the request; else empty.
     """
 
     name: str
@@ -58,6 +59,7 @@ class GateSummary(msgspec.Struct, frozen=True):
     latch: bool
     positions: str
     label: str = ""
+    abort: str = ""
 
     @classmethod
     def of(cls, gate: ProgramGate) -> GateSummary:
@@ -71,6 +73,7 @@ class GateSummary(msgspec.Struct, frozen=True):
             gate.latched,
             gate.positions,
             gate.label,
+            gate.abort,
         )
 
 

@@ -134,7 +134,7 @@ def test_sampling_is_that_of_http(served, generate):
 def test_the_global_state_steers_calls_that_ask_for_nothing(served, generate):
     channel, port = served.channel, served.port
     steering = SteeringStub(channel)
-    vectors = {"post_block": {"layers": {1: {"vector": VECTOR}}}}
+    vectors = {"post_block": {"layers": {1: {"vectors": [{"vector": VECTOR}]}}}}
     expected = generate.Generate(asked(steering_vectors=vectors), metadata=AUTHORIZED).outputs[0]
     steering.Set(pb.SetRequest(vectors=vectors), metadata=MAY_STEER)
     try:

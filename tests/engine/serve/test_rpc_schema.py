@@ -80,9 +80,10 @@ LISTS = ROWS.astype(float).tolist()
 @pytest.mark.parametrize(
     ("message", "plain"),
     [
-        ({"steering_vectors": {"post_block": {"layers": {1: {"vector": LISTS[0]}}}}},
+        ({"steering_vectors": {"post_block": {"layers": {1: {"vectors": [{"vector": LISTS[0]}]}}}}},
          {"steering_vectors": {"post_block": {"1": LISTS[0]}}}),
-        ({"decode_steering_vectors": {"post_block": {"layers": {1: {"vector": LISTS[0], "scale": 0.0}}}}},
+        ({"decode_steering_vectors": {"post_block": {"layers": {1: {"vectors": [
+            {"vector": LISTS[0], "scale": 0.0}]}}}}},
          {"decode_steering_vectors": {"post_block": {"1": {"vector": LISTS[0], "scale": 0.0}}}}),
         ({"prefill_steering_vectors": {"post_block": {**PACKED, "scales": [1.0, 0.5]}}},
          {"prefill_steering_vectors": {"post_block": {**PACKED, "scales": [1.0, 0.5]}}}),
@@ -101,15 +102,17 @@ LISTS = ROWS.astype(float).tolist()
          {"steering_patches": {"post_block": {"0": [{"positions": [0, -1], "vector": LISTS},
                                                     {"positions": [3], "amount": 0.5, "vector": LISTS[0]}]}}}),
         ({"steering_gates": {"rude": {"layer": 1, "vector": LISTS[0], "threshold": 0.5, "sharpness": 4.0, "latch": True,
-                                      "positions": "prompt", "label": "x", "hook": "pre_attn", "bias": -1.0}},
+                                      "positions": "prompt", "label": "x", "hook": "pre_attn", "bias": -1.0,
+                                      "abort": "stop"}},
           "decode_steering_vectors": {"post_block": {**PACKED, "layer_indices": [1, 2], "gate": "rude"}},
-          "steering_vectors": {"post_block": {"layers": {1: {"vector": LISTS[0], "gate": "rude"}}}},
+          "steering_vectors": {"post_block": {"layers": {1: {"vectors": [{"vector": LISTS[0], "gate": "rude"}]}}}},
           "steering_clamps": {"mlp_in": {"layers": {2: {"clamps": [{"vector": LISTS[1], "max": 0, "gate": "rude"}]}}}},
           "steering_patches": {"post_block": {"layers": {1: {"patches": [
               {"positions": [-1], "gate": "rude",
                "vector": {"dtype": "float16", "shape": [WIDTH], "data": ROWS[0].tobytes()}}]}}}}},
          {"steering_gates": {"rude": {"layer": 1, "vector": LISTS[0], "threshold": 0.5, "sharpness": 4, "latch": True,
-                                      "positions": "prompt", "label": "x", "hook": "pre_attn", "bias": -1}},
+                                      "positions": "prompt", "label": "x", "hook": "pre_attn", "bias": -1,
+                                      "abort": "stop"}},
           "decode_steering_vectors": {"post_block": {**PACKED, "layer_indices": [1, 2], "gate": "rude"}},
           "steering_vectors": {"post_block": {"1": {"vector": LISTS[0], "gate": "rude"}}},
           "steering_clamps": {"mlp_in": {"2": {"vector": LISTS[1], "max": 0, "gate": "rude"}}},
@@ -172,6 +175,8 @@ def test_a_result_says_over_grpc_what_it_says_over_http():
         (lambda r: r.prompt_token_ids, "prompt_token_ids"),
         (lambda r: r.steering_vectors["post_block"], "steering_vectors.post_block"),
         (lambda r: r.steering_vectors["post_block"].layers[3], "steering_vectors.post_block.layers.3"),
+        (lambda r: r.steering_vectors["mlp_in"].layers[3].vectors.add(),
+         "steering_vectors.mlp_in.layers.3.vectors.0"),
         (lambda r: r.steering_clamps["mlp_in"].layers[3].clamps.add(), "steering_clamps.mlp_in.layers.3.clamps.0"),
         (lambda r: r.steering_patches["mlp_in"].layers[0].patches.add().vector,
          "steering_patches.mlp_in.layers.0.patches.0.vector"),
@@ -211,7 +216,7 @@ def test_a_client_needs_neither_torch_nor_vllm():
 
 def test_a_relative_vector_is_that_of_a_body_plain_or_packed():
     row = [3.0, 4.0]
-    plain = {"layers": {2: {"vector": row, "scale": 0.5, "relative": True}}}
+    plain = {"layers": {2: {"vectors": [{"vector": row, "scale": 0.5, "relative": True}]}}}
     data = struct.pack("<2f", *row)
     packed = {
         "dtype": "float32",

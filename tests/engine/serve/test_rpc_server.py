@@ -29,7 +29,7 @@ from tests.kit.apps import LIMIT, WIDTH, server
 from tests.kit.hubs import free_port
 
 VECTOR = [1.0] * WIDTH
-ONE = {"post_block": {"layers": {1: {"vector": VECTOR}}}}
+ONE = {"post_block": {"layers": {1: {"vectors": [{"vector": VECTOR}]}}}}
 CHANGES = [
     ("Set", pb.SetRequest(vectors=ONE)),
     ("Clear", pb.ClearRequest()),
@@ -102,7 +102,8 @@ def test_what_is_changed_over_grpc_is_what_http_says(tmp_path):
 
 
 INVALID, MISSING = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
-SHORT = {"post_block": {"layers": {1: {"vector": [1.0]}}}}
+WRONG = {"post_block": {"layers": {1: {"vectors": [{"vector": [float("nan")] * WIDTH}]}}}}
+SHORT = {"post_block": {"layers": {1: {"vectors": [{"vector": [1.0]}]}}}}
 
 
 @pytest.mark.parametrize(
@@ -110,10 +111,9 @@ SHORT = {"post_block": {"layers": {1: {"vector": [1.0]}}}}
     [
         ("Set", pb.SetRequest(vectors=SHORT), INVALID, "vectors.post_block.1"),
         ("Set", pb.SetRequest(vectors={"nowhere": ONE["post_block"]}), INVALID, "vectors"),
-        ("Set", pb.SetRequest(vectors={"post_block": {"layers": {3: {"vector": VECTOR}}}}), INVALID,
+        ("Set", pb.SetRequest(vectors={"post_block": {"layers": {3: {"vectors": [{"vector": VECTOR}]}}}}), INVALID,
          "vectors.post_block.3"),
-        ("Set", pb.SetRequest(decode_vectors={"post_block": {"layers": {1: {"vector": [float("nan")] * WIDTH}}}}),
-         INVALID, "decode_vectors.post_block.1"),
+        ("Set", pb.SetRequest(decode_vectors=WRONG), INVALID, "decode_vectors.post_block.1"),
         ("Set", pb.SetRequest(vectors={"post_block": {"dtype": "float16", "data": b"12"}}), INVALID,
          "vectors.post_block.shape"),
         ("Set", pb.SetRequest(clamps={"post_block": {"layers": {1: {"clamps": [{"vector": VECTOR}]}}}}), INVALID,

@@ -25,7 +25,7 @@ _CLAMPS = (
 )
 _GATES = (
     'Gates, by name: `{"rude": {"hook": "post_block", "layer": 9, "vector": […], "threshold": 1.5}}`. Vectors and '
-    'clamps with `"gate": "rude"` act where the score reaches the threshold.'
+    'clamps with `"gate": "rude"` act where the score reaches the threshold. `"abort": "stop"` ends the request there.'
 )
 _PREFILL, _DECODE = "At the prompt's positions only.", "At generated positions only."
 
@@ -126,11 +126,12 @@ class HeldGate(BaseModel):
     latch: bool = Field(description="Whether the gate stays open for the rest of the request.")
     positions: str = Field(description="The scored positions: `all`, `prompt`, `generated` or `last_prompt`.")
     label: str = Field(description="The gate's label.")
+    abort: str = Field(description="`stop` or `abort` if the gate may end a request; else empty.")
 
     @classmethod
     def of(cls, gate: SteeringGate) -> Self:
         """Return a gate's parameters."""
-        parts = ("score", "threshold", "sharpness", "latch", "positions", "label")
+        parts = ("score", "threshold", "sharpness", "latch", "positions", "label", "abort")
         return cls(site=str(gate.site), **{name: getattr(gate, name) for name in parts})
 
 

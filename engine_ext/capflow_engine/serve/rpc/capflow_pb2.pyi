@@ -170,7 +170,7 @@ class GenerateRequest(_message.Message):
     def __init__(self, prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., model: _Optional[str] = ..., request_id: _Optional[str] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., n: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., spaces_between_special_tokens: _Optional[bool] = ..., add_special_tokens: _Optional[bool] = ..., truncate_prompt_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., capture: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., capture_id: _Optional[str] = ..., capture_wait: _Optional[bool] = ..., steering_vectors: _Optional[_Mapping[str, HookVectors]] = ..., prefill_steering_vectors: _Optional[_Mapping[str, HookVectors]] = ..., decode_steering_vectors: _Optional[_Mapping[str, HookVectors]] = ..., steering_clamps: _Optional[_Mapping[str, HookClamps]] = ..., prefill_steering_clamps: _Optional[_Mapping[str, HookClamps]] = ..., decode_steering_clamps: _Optional[_Mapping[str, HookClamps]] = ..., steering_patches: _Optional[_Mapping[str, HookPatches]] = ..., steering_name: _Optional[_Iterable[str]] = ..., steering_scale: _Optional[float] = ..., steering_scales: _Optional[_Mapping[str, float]] = ..., steering_report: _Optional[bool] = ..., steering_gates: _Optional[_Mapping[str, Gate]] = ...) -> None: ...
 
 class Gate(_message.Message):
-    __slots__ = ("hook", "layer", "vector", "bias", "threshold", "score", "sharpness", "latch", "positions", "label")
+    __slots__ = ("hook", "layer", "vector", "bias", "threshold", "score", "sharpness", "latch", "positions", "label", "abort")
     HOOK_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     VECTOR_FIELD_NUMBER: _ClassVar[int]
@@ -181,6 +181,7 @@ class Gate(_message.Message):
     LATCH_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
     hook: str
     layer: int
     vector: _containers.RepeatedScalarFieldContainer[float]
@@ -191,7 +192,8 @@ class Gate(_message.Message):
     latch: bool
     positions: str
     label: str
-    def __init__(self, hook: _Optional[str] = ..., layer: _Optional[int] = ..., vector: _Optional[_Iterable[float]] = ..., bias: _Optional[float] = ..., threshold: _Optional[float] = ..., score: _Optional[str] = ..., sharpness: _Optional[float] = ..., latch: _Optional[bool] = ..., positions: _Optional[str] = ..., label: _Optional[str] = ...) -> None: ...
+    abort: str
+    def __init__(self, hook: _Optional[str] = ..., layer: _Optional[int] = ..., vector: _Optional[_Iterable[float]] = ..., bias: _Optional[float] = ..., threshold: _Optional[float] = ..., score: _Optional[str] = ..., sharpness: _Optional[float] = ..., latch: _Optional[bool] = ..., positions: _Optional[str] = ..., label: _Optional[str] = ..., abort: _Optional[str] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("token_ids",)
@@ -206,8 +208,8 @@ class HookVectors(_message.Message):
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
         key: int
-        value: Vector
-        def __init__(self, key: _Optional[int] = ..., value: _Optional[_Union[Vector, _Mapping]] = ...) -> None: ...
+        value: LayerVectors
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[_Union[LayerVectors, _Mapping]] = ...) -> None: ...
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
@@ -216,7 +218,7 @@ class HookVectors(_message.Message):
     SCALES_FIELD_NUMBER: _ClassVar[int]
     RELATIVE_FIELD_NUMBER: _ClassVar[int]
     GATE_FIELD_NUMBER: _ClassVar[int]
-    layers: _containers.MessageMap[int, Vector]
+    layers: _containers.MessageMap[int, LayerVectors]
     dtype: str
     shape: _containers.RepeatedScalarFieldContainer[int]
     layer_indices: _containers.RepeatedScalarFieldContainer[int]
@@ -224,7 +226,13 @@ class HookVectors(_message.Message):
     scales: _containers.RepeatedScalarFieldContainer[float]
     relative: bool
     gate: str
-    def __init__(self, layers: _Optional[_Mapping[int, Vector]] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., layer_indices: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., scales: _Optional[_Iterable[float]] = ..., relative: _Optional[bool] = ..., gate: _Optional[str] = ...) -> None: ...
+    def __init__(self, layers: _Optional[_Mapping[int, LayerVectors]] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., layer_indices: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., scales: _Optional[_Iterable[float]] = ..., relative: _Optional[bool] = ..., gate: _Optional[str] = ...) -> None: ...
+
+class LayerVectors(_message.Message):
+    __slots__ = ("vectors",)
+    VECTORS_FIELD_NUMBER: _ClassVar[int]
+    vectors: _containers.RepeatedCompositeFieldContainer[Vector]
+    def __init__(self, vectors: _Optional[_Iterable[_Union[Vector, _Mapping]]] = ...) -> None: ...
 
 class Vector(_message.Message):
     __slots__ = ("vector", "scale", "relative", "gate")
@@ -500,7 +508,7 @@ class SteeringApplied(_message.Message):
     def __init__(self, key: _Optional[str] = ..., prefill: _Optional[_Mapping[str, int]] = ..., decode: _Optional[_Mapping[str, int]] = ..., patched: _Optional[_Mapping[int, SiteCounts]] = ..., modules: _Optional[_Mapping[str, float]] = ..., global_state: _Optional[bool] = ..., actions: _Optional[_Iterable[_Union[SteeringChange, _Mapping]]] = ..., controllers: _Optional[_Iterable[str]] = ..., gates: _Optional[_Iterable[_Union[AppliedGate, _Mapping]]] = ...) -> None: ...
 
 class AppliedGate(_message.Message):
-    __slots__ = ("name", "site", "score", "threshold", "sharpness", "latch", "positions", "label")
+    __slots__ = ("name", "site", "score", "threshold", "sharpness", "latch", "positions", "label", "abort")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SITE_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
@@ -509,6 +517,7 @@ class AppliedGate(_message.Message):
     LATCH_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
     name: str
     site: str
     score: str
@@ -517,7 +526,8 @@ class AppliedGate(_message.Message):
     latch: bool
     positions: str
     label: str
-    def __init__(self, name: _Optional[str] = ..., site: _Optional[str] = ..., score: _Optional[str] = ..., threshold: _Optional[float] = ..., sharpness: _Optional[float] = ..., latch: _Optional[bool] = ..., positions: _Optional[str] = ..., label: _Optional[str] = ...) -> None: ...
+    abort: str
+    def __init__(self, name: _Optional[str] = ..., site: _Optional[str] = ..., score: _Optional[str] = ..., threshold: _Optional[float] = ..., sharpness: _Optional[float] = ..., latch: _Optional[bool] = ..., positions: _Optional[str] = ..., label: _Optional[str] = ..., abort: _Optional[str] = ...) -> None: ...
 
 class SteeringChange(_message.Message):
     __slots__ = ("request", "kind", "sites", "position")

@@ -73,7 +73,9 @@ def _by_site(held: Mapping[str, Mapping[int, Any]]) -> dict[str, Any]:
 def _value(value: Any, where: str) -> Any:
     if isinstance(value, struct_pb2.Struct):
         return {name: _json(each) for name, each in value.fields.items()}
-    if isinstance(value, pb.TokenIds | pb.LayerClamps | pb.LayerPatches):  # lists need a message of their own
+    if isinstance(
+        value, pb.TokenIds | pb.LayerVectors | pb.LayerClamps | pb.LayerPatches
+    ):  # lists need a message of their own
         return next(iter(fields_of(value, where).values()), [])
     if isinstance(value, Message):
         return fields_of(value, where)
