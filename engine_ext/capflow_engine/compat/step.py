@@ -69,6 +69,31 @@ def with_margins(output: Any, margins: Any) -> Any:
     return IntermediateTensors({**output.tensors, _MARGINS: margins.contiguous()})
 
 
+_MARKS = "capflow_marks"
+
+
+def take_marks(intermediate_tensors: Any) -> bytes:
+    """Take what `with_marks` added out of the tensors that a pipeline stage received; empty if there is nothing."""
+    marks = None if intermediate_tensors is None else intermediate_tensors.tensors.pop(_MARKS, None)
+    return marks if isinstance(marks, bytes) else b"" if marks is None else marks.numpy().tobytes()
+
+
+def with_marks(output: Any, marks: bytes) -> Any:
+    """Return a runner's output with the marks of this pipeline stage for the next one, as `with_margins` does.
+
+    vLLM sends everything but tensors as a part of the tensors' description, over the host; on the CPU it sends tensors
+    alone.
+    """
+    import torch
+    from vllm.sequence import IntermediateTensors
+
+    if not marks or not isinstance(output, IntermediateTensors):
+        return output
+    on_device = any(tensor.device.type != "cpu" for tensor in output.tensors.values())
+    added: Any = marks if on_device else torch.frombuffer(bytearray(marks), dtype=torch.uint8)
+    return IntermediateTensors({**output.tensors, _MARKS: added})
+
+
 def new_requests(scheduler_output: Any) -> Iterator[tuple[str, int]]:
     """Yield the id and the prompt length of each request that a step sends to its workers as new.
 

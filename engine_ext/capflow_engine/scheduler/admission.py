@@ -338,7 +338,7 @@ class Admission:
         orders.ended, self._ended = self._ended, {}
         orders.unscheduled, self._never = self._never, {}
         ready = self.actions.take(orders)
-        orders.decided = self.decisions.take()
+        orders.decided, orders.marked = self.decisions.take(), self.decisions.take_marked()
         orders.wants, self._new_wants = self._new_wants, {}
         orders.attach(scheduler_output)
         for action_id, position in (*self._aborts, *ready):

@@ -17,7 +17,7 @@ from typing import Any
 from capflow.steering.action import Abort, Gain, SetGate, Steer, Unsteer
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import step as compat_step
-from capflow_engine.scheduler.orders import Decided, decode
+from capflow_engine.scheduler.orders import Decided, Marked, StepAnswer
 
 
 class Decisions:
@@ -39,14 +39,16 @@ class Decisions:
         self._ready: list[Decided] = []
         # The requests that a decision ended with status `stop` in the output that is being processed.
         self._stopped: set[str] = set()
+        self._marked: list[Marked] = []
 
     def read(self, model_runner_output: Any, *, frozen: bool = False) -> None:
         """Take the decisions on a step's output, which the scheduler processes next.
 
         frozen: whether nothing may steer. Aborts still count: they guard requests and change no position.
         """
-        packed = compat_step.decisions_of(model_runner_output)
-        self._taken = decode(packed) if packed else []
+        answer = StepAnswer.decode(compat_step.decisions_of(model_runner_output))
+        self._taken = list(answer.decided)
+        self._marked += answer.marked
         if frozen:
             self._taken = [each for each in self._taken if isinstance(each.action, Abort)]
         for each in self._taken:
@@ -112,6 +114,11 @@ class Decisions:
         """Return the decisions for a step's orders."""
         ready, self._ready = self._ready, []
         return ready
+
+    def take_marked(self) -> list[Marked]:
+        """Return what controllers of one pipeline stage steered, for a step's orders."""
+        marked, self._marked = self._marked, []
+        return marked
 
     def end(self, key: str) -> Decided | None:
         """Forget a request that ended; return the decision that ended it, with the firing position as its row."""

@@ -58,8 +58,36 @@ class Decided(NamedTuple):
     gate: str = ""
 
 
+class Marked(NamedTuple):
+    """Positions of a step that controllers of one pipeline stage steer.
+
+    key: vLLM's id of the request.
+    runs: `first, end, first, end, …`, counted from the first position that the step computes of the request.
+    """
+
+    step: int
+    key: str
+    runs: tuple[int, ...]
+
+
+class StepAnswer(NamedTuple):
+    """What goes to the scheduler with a step's output."""
+
+    decided: Sequence[Decided] = ()
+    marked: Sequence[Marked] = ()
+
+    def encode(self) -> bytes:
+        """Return the answer as bytes; none if there is nothing to say."""
+        return msgspec.msgpack.encode(self) if self.decided or self.marked else b""
+
+    @staticmethod
+    def decode(data: bytes) -> StepAnswer:
+        """Return the answer that `encode` encoded."""
+        return _answers.decode(data) if data else StepAnswer()
+
+
 def encode(decided: Sequence[Decided]) -> bytes:
-    """Return decisions as bytes, for other ranks and for the scheduler."""
+    """Return decisions as bytes, for other ranks."""
     return msgspec.msgpack.encode(decided)
 
 
@@ -69,6 +97,7 @@ def decode(data: bytes) -> list[Decided]:
 
 
 _decoder = msgspec.msgpack.Decoder(list[Decided])
+_answers = msgspec.msgpack.Decoder(StepAnswer)
 
 
 class Admitted(NamedTuple):
@@ -167,6 +196,8 @@ class Orders:
     unscheduled: requests that ended since the last step and that no worker knows.
     actions: in order; all of them hold from this step on.
     decided: decisions of ordered controllers, whose actions hold from this step on.
+    marked: what controllers of one pipeline stage steered in earlier steps, for the other stages; it applies before
+        `settled`.
     leases: leases that ended; they apply before `frozen`.
     frozen: whether the engine is frozen from this step on; None: as before. It applies before `actions`.
     """
@@ -181,6 +212,7 @@ class Orders:
     unscheduled: dict[str, Unscheduled] = field(default_factory=dict)
     actions: list[Ordered] = field(default_factory=list)
     decided: list[Decided] = field(default_factory=list)
+    marked: list[Marked] = field(default_factory=list)
     leases: list[LeaseEnd] = field(default_factory=list)
     frozen: bool | None = None
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from capflow_engine.scheduler.orders import Ended, Rejection
+from capflow_engine.scheduler.orders import Ended, Marked, Rejection
 from capflow_engine.taps.plan import Plan, Tracked
+from capflow_engine.worker.marks import merged
 from capflow_engine.worker.sender import Computed
 
 EMPTY_PLAN = Plan((), (), 0, 0, (), 0)
@@ -57,6 +58,12 @@ class Pending:
                 step.cut(rejection.key, rejection.limit)
             elif step.holds(rejection.key):
                 step.shift(rejection.key, rejection.drafts)
+
+    def mark(self, marked: Sequence[Marked]) -> None:
+        """Note what controllers of other pipeline stages steered."""
+        for number, key, runs in marked:
+            if (step := self.step(number)) is not None:
+                step.marks[key] = merged(step.marks.get(key, ()), runs)
 
     def end(self, request: Tracked, ended: Ended) -> None:
         """Add the end of a request; it leaves with the request's last step, or with a later one."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from capflow_engine.compat import step as compat_step
+from capflow_engine.worker.marks import StageMarks
 
 
 class StepCapture(Protocol):
@@ -31,12 +32,16 @@ class StepCapture(Protocol):
     def receive(self, margins: Any) -> None:
         """Take the margins that earlier pipeline stages scored in the prepared step."""
 
+    @property
+    def marks(self) -> StageMarks | None:
+        """What controllers of one pipeline stage steer in the step that was prepared last; None if no stage has one."""
+
     def forward(self, tokens: int) -> contextlib.AbstractContextManager[None]:
         """Bracket a forward pass over tensors of `tokens` rows."""
 
 
 class _StagedRunner:
-    """A mixin of both model runners: margins of gates go from one pipeline stage to the next, in steps with gates."""
+    """A mixin of both model runners: margins of gates and marks go from one pipeline stage to the next."""
 
     capflow: StepCapture
     # Closed at the end of the running `execute_model`.
@@ -51,7 +56,10 @@ class _StagedRunner:
             output = super().execute_model(  # type: ignore[misc]
                 scheduler_output, intermediate_tensors, *args, **kwargs
             )
-        return compat_step.with_margins(output, self.capflow.margins)
+        marks = self.capflow.marks
+        return compat_step.with_marks(
+            compat_step.with_margins(output, self.capflow.margins), b"" if marks is None else marks.data
+        )
 
     def _capflow_prepare(self, batch: compat_step.Batch) -> None:
         """Plan the step; take the margins before the runner copies the other tensors to its buffers."""
@@ -59,6 +67,8 @@ class _StagedRunner:
         received, self._capflow_received = self._capflow_received, None
         if self.capflow.gates and (margins := compat_step.take_margins(received)) is not None:
             self.capflow.receive(margins)
+        if (marks := self.capflow.marks) is not None and (data := compat_step.take_marks(received)):
+            marks.receive(data)
 
 
 class StepRunner(_StagedRunner):

@@ -33,6 +33,7 @@ from capflow.capture.site import Site
 from capflow_engine.scheduler.orders import Ended
 from capflow_engine.taps.acting import Opened, steered_runs
 from capflow_engine.taps.plan import Plan, PlannedBlock, Tracked, block_of
+from capflow_engine.worker.marks import clipped, merged
 
 logger = logging.getLogger("vllm.capflow.sender")
 
@@ -73,6 +74,7 @@ class Computed:
     events: the events of the step, in order.
     events_lost: by request, how many events of the step had no room.
     opened: where hard gates were open in the step; None where that is unknown.
+    marks: by vLLM's id, what controllers of other pipeline stages steered, as in `orders.Marked`.
     """
 
     number: int
@@ -89,6 +91,7 @@ class Computed:
     events: list[Noted] = field(default_factory=list)
     events_lost: Counter[Tracked] = field(default_factory=Counter)
     opened: Callable[[Tracked], Opened] | None = None
+    marks: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def note(self, noted: Noted) -> None:
         """Add an event; count it only if the request has too many in this step."""
@@ -299,6 +302,9 @@ class Sender:
         texts = tuple(map(self.text_of, ids)) if self.text_of is not None else ()
         history = step.plan.histories.get(number)
         opened = None if step.opened is None else step.opened(request)
+        runs = () if history is None else steered_runs(history, first, end, opened)
+        if (marks := step.marks.get(request.key)) is not None:
+            runs = merged(runs, clipped([start + edge for edge in marks], first, end))
         return RequestRows(
             request.id,
             request.prompt_length,
@@ -307,7 +313,7 @@ class Sender:
             texts,
             request.capture,
             request.incarnation,
-            () if history is None else steered_runs(history, first, end, opened),
+            runs,
         )
 
     def _finished(self, ended: Sequence[tuple[Tracked, Ended]], counts: Mapping[str, int]) -> tuple[Finished, ...]:

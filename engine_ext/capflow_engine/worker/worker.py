@@ -46,6 +46,7 @@ from capflow_engine.scheduler.orders import (
     Ordered,
     Orders,
     Rejection,
+    StepAnswer,
     Unscheduled,
     Wants,
     decode,
@@ -65,6 +66,7 @@ from capflow_engine.worker.controllers import Controllers
 from capflow_engine.worker.firing import Firing, GatedStep
 from capflow_engine.worker.history import Histories
 from capflow_engine.worker.latches import Latches
+from capflow_engine.worker.marks import StageMarks
 from capflow_engine.worker.outlets import Outlets
 from capflow_engine.worker.pending import EMPTY_PLAN, READY, Pending, bare
 from capflow_engine.worker.ring import Ring
@@ -158,7 +160,7 @@ class WorkerCapture:
         self.wants: dict[int, tuple[_HubWants, ...]] = {}
         self.controllers = [self._controllers((), hub) for hub in range(len(self.settings.hubs))]
         self.latches = Latches(self.device)
-        self.firing = Firing()
+        self.firing, self._marks = Firing(), StageMarks()
         # The last pipeline stage has the margins of all stages; its first rank reports them.
         self._reports_gates = self.rank.tp == 0 and self.rank.pp == self.info.stages - 1
         # The step that was launched last, if it had gates; only in ranks that ship rows or report gates.
@@ -265,6 +267,7 @@ class WorkerCapture:
         for number, wants in orders.wants.items():
             self.wants[number] = tuple(_HubWants(w, self._program(w.wanted, hub)) for hub, w in enumerate(wants))
         self._end_unscheduled(orders.unscheduled)
+        self._pending.mark(orders.marked)
         for step in self._pending.settle(orders.settled):
             assert self.outlets is not None
             self.outlets.put(step)
@@ -529,10 +532,15 @@ class WorkerCapture:
         guarded, self._guarded = self._guarded, None
         if not any(controllers.ordered for controllers in self.controllers):
             viewed = None
-        if viewed is None and guarded is None:
+        marked = () if (marks := self.marks) is None else marks.take()
+        if viewed is None and guarded is None and not marked:
             return output
         running, drafts = tuple(self.controllers), self._drafts
-        return compat_step.with_decisions(output, lambda taken: self._decide(viewed, guarded, drafts, running, taken))
+
+        def decide(taken: Any) -> bytes:
+            return StepAnswer(self._decide(viewed, guarded, drafts, running, taken), marked).encode()
+
+        return compat_step.with_decisions(output, decide)
 
     def _decide(
         self,
@@ -541,7 +549,7 @@ class WorkerCapture:
         drafts: Mapping[str, int],
         running: Sequence[Controllers],
         output: Any,
-    ) -> bytes:
+    ) -> list[Decided]:
         """Return the decisions of gates and of the ordered controllers on a step whose output is known."""
         plan = viewed.plan if viewed is not None else EMPTY_PLAN if guarded is None else guarded.plan
         ends = {}
@@ -558,7 +566,7 @@ class WorkerCapture:
             if controllers.ordered:
                 shown = self._shown(viewed, controllers.hub, ends)
                 decided += controllers.run(shown, viewed.requests[controllers.hub], ordered=True)
-        return encode(decided) if decided else b""
+        return decided
 
     def _forget(self, key: str, ended: Ended, step: int) -> None:
         tracked = self.requests.get(key)
@@ -620,6 +628,8 @@ class WorkerCapture:
         planned = self.planner.plan(batch)
         self._planned = self._plan = planned
         self.gated_step = self.margins = None
+        if (marks := self.marks) is not None:
+            marks.begin(self._step, planned)
         self.checksums.fold(self._step, planned)
         self.agreement.stepped(self._step)
         self._buffer = self._lost = None
@@ -715,6 +725,14 @@ class WorkerCapture:
         """Whether the prepared step has gates."""
         return self._planned.gates > 0
 
+    @property
+    def marks(self) -> StageMarks | None:
+        """The marks of the step that was prepared last; None if no pipeline stage has a controller of its own."""
+        if self.info.stages == 1:
+            return None
+        specs = (spec for controllers in self.controllers for spec in controllers.specs)
+        return self._marks if any(spec.runs and not spec.ordered for spec in specs) else None
+
     def receive(self, margins: torch.Tensor) -> None:
         """Take the margins that earlier pipeline stages scored in the prepared step, `[gates, tokens]`."""
         self._received = margins
@@ -775,6 +793,7 @@ class WorkerCapture:
             step = Computed(self._step, now, self._planned, rows, token_ids, ready, self._lost, lent=lent)
             step.events, step.events_lost = self._events.events, self._events.events_lost
             step.opened = None if self.gated_step is None else self.gated_step.opened
+            step.marks = {} if (marks := self.marks) is None else dict(marks.runs)
             self._pending.add(step)
         self._events = bare(self._step)
         self._buffer = None

@@ -449,13 +449,15 @@ def test_a_controller_runs_on_the_stage_of_what_it_reads_and_is_refused_what_lie
         tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
         hold_kept(keeper, reference, tokens, [Held(3, vector(3), 46, 1000)])
         eventually(lambda: "r" in keeper.done)
-        acted = [event.by for event in keeper.events_of("r")]
+        acted = [event.asked_by for event in keeper.events_of("r")]
     assert "controller faulty@1: " in message
     assert (
         "it steers at: got post_block:1, expected sites of one pipeline stage, such as this one with layers 2..3"
         in message
     )
     assert set(acted) == {"controller faulty@3"}
+    # The worker of the first stage does not know the actions of a controller on the second; its rows have the marks.
+    assert [position for position, steered in sorted(keeper.steered["r"].items()) if steered] == [*range(46, 51)]
 
 
 def hold_kept(keeper, reference, tokens, held):
