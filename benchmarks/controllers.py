@@ -27,8 +27,8 @@ from capflow.protocol.message import ControllerSpec
 from capflow.steering.vector import SteeringVector
 from capflow_consumers.gate import GateState
 from capflow_engine.taps.plan import Planner, Scheduled, Tracked
-from capflow_engine.worker.controllers import Controllers
-from capflow_engine.worker.view import Seen, Shown, View
+from capflow_engine.worker.control.controllers import Controllers
+from capflow_engine.worker.control.view import Seen, Shown, View
 
 PROMPT = 64
 SITE = Site(0, "post_block")

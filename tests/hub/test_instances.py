@@ -22,8 +22,8 @@ from capflow.steering.action import Steer
 from capflow.steering.vector import SteeringVector
 from capflow.testing import MemoryHub
 from capflow_engine.taps.plan import Planner
-from capflow_engine.worker import controllers as control
-from capflow_engine.worker.view import Shown
+from capflow_engine.worker.control import controllers as control
+from capflow_engine.worker.control.view import Shown
 from tests.kit.frames import make_model
 
 KNOWN = load_plugins()

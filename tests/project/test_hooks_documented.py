@@ -20,8 +20,8 @@ from capflow.testing import MemoryHub
 from capflow.testing.conformance import Conformance
 from capflow_engine.scheduler.orders import Decided
 from capflow_engine.taps.plan import Planner
-from capflow_engine.worker import controllers as control
-from capflow_engine.worker.view import Shown
+from capflow_engine.worker.control import controllers as control
+from capflow_engine.worker.control.view import Shown
 from tests.kit.frames import make_model
 from tests.kit.sources import ROOT
 from tests.kit.waiting import eventually

@@ -17,7 +17,7 @@ from capflow.steering.clamp import Clamp
 from capflow.steering.vector import SteeringVector
 from capflow.transport.client import Client
 from capflow_engine.compat import engine as compat
-from capflow_engine.worker import controllers as control
+from capflow_engine.worker.control import controllers as control
 from tests.kit.acted import Acted, ActedReference, act
 from tests.kit.controlled import CROWDED, LENGTHS, PROBED, STEERED, WEIGHT, ahead_of_output, gates
 from tests.kit.engines import GREEDY, LAYERS, engine, prompts, relative_error, vector

@@ -25,14 +25,11 @@ import numpy as np
 import torch
 
 from capflow import limits
-from capflow.capture.dtypes import DTYPES
-from capflow.capture.frame import Acted, Rank
-from capflow.capture.site import Site
+from capflow.capture.frame import Rank
 from capflow.capture.spec import Capture, Wanted, join
-from capflow.errors import CapflowError
 from capflow.protocol.message import ControllerSpec
-from capflow.steering.action import FROZEN, FROZEN_TROUBLE, Abort, Gain, sites_of
-from capflow.steering.compose import gate_owner, without_controllers
+from capflow.steering.action import FROZEN_TROUBLE
+from capflow.steering.compose import without_controllers
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import model as compat_model
 from capflow_engine.compat import step as compat_step
@@ -40,21 +37,14 @@ from capflow_engine.ranks.agreement import Agreement
 from capflow_engine.ranks.checksums import Checksums
 from capflow_engine.scheduler.orders import (
     Admitted,
-    Decided,
     Ended,
-    LeaseEnd,
-    Ordered,
     Orders,
     Rejection,
-    StepAnswer,
     Unscheduled,
     Wants,
-    decode,
-    encode,
 )
 from capflow_engine.settings import Settings
 from capflow_engine.steering.budget import Size
-from capflow_engine.steering.timeline import ENGINE, hub_owner
 from capflow_engine.taps import step as step_module
 from capflow_engine.taps.bank import Bank
 from capflow_engine.taps.gates import Gating
@@ -62,52 +52,24 @@ from capflow_engine.taps.plan import VIEW, Plan, Planner, Program, Scheduled, Tr
 from capflow_engine.taps.step import Step
 from capflow_engine.taps.tables import Tables
 from capflow_engine.taps.tap import Tap, install
-from capflow_engine.worker.controllers import Controllers
+from capflow_engine.worker.changes import Changes
+from capflow_engine.worker.control.controllers import Controllers
+from capflow_engine.worker.control.deciding import Deciding, Scored
+from capflow_engine.worker.events import Events
 from capflow_engine.worker.firing import Firing, GatedStep
 from capflow_engine.worker.history import Histories
 from capflow_engine.worker.latches import Latches
 from capflow_engine.worker.marks import StageMarks
 from capflow_engine.worker.outlets import Outlets
-from capflow_engine.worker.pending import EMPTY_PLAN, READY, Pending, bare
+from capflow_engine.worker.pending import EMPTY_PLAN, READY, Pending
 from capflow_engine.worker.ring import Ring
 from capflow_engine.worker.runner import tap_runner
-from capflow_engine.worker.scoring import ScoredRows
-from capflow_engine.worker.sender import Computed, Noted
-from capflow_engine.worker.view import Shown
+from capflow_engine.worker.sender import Computed
 
 logger = logging.getLogger("vllm.capflow.worker")
 
 
 _NO_TOKENS = np.empty(0, np.int32)
-
-
-class _Viewed(NamedTuple):
-    """A step that controllers will see.
-
-    buffer: the memory of its rows; None if no controller reads rows.
-    scored: for each hub, the scored rows and their scores.
-    ready: waits until rows and scores are copied from the device.
-    requests: for each hub, the keys (vLLM's ids) of the requests that controllers see, by id.
-    drafts: the number of draft tokens of each request, by vLLM's id.
-    """
-
-    number: int
-    plan: Plan
-    buffer: Any
-    scored: Sequence[_Scored]
-    ready: Callable[[], None]
-    requests: Sequence[Mapping[str, str]]
-    drafts: Mapping[str, int]
-
-
-class _Scored(NamedTuple):
-    """The scores of a step for the controllers of one hub.
-
-    scores: float32; on a GPU, first where they are computed, then where they are copied to. None if there are none.
-    """
-
-    parts: Sequence[ScoredRows]
-    scores: Any
 
 
 class _HubWants(NamedTuple):
@@ -123,9 +85,6 @@ class _HubWants(NamedTuple):
 
 class WorkerCapture:
     """The state of capflow in one worker, from the loading of the model to the worker's end."""
-
-    # The launched step, until its output is taken, if a gate may end a request; in the rank that reports gates.
-    _guarded: GatedStep | None = None
 
     def __init__(self, worker: Any) -> None:
         compat.require()
@@ -171,18 +130,12 @@ class WorkerCapture:
         self.margins: torch.Tensor | None = None
         # The running requests, by vLLM's id.
         self.requests: dict[str, Tracked] = {}
-        # For each hub, the keys of the requests that controllers see, by id; None after a change.
-        self._visible: Sequence[Mapping[str, str]] | None = None
         self._pending = Pending()
-        # The previous step, until the next one begins.
-        self._viewed: _Viewed | None = None
-        # The step that was launched, until its output is taken.
-        self._unanswered: _Viewed | None = None
-        # The number of draft tokens of each request in the step that begins or runs, by vLLM's id.
-        self._drafts: Mapping[str, int] = {}
-        self._step = 0
-        # The events of the step that begins or runs, until it is pending.
-        self._events = bare(0)
+        self.deciding = Deciding(self.requests, self.controllers, self.info, self._ranks)
+        self._events = Events(self._pending)
+        self.changes = Changes(
+            self.requests, self.histories, self.controllers, self._events, first=self.rank.pp == 0, last=self._last
+        )
         # The step between `prepare` and the end of `forward`. All that is wanted of it:
         self._planned = EMPTY_PLAN
         # What the taps do, which is less if there is no room; None in a dummy run.
@@ -252,15 +205,15 @@ class WorkerCapture:
 
     def begin(self, orders: Orders | None, scheduler_output: Any) -> None:
         """Take the orders of the step that begins, and send the steps that they settle."""
-        self._end_events()
-        orders = orders or Orders(self._step)
+        self._events.keep()
+        orders = orders or Orders(self._events.number)
         cuts = orders.cuts | {key: ended.limit for key, ended in orders.ended.items()}
         for rejection in orders.rejected:
             self._reject(rejection)
-        self._note_gates(orders.settled, cuts)
-        self._unanswered = self._guarded = None
-        self._drafts = compat_step.drafts(scheduler_output)
-        actions = self._run_controllers(cuts)
+        for key, limit in cuts.items():
+            self.firing.cut(key, limit)
+        self._events.note_gates(self.firing, orders.settled, self.requests)
+        decisions = self.deciding.begin(compat_step.drafts(scheduler_output), cuts)
         self._cut(orders.cuts)
         for key, ended in orders.ended.items():
             self._forget(key, ended, orders.step)
@@ -271,12 +224,11 @@ class WorkerCapture:
         for step in self._pending.settle(orders.settled):
             assert self.outlets is not None
             self.outlets.put(step)
-        self._step = orders.step
-        self._end_controllers_leases()
-        for decided in (*actions, *orders.decided):
-            if decided.key in self.requests:
-                self._control(decided)
-        self._take_actions(orders)
+        self._events.number = orders.step
+        self.changes.end_controllers_leases()
+        for decided in (*decisions, *orders.decided):
+            self.changes.decide(decided)
+        self.changes.take(orders)
         for key, prompt_length in compat_step.new_requests(scheduler_output):
             if key in orders.admitted and key not in self.requests:
                 self._admit(key, prompt_length, orders.admitted[key])
@@ -326,14 +278,14 @@ class WorkerCapture:
             noted=self.sends and (bool(wanted) or wants.actions),
         )
         self.requests[key] = tracked
-        self._visible = None
+        self.deciding.change()
         if options.program is not None:
             self.histories.admit(tracked, options.program)
             if self.rank.pp == 0:  # one record is enough: the other stages have the same program
                 own = without_controllers(options.program)
                 if own is not None:
                     first = own.first_steered(prompt_length, tracked.steered_from)
-                    self._note(key, "request", "steer", tuple(sorted(own.sites)), position=first)
+                    self._events.note(tracked, "request", "steer", tuple(sorted(own.sites)), position=first)
 
     def _view(self, hub: int, request: str) -> Program:
         """Return the program of the rows that controllers see of a request."""
@@ -352,241 +304,18 @@ class WorkerCapture:
         places = {self.index[site]: w.positions for site, w in wanted.items() if site in self.index}
         return self.planner.program(places, hub)
 
-    def _take_actions(self, orders: Orders) -> None:
-        for lease in orders.leases:
-            if lease.key in self.requests:
-                self._end_lease(lease)
-        if orders.frozen is not None:
-            self._freeze(frozen=orders.frozen)
-        for ordered in orders.actions:
-            self._order(ordered)
-
-    def _order(self, ordered: Ordered) -> None:
-        """Apply an action that the scheduler ordered; the scheduler has checked that it fits in the bank."""
-        key, by, action = ordered
-        if key:
-            if key in self.requests:
-                self.histories.act(self.requests[key], hub_owner(by), action)
-            return
-        assert isinstance(action, Gain)
-        self.histories.gains.pop(action.owner, None)
-        if action.scale != 1.0:
-            self.histories.gains[action.owner] = action.scale
-        for tracked in self.requests.values():
-            self.histories.act(tracked, ENGINE, action)
-
-    def _end_lease(self, lease: LeaseEnd) -> None:
-        """End an action whose lease is over."""
-        if lease.action is not None:
-            self.histories.act(self.requests[lease.key], hub_owner(lease.by), lease.action)
-        if self.rank.pp == 0:
-            self._note(lease.key, lease.by, "lease_end", (), position=lease.position, label=lease.label)
-
-    def _end_controllers_leases(self) -> None:
-        """Record which leases of controllers' actions ended; the steering ended at its position by itself."""
-        for key, slot, position, label in self.histories.ended_leases():
-            owner, tracked = slot.owner, self.requests[key]
-            controllers = self.controllers[tracked.hub]
-            controllers.lease_over(owner.order, key, slot.kind, slot.target)
-            specs = controllers.specs
-            if self._last or not (owner.order < len(specs) and specs[owner.order].ordered):
-                self._note(key, owner.gain_name, "lease_end", (), position=position, label=label)
-
-    def _freeze(self, *, frozen: bool) -> None:
-        """Take every dynamic change back, or end that."""
-        if self.histories.frozen == frozen:
-            return
-        self.histories.frozen = frozen
-        for controllers in self.controllers:
-            controllers.take_back(frozen=frozen)
-        for key, tracked in self.requests.items():
-            self.histories.freeze(tracked, frozen=frozen)
-            if self.rank.pp == 0:
-                self._note(key, "engine", "freeze" if frozen else "unfreeze", (), position=tracked.computed)
-
-    def _control(self, decided: Decided) -> None:
-        """Apply a controller's decision if there is room for it; all ranks that apply it come to the same outcome."""
-        controllers, tracked = self.controllers[decided.hub], self.requests[decided.key]
-        if decided.order >= len(controllers.specs):
-            return
-        by = f"controller {controllers.owner(decided.order).name}"
-        action, score, threshold, label = decided.action, decided.score, decided.threshold, decided.label
-        if action is None:
-            position = decided.row if decided.position is None else decided.position
-            self._note_once(decided, by, "gate", (), position, score, threshold, label)
-            return
-        assert not isinstance(action, Abort)
-        first = max(tracked.computed, tracked.prompt_length)
-        if self.histories.frozen:
-            controllers.done(decided.order, decided.key, CapflowError(FROZEN))
-            return
-        try:
-            self.histories.act(tracked, controllers.owner(decided.order), action)
-        except CapflowError as e:
-            controllers.done(decided.order, decided.key, e)
-            return
-        controllers.done(decided.order, decided.key, None)
-        kind, sites = str(action.__struct_config__.tag), sites_of(action)
-        self._note_once(decided, by, kind, sites, first, score, threshold, label)
-
-    def _note_once(
-        self, decided: Decided, by: str, kind: str, sites: tuple[Site, ...], position: int, *cause: Any
-    ) -> None:
-        """Record a decision; of those that all stages apply, the last stage keeps the record."""
-        if self._last or not self.controllers[decided.hub].specs[decided.order].ordered:
-            score, threshold, label = cause
-            self._note(decided.key, by, kind, sites, position=position, score=score, threshold=threshold, label=label)
-
-    def _note(
-        self,
-        key: str,
-        by: str,
-        kind: str,
-        sites: tuple[Site, ...],
-        *,
-        position: int,
-        score: float | None = None,
-        threshold: float | None = None,
-        label: str = "",
-        step: int | None = None,
-    ) -> None:
-        """Record an event of a request's steering, if its events are recorded.
-
-        position: the first position at which it holds.
-        step: the step whose event it is; None: the step that begins or runs.
-        """
-        tracked = self.requests[key]
-        if tracked.noted:
-            number = self._step if step is None else step
-            event = Acted(by, kind, sites, number, time.time_ns(), position, score, threshold, label)
-            # A gate is decided by the row of its position, everything else by the rows before it.
-            noted = Noted(tracked, event, position + (kind == "gate"))
-            ((self._pending.step(number) if step is not None else None) or self._events).note(noted)
-
-    def _end_events(self) -> None:
-        """Keep the events of a step without a forward pass until it is settled."""
-        if self._events.events:
-            self._pending.add(self._events)
-        self._events = bare(self._step)
-
-    def _note_gates(self, settled: int, cuts: Mapping[str, int]) -> None:
-        """Record where gates opened and closed in the steps up to number `settled`, without positions that were cut."""
-        for key, limit in cuts.items():
-            self.firing.cut(key, limit)
-        for number, (tracked, gate, _, position, score) in self.firing.settle(settled):
-            if tracked.key in self.requests:
-                self._note(
-                    tracked.key,
-                    gate_owner(gate),
-                    "gate",
-                    (Site(gate.layer, gate.hook),),
-                    position=position,
-                    score=score,
-                    threshold=gate.threshold,
-                    label=gate.label,
-                    step=number,
-                )
-
-    def _run_controllers(self, cuts: Mapping[str, int]) -> list[Decided]:
-        """Show the previous step to the replicated controllers; return their decisions, the same on each rank."""
-        viewed, self._viewed = self._viewed, None
-        decided: list[Decided] = []
-        if viewed is not None:
-            viewed.ready()
-            requests = self._seen()
-            for controllers in self.controllers:
-                if controllers.here:
-                    shown = self._shown(viewed, controllers.hub, cuts)
-                    decided += controllers.run(shown, requests[controllers.hub])
-        if self._ranks > 1 and any(controllers.here for controllers in self.controllers):
-            decided = decode(compat.from_first_rank(encode(decided)))
-        return decided
-
-    def _shown(self, viewed: _Viewed, hub: int, ends: Mapping[str, int]) -> Shown:
-        """Return what a step has for the controllers of a hub; its copies have come."""
-        rows = None
-        if viewed.buffer is not None:
-            rows = viewed.buffer.view(DTYPES[self.info.dtype]).reshape(-1, self.info.hidden_size)
-        parts, scores = viewed.scored[hub]
-        return Shown(viewed.number, viewed.plan, rows, ends, parts, scores)
-
-    def _seen(self) -> Sequence[Mapping[str, str]]:
-        """Return, for each hub, the keys of the requests that controllers see, by id.
-
-        Other requests may read the cache blocks of a request that no controller sees, so controllers must not steer it.
-        """
-        if self._visible is None:
-            visible: list[dict[str, str]] = [{} for _ in self.settings.hubs]
-            for key, each in self.requests.items():
-                if each.view.any:
-                    visible[each.hub][each.id] = key
-            self._visible = visible
-        return self._visible
-
     def answer(self, output: Any) -> Any:
-        """Have the ordered controllers decide when a step's output is taken, and the decisions travel with it.
-
-        That may be in another thread. It sees the step as it was launched, and changes nothing here.
-        """
-        viewed, self._unanswered = self._unanswered, None
-        guarded, self._guarded = self._guarded, None
-        if not any(controllers.ordered for controllers in self.controllers):
-            viewed = None
+        """Send decisions on a step, and the marks of this stage, with its output."""
         marked = () if (marks := self.marks) is None else marks.take()
-        if viewed is None and guarded is None and not marked:
-            return output
-        running, drafts = tuple(self.controllers), self._drafts
-
-        def decide(taken: Any) -> bytes:
-            return StepAnswer(self._decide(viewed, guarded, drafts, running, taken), marked).encode()
-
-        return compat_step.with_decisions(output, decide)
-
-    def _decide(
-        self,
-        viewed: _Viewed | None,
-        guarded: GatedStep | None,
-        drafts: Mapping[str, int],
-        running: Sequence[Controllers],
-        output: Any,
-    ) -> list[Decided]:
-        """Return the decisions of gates and of the ordered controllers on a step whose output is known."""
-        plan = viewed.plan if viewed is not None else EMPTY_PLAN if guarded is None else guarded.plan
-        ends = {}
-        for part in plan.batch if drafts else ():
-            key = part.request.key
-            if key in drafts:
-                accepted = max(compat_step.sampled_tokens(output, key) - 1, 0)
-                ends[key] = part.start + part.length - drafts[key] + accepted
-        decided: list[Decided] = [] if guarded is None else list(guarded.aborts(ends))
-        if viewed is not None:
-            viewed.ready()
-        for controllers in running if viewed is not None else ():
-            assert viewed is not None
-            if controllers.ordered:
-                shown = self._shown(viewed, controllers.hub, ends)
-                decided += controllers.run(shown, viewed.requests[controllers.hub], ordered=True)
-        return decided
+        return self.deciding.answer(output, marked)
 
     def _forget(self, key: str, ended: Ended, step: int) -> None:
         tracked = self.requests.get(key)
         if tracked is None:
             return
-        if (abort := ended.decided) is not None and self._last:
-            by = f"controller {self.controllers[tracked.hub].owner(abort.order).name}" if not abort.gate else ""
-            self._note(
-                key,
-                by or f"gate {abort.gate}",
-                "abort",
-                (),
-                position=ended.limit,
-                score=abort.score,
-                threshold=abort.threshold,
-                label=abort.label,
-                step=self._pending.last_step_of(key),
-            )
+        self.changes.note_end(tracked, ended, self._pending.last_step_of(key))
         del self.requests[key]
-        self._visible = None
+        self.deciding.change()
         self.histories.forget(tracked)
         self.latches.forget(key)
         self.firing.forget(key)
@@ -629,9 +358,9 @@ class WorkerCapture:
         self._planned = self._plan = planned
         self.gated_step = self.margins = None
         if (marks := self.marks) is not None:
-            marks.begin(self._step, planned)
-        self.checksums.fold(self._step, planned)
-        self.agreement.stepped(self._step)
+            marks.begin(self._events.number, planned)
+        self.checksums.fold(self._events.number, planned)
+        self.agreement.stepped(self._events.number)
         self._buffer = self._lost = None
         if planned.ship_rows:
             self._buffer, self._lost = self._find_room(planned)
@@ -708,17 +437,17 @@ class WorkerCapture:
                 token_ids = compat_step.step_token_ids(self.runner, self._rows_end(plan)).numpy().copy()
         self._finish(plan, ready, token_ids, scored)
 
-    def _score(self, controllers: Controllers, plan: Plan, rows: Any = None) -> _Scored:
+    def _score(self, controllers: Controllers, plan: Plan, rows: Any = None) -> Scored:
         """Score a step's rows for the controllers of a hub: at once on the CPU, started on a GPU."""
         scorer = controllers.scorer
         if scorer is None or plan.rows == plan.ship_rows:
-            return _Scored((), None)
+            return Scored((), None)
         parts, count = scorer.parts(plan)
         if not count:
-            return _Scored((), None)
+            return Scored((), None)
         if self.tables.resident:
-            return _Scored(parts, scorer.launch(parts, count, self.tables.staging))
-        return _Scored(parts, scorer.score(parts, count, rows))
+            return Scored(parts, scorer.launch(parts, count, self.tables.staging))
+        return Scored(parts, scorer.score(parts, count, rows))
 
     @property
     def gates(self) -> bool:
@@ -746,10 +475,10 @@ class WorkerCapture:
             layer_last = max((site.layer for site in self.sites), default=-1)
             if self._reports_gates:
                 layer_last = self.info.num_layers
-            self.gated_step = GatedStep(self._step, plan, host, ready, before, layer_last)
+            self.gated_step = GatedStep(self._events.number, plan, host, ready, before, layer_last)
             if self._reports_gates:
                 self.firing.add(self.gated_step)
-                self._guarded = self.gated_step if self.gated_step.guards else None
+                self.deciding.guarded = self.gated_step if self.gated_step.guards else None
 
     def _to_host(self, tensors: Sequence[torch.Tensor | None]) -> tuple[list[Any], Callable[[], None]]:
         """Start to copy tensors to the host; return the copies, and a function that waits for them."""
@@ -779,26 +508,23 @@ class WorkerCapture:
         """Return the end of the rows in the model's tensors that belong to the plan's requests."""
         return max(part.row + part.length for part in plan.batch)
 
-    def _finish(self, plan: Plan, ready: Callable[[], None], token_ids: Any, scored: Sequence[_Scored] = ()) -> None:
+    def _finish(self, plan: Plan, ready: Callable[[], None], token_ids: Any, scored: Sequence[Scored] = ()) -> None:
         """Keep the step that was just launched until it is settled."""
+        number, noted = self._events.number, self._events.take()
         if plan.rows > plan.ship_rows:
-            viewed = _Viewed(self._step, plan, self._buffer, scored, ready, self._seen(), self._drafts)
-            if any(controllers.here for controllers in self.controllers):
-                self._viewed = viewed
-            self._unanswered = viewed
-        if self._planned.ship_rows or self._events.events:
+            self.deciding.keep(number, plan, self._buffer, scored, ready)
+        if self._planned.ship_rows or noted.events:
             rows = self._buffer[: plan.ship_rows * self.row_bytes] if plan.ship_rows else None
             now = time.time_ns()
             lent = self.ring.size_of(self._rows_copied(plan) * self.row_bytes) if plan.ship_rows else 0
-            step = Computed(self._step, now, self._planned, rows, token_ids, ready, self._lost, lent=lent)
-            step.events, step.events_lost = self._events.events, self._events.events_lost
+            step = Computed(number, now, self._planned, rows, token_ids, ready, self._lost, lent=lent)
+            step.events, step.events_lost = noted.events, noted.events_lost
             step.opened = None if self.gated_step is None else self.gated_step.opened
             step.marks = {} if (marks := self.marks) is None else dict(marks.runs)
             self._pending.add(step)
-        self._events = bare(self._step)
         self._buffer = None
 
-    def _copy_out(self, plan: Plan, scored: list[_Scored]) -> tuple[Callable[[], None], Any]:
+    def _copy_out(self, plan: Plan, scored: list[Scored]) -> tuple[Callable[[], None], Any]:
         """Start to copy the step's rows, scores and token ids to the host; return a function that waits, and the ids.
 
         The rows are copied on a stream of their own. The ids are copied on the step's stream: they are few, and the
@@ -819,7 +545,7 @@ class WorkerCapture:
                     here = torch.empty(there.shape, dtype=torch.float32, pin_memory=True)
                     here.copy_(there, non_blocking=True)
                     there.record_stream(self._copy_stream)
-                    scored[hub] = _Scored(parts, here.numpy())
+                    scored[hub] = Scored(parts, here.numpy())
             self._copied = torch.cuda.Event()
             self._copied.record()
         return self._copied.synchronize, ids.numpy()

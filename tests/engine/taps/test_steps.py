@@ -15,7 +15,8 @@ from capflow_engine.taps import bank, kernel, tables, tap
 from capflow_engine.taps.acting import SlotRange
 from capflow_engine.taps.bank import NONE, Steered
 from capflow_engine.taps.plan import Planner, Scheduled, Tracked
-from capflow_engine.worker import latches, worker
+from capflow_engine.worker import changes, events, latches, worker
+from capflow_engine.worker.control import deciding
 from capflow_engine.worker.pending import EMPTY_PLAN
 from tests.kit.engines import GREEDY, LAYERS, engine, prompts, vector
 from tests.kit.rows import ALL
@@ -154,7 +155,10 @@ def methods(cls, *left_out):
 
 
 ON_THE_STEP = [
-    *methods(worker.WorkerCapture, "__init__", "close", "_run_controllers"),
+    *methods(worker.WorkerCapture, "__init__", "close"),
+    *methods(deciding.Deciding, "__init__", "begin", "_decide"),
+    *methods(events.Events, "__init__"),
+    *methods(changes.Changes, "__init__"),
     *methods(tables.Tables, "__init__"),
     *methods(bank.Bank, "__init__"),
     *methods(latches.Latches, "__init__"),
@@ -164,7 +168,8 @@ ON_THE_STEP = [
 ]
 """The functions that run on the step's thread when the tables are on a device.
 
-`_run_controllers` is left out: it waits for the rows of the step before, which controllers are promised.
+`Deciding.begin` is left out: it waits for the rows of the step before, which controllers are promised. So is `_decide`,
+which runs when the output of its step is taken.
 """
 
 

@@ -22,11 +22,12 @@ from capflow.steering.vector import SteeringVector
 from capflow.transport.links.worker import Staged
 from capflow_engine.scheduler.orders import Decided, decode, encode
 from capflow_engine.taps.plan import Planner, Scheduled, Tracked
-from capflow_engine.worker import controllers as control
-from capflow_engine.worker.controllers import Controllers
+from capflow_engine.worker.control import controllers as control
+from capflow_engine.worker.control.controllers import Controllers
+from capflow_engine.worker.control.deciding import Deciding, Scored
+from capflow_engine.worker.control.scoring import ProbeScorer
+from capflow_engine.worker.control.view import Shown
 from capflow_engine.worker.history import Owner
-from capflow_engine.worker.scoring import ProbeScorer
-from capflow_engine.worker.view import Shown
 from tests.kit.frames import make_hello, make_model
 from tests.kit.hubs import address, running_hub, worker_link
 from tests.kit.waiting import eventually
@@ -345,9 +346,9 @@ def capture(started, locked):
     capture.planner, capture.requests, capture.row_bytes, capture._ranks = Planner(4), {}, 32, 1
     capture.tables = SimpleNamespace(resident=True, staging=np.empty((3, 8)))
     capture.controllers = [started(step=[STEER])[0]]
-    capture._step, capture.checksums = 1, SimpleNamespace(fold=lambda *_: None)
+    capture._events, capture.checksums = SimpleNamespace(number=1), SimpleNamespace(fold=lambda *_: None)
     capture.agreement = SimpleNamespace(stepped=lambda _: None)
-    capture.info, capture.settings, capture._visible = MODEL, SimpleNamespace(hubs=[None]), None
+    capture.info, capture.deciding = MODEL, Deciding(capture.requests, capture.controllers, MODEL, 1)
     seen, nothing = capture.planner.program({1: Positions.ALL}), capture.planner.nothing
     for key, view in (("seen", seen), ("unseen", nothing)):
         capture.requests[key] = Tracked(key, key, 9, nothing, view)
@@ -369,12 +370,9 @@ def test_a_step_with_more_rows_for_controllers_than_the_device_has_memory_for_wr
 @pytest.mark.parametrize(("request_id", "done"), [("seen", 1), ("unseen", 0)])
 def test_a_controller_steers_no_request_that_it_cannot_see(capture, request_id, done):
     """Its cache blocks are anybody's: it came before the controller did."""
-    from capflow_engine.worker.worker import _Scored, _Viewed
-
     capture.controllers[0]._all[0].controller.step = [Steer(request_id, (TWO,))]
-    viewed = _Viewed(1, capture.planner.plan([]), None, [_Scored((), None)], lambda: None, [{}], {})
-    capture._viewed = viewed
-    assert [each.key for each in capture._run_controllers({})] == ["seen"] * done
+    capture.deciding.keep(1, capture.planner.plan([]), None, [Scored((), None)], lambda: None)
+    assert [each.key for each in capture.deciding.begin({}, {})] == ["seen"] * done
     assert bool(capture.controllers[0].troubles) != bool(done)
 
 

@@ -13,8 +13,8 @@ from capflow import limits
 from capflow.plugins.consumer import Controller
 from capflow.protocol.message import ControllerCounts, ControllerSpec
 from capflow.steering.action import FROZEN, Action, Gain, Leased, SetGate, Steer, Unsteer
+from capflow_engine.worker.control.view import Seen
 from capflow_engine.worker.history import Owner
-from capflow_engine.worker.view import Seen
 
 logger = logging.getLogger("vllm.capflow.control")
 

@@ -33,10 +33,10 @@ from capflow.steering.action import FROZEN, Abort, Gain, Leased, SetGate, Steer,
 from capflow.steering.request import Steering, Tier
 from capflow_engine.scheduler.orders import Decided
 from capflow_engine.taps.plan import VIEW, Program
+from capflow_engine.worker.control.running import RunningController
+from capflow_engine.worker.control.scoring import ProbeScorer
+from capflow_engine.worker.control.view import Seen, Shown, View
 from capflow_engine.worker.history import Owner
-from capflow_engine.worker.running import RunningController
-from capflow_engine.worker.scoring import ProbeScorer
-from capflow_engine.worker.view import Seen, Shown, View
 
 logger = logging.getLogger("vllm.capflow.control")
 

@@ -12,7 +12,7 @@ from capflow.capture.positions import Positions
 from capflow.capture.site import Site
 from capflow.plugins.consumer import ScoreBatch, StepRows, StepScores
 from capflow_engine.taps.plan import VIEW, Plan, PlannedBlock, Tracked
-from capflow_engine.worker.scoring import ScoredRows, Scores
+from capflow_engine.worker.control.scoring import ScoredRows, Scores
 
 _NO_SCORES = np.empty(0, np.float32)
 

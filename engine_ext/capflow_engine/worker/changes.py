@@ -1,0 +1,159 @@
+"""Changes of the steering of one worker's requests, by hubs, by controllers and by the engine itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from capflow.capture.site import Site
+from capflow.errors import CapflowError
+from capflow.steering.action import FROZEN, Abort, Gain, sites_of
+from capflow_engine.scheduler.orders import Decided, Ended, LeaseEnd, Ordered, Orders
+from capflow_engine.steering.timeline import ENGINE, hub_owner
+from capflow_engine.taps.plan import Tracked
+from capflow_engine.worker.control.controllers import Controllers
+from capflow_engine.worker.events import Events
+from capflow_engine.worker.history import Histories
+
+
+class Changes:
+    """What changes the steering of running requests.
+
+    requests: the running requests, by vLLM's id.
+    controllers: those of each hub; one may be replaced by another.
+    first, last: whether this is the first or the last pipeline stage. One stage records an event: the first, or the
+        last if it is the one that knows of it.
+    """
+
+    def __init__(
+        self,
+        requests: Mapping[str, Tracked],
+        histories: Histories,
+        controllers: Sequence[Controllers],
+        events: Events,
+        *,
+        first: bool,
+        last: bool,
+    ) -> None:
+        self._requests = requests
+        self._histories = histories
+        self._controllers = controllers
+        self._events = events
+        self._first = first
+        self._last = last
+
+    def take(self, orders: Orders) -> None:
+        """Apply what the scheduler ordered."""
+        for lease in orders.leases:
+            if lease.key in self._requests:
+                self._end_lease(lease)
+        if orders.frozen is not None:
+            self._freeze(frozen=orders.frozen)
+        for ordered in orders.actions:
+            self._order(ordered)
+
+    def _order(self, ordered: Ordered) -> None:
+        """Apply an action that the scheduler ordered; the scheduler has checked that it fits in the bank."""
+        key, by, action = ordered
+        if key:
+            if key in self._requests:
+                self._histories.act(self._requests[key], hub_owner(by), action)
+            return
+        assert isinstance(action, Gain)
+        self._histories.gains.pop(action.owner, None)
+        if action.scale != 1.0:
+            self._histories.gains[action.owner] = action.scale
+        for tracked in self._requests.values():
+            self._histories.act(tracked, ENGINE, action)
+
+    def _end_lease(self, lease: LeaseEnd) -> None:
+        """End an action whose lease is over."""
+        tracked = self._requests[lease.key]
+        if lease.action is not None:
+            self._histories.act(tracked, hub_owner(lease.by), lease.action)
+        if self._first:
+            self._events.note(tracked, lease.by, "lease_end", (), position=lease.position, label=lease.label)
+
+    def end_controllers_leases(self) -> None:
+        """Record which leases of controllers' actions ended; the steering ended at its position by itself."""
+        for key, slot, position, label in self._histories.ended_leases():
+            owner, tracked = slot.owner, self._requests[key]
+            controllers = self._controllers[tracked.hub]
+            controllers.lease_over(owner.order, key, slot.kind, slot.target)
+            specs = controllers.specs
+            if self._last or not (owner.order < len(specs) and specs[owner.order].ordered):
+                self._events.note(tracked, owner.gain_name, "lease_end", (), position=position, label=label)
+
+    def _freeze(self, *, frozen: bool) -> None:
+        """Take every dynamic change back, or end that."""
+        if self._histories.frozen == frozen:
+            return
+        self._histories.frozen = frozen
+        for controllers in self._controllers:
+            controllers.take_back(frozen=frozen)
+        for tracked in self._requests.values():
+            self._histories.freeze(tracked, frozen=frozen)
+            if self._first:
+                kind = "freeze" if frozen else "unfreeze"
+                self._events.note(tracked, "engine", kind, (), position=tracked.computed)
+
+    def decide(self, decided: Decided) -> None:
+        """Apply a controller's decision if there is room for it; all ranks that apply it come to the same outcome."""
+        if decided.key not in self._requests:
+            return
+        controllers, tracked = self._controllers[decided.hub], self._requests[decided.key]
+        if decided.order >= len(controllers.specs):
+            return
+        by = f"controller {controllers.owner(decided.order).name}"
+        action, score, threshold, label = decided.action, decided.score, decided.threshold, decided.label
+        if action is None:
+            position = decided.row if decided.position is None else decided.position
+            self._note_once(decided, by, "gate", (), position, score, threshold, label)
+            return
+        assert not isinstance(action, Abort)
+        first = max(tracked.computed, tracked.prompt_length)
+        if self._histories.frozen:
+            controllers.done(decided.order, decided.key, CapflowError(FROZEN))
+            return
+        try:
+            self._histories.act(tracked, controllers.owner(decided.order), action)
+        except CapflowError as e:
+            controllers.done(decided.order, decided.key, e)
+            return
+        controllers.done(decided.order, decided.key, None)
+        kind, sites = str(action.__struct_config__.tag), sites_of(action)
+        self._note_once(decided, by, kind, sites, first, score, threshold, label)
+
+    def _note_once(
+        self, decided: Decided, by: str, kind: str, sites: tuple[Site, ...], position: int, *cause: Any
+    ) -> None:
+        """Record a decision; of those that all stages apply, the last stage keeps the record."""
+        if self._last or not self._controllers[decided.hub].specs[decided.order].ordered:
+            score, threshold, label = cause
+            tracked = self._requests[decided.key]
+            self._events.note(
+                tracked, by, kind, sites, position=position, score=score, threshold=threshold, label=label
+            )
+
+    def note_end(self, tracked: Tracked, ended: Ended, step: int | None) -> None:
+        """Record that a gate or a controller ended a request.
+
+        step: the last step that holds the request; None if there is none.
+        """
+        abort = ended.decided
+        if abort is None or not self._last:
+            return
+        by = f"gate {abort.gate}"
+        if not abort.gate:
+            by = f"controller {self._controllers[tracked.hub].owner(abort.order).name}"
+        self._events.note(
+            tracked,
+            by,
+            "abort",
+            (),
+            position=ended.limit,
+            score=abort.score,
+            threshold=abort.threshold,
+            label=abort.label,
+            step=step,
+        )

@@ -1,0 +1,78 @@
+"""The events of the steering of one worker's requests: each leaves with the step that it belongs to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from capflow.capture.frame import Acted
+from capflow.capture.site import Site
+from capflow.steering.compose import gate_owner
+from capflow_engine.taps.plan import Tracked
+from capflow_engine.worker.firing import Firing
+from capflow_engine.worker.pending import Pending, bare
+from capflow_engine.worker.sender import Computed, Noted
+
+
+class Events:
+    """The events of the step that begins or runs, until it is pending.
+
+    number: the number of that step.
+    """
+
+    def __init__(self, pending: Pending) -> None:
+        self.number = 0
+        self._pending = pending
+        self._step = bare(0)
+
+    def note(
+        self,
+        tracked: Tracked,
+        by: str,
+        kind: str,
+        sites: tuple[Site, ...],
+        *,
+        position: int,
+        score: float | None = None,
+        threshold: float | None = None,
+        label: str = "",
+        step: int | None = None,
+    ) -> None:
+        """Record an event of a request's steering, if its events are recorded.
+
+        position: the first position at which it holds.
+        step: the step whose event it is; None: the step that begins or runs.
+        """
+        if tracked.noted:
+            number = self.number if step is None else step
+            event = Acted(by, kind, sites, number, time.time_ns(), position, score, threshold, label)
+            # A gate is decided by the row of its position, everything else by the rows before it.
+            noted = Noted(tracked, event, position + (kind == "gate"))
+            ((self._pending.step(number) if step is not None else None) or self._step).note(noted)
+
+    def note_gates(self, firing: Firing, settled: int, requests: Mapping[str, Tracked]) -> None:
+        """Record where gates of running requests opened and closed in the steps up to number `settled`."""
+        for number, (tracked, gate, _, position, score) in firing.settle(settled):
+            if tracked.key in requests:
+                self.note(
+                    requests[tracked.key],
+                    gate_owner(gate),
+                    "gate",
+                    (Site(gate.layer, gate.hook),),
+                    position=position,
+                    score=score,
+                    threshold=gate.threshold,
+                    label=gate.label,
+                    step=number,
+                )
+
+    def keep(self) -> None:
+        """Keep the events of a step without a forward pass until it is settled."""
+        step = self.take()
+        if step.events:
+            self._pending.add(step)
+
+    def take(self) -> Computed:
+        """Return a step with the events so far, and begin anew."""
+        step, self._step = self._step, bare(self.number)
+        return step
