@@ -188,6 +188,26 @@ def test_a_freeze_takes_everything_back_and_holds_until_it_ends(run, float64):
     assert run.check(float64) > 50
 
 
+def test_an_idle_engine_answers_by_what_it_was_sent_before(tiny, tmp_path_factory):
+    """Its next step takes what it answered; a gain is taken back though nobody contributes any more."""
+    address, keeper = f"ipc://{tmp_path_factory.mktemp('h')}/h", Keeper()
+    with running_hub(address, keeper), engine(tiny, hub=address) as llm, Client(address) as client:
+        run = Run(llm, client, keeper, count=1, max_tokens=30)
+        run.steps_until(5)
+        outcomes = run.act(Steer("r0", (added(1),)), Gain("", "client", 0.0))
+        assert all(isinstance(outcome, ActionApplied) for outcome in outcomes), outcomes
+        run.finish()
+        actions = [Freeze(), Gain("", "global", 0.5), Unfreeze(), Gain("", "client", 1.0), Gain("", "nobody", 1.0)]
+        outcomes = client.act(actions)
+        applied = [isinstance(outcome, ActionApplied) for outcome in outcomes]
+        assert applied == [True, False, True, True, False], outcomes
+        assert "frozen" in outcomes[1].reason
+        scheduler = run.core.engine_core.engine_core.scheduler
+        llm.generate(prompts(LENGTHS[:1]), capflow.sampling_params(max_tokens=2, **GREEDY), use_tqdm=False)
+        assert not scheduler.capflow.actions.gains
+        assert not scheduler.capflow.actions.frozen
+
+
 def test_bad_input_is_refused_by_its_field(run):
     run.steps_until(12)
     bad = {

@@ -202,8 +202,9 @@ class EngineActions:
         with self._lock:
             if self._taking or not (idle or isinstance(act.action, Freeze | Unfreeze)):
                 return None
+            latched = [isinstance(each.action, Freeze) for each in self._latched if not isinstance(each.action, Gain)]
             try:
-                self._check_engine(act.action, ())
+                self._check_engine(act.action, (), frozen=[self.frozen, *latched][-1])
             except UsageError as e:
                 return Rejected(act.id, str(e))
             self._latched.append(act)
@@ -247,7 +248,7 @@ class EngineActions:
         action, action_id = act.action, "" if answered else act.id
         requests = dict(running())
         try:
-            self._check_engine(action, requests.values())
+            self._check_engine(action, requests.values(), frozen=self.frozen)
         except UsageError as e:
             return str(e)
         if isinstance(action, Gain):
@@ -319,14 +320,14 @@ class EngineActions:
         elif (reason := self._hold(key, needs)) is not None:
             logger.error("request %s: %s; nothing steers it", running.name, reason)
 
-    def _check_engine(self, action: Any, requests: Iterable[RunningRequest]) -> None:
+    def _check_engine(self, action: Any, requests: Iterable[RunningRequest], *, frozen: bool) -> None:
         """Raise UsageError for an action that cannot be done to the whole engine."""
         check_action(action)
         if not isinstance(action, Gain):
             return
-        if self.frozen:
+        if frozen:
             raise UsageError(FROZEN)
-        names = {"request", "global"} | {name for each in requests for name in self._owners("", each)}
+        names = {"request", "global", *self.gains} | {name for each in requests for name in self._owners("", each)}
         names |= {slot.owner.gain_name for timeline in list(self._timelines.values()) for slot in _steers(timeline)}
         if action.owner not in names and not (action.owner.startswith(_MODULE) and len(action.owner) > len(_MODULE)):
             raise UsageError(_unknown_owner(action.owner, names))
