@@ -1,48 +1,114 @@
-"""What Transformers computes in float64 for a request with steering of every kind and gates."""
+"""What Transformers computes in float64 for a request with steering of every kind, gates, and actions by position."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from capflow.capture.site import Site
 from tests.kit.gated import GatedReference, score_of, scored_positions
+from tests.kit.oracle_actions import Changes
 from tests.kit.steered import entries
+
+
+class Right(NamedTuple):
+    """What is right for a request.
+
+    rows: what each site holds before it is steered.
+    logits: after each token.
+    flips: how often gates flipped.
+    apart: the least margin of a hard gate, or of one that ends the request.
+    ends: the first position at which a gate ends the request; None if none does.
+    """
+
+    rows: dict[Site, Any]
+    logits: Any
+    flips: int
+    apart: float
+    ends: int | None
+
+
+class _Holding:
+    """What holds at each position, as arrays over the positions.
+
+    own: the factor of the request's own steering.
+    steers: for each `Steer` and its owner's place, its gain at each position; 0 where it does not hold.
+    """
+
+    def __init__(self, changes, count):
+        states = [changes.at(position) for position in range(count)]
+        self.own = np.array([state.own for state in states])
+        self.gates = [state.gate for state in states]
+        self.steers = {}
+        for position, state in enumerate(states):
+            for action, gain in state.steers:
+                self.steers.setdefault(action.label, (action, np.zeros(count)))[1][position] = gain
+
+    def parameter(self, name, value):
+        """Return a parameter of the request's gate at each position."""
+        values = []
+        for gate in self.gates:
+            changed = [getattr(action, name) for action in gate]
+            values.append(next((each for each in reversed(changed) if each is not None), value))
+        return np.array(values)
 
 
 class OracleReference(GatedReference):
     """Steering in all tiers, with or without gates."""
 
-    def run(self, tokens, prompt_length, fields):
-        """Return what each site holds before it is steered, how often gates flipped, and the least hard margin."""
-        behind = np.arange(len(tokens)) >= prompt_length
+    def run(self, tokens, prompt_length, fields, changes=None):
+        """Return what is right for tokens under the fields of a request and the changes of its steering."""
+        count = len(tokens)
+        behind = np.arange(count) >= prompt_length
         gates = fields.get("steering_gates", {})
-        seen, margins = {}, {}
+        holding = _Holding(changes or Changes(), count)
+        seen, margins, values = {}, {}, {}
 
         def steer(site, stream):
             x = stream[0].numpy().copy()
             seen[site] = x.copy()
             for name, gate in gates.items():
                 if Site(gate["layer"], gate["hook"]) == site:
-                    scored = scored_positions(gate["positions"], prompt_length, len(x))
+                    scored = scored_positions(gate["positions"], prompt_length, count)
                     scores = score_of(gate["score"], np.asarray(gate["vector"], np.float64), x)
-                    margins[name] = np.where(scored, scores - gate["threshold"], -np.inf)
-            values = {name: self._value(gates[name], margin) for name, margin in margins.items()}
-            self._patched(x, site, prompt_length, fields, values)
+                    thresholds = holding.parameter("threshold", gate["threshold"])
+                    margins[name] = np.where(scored, scores - thresholds, -np.inf)
+                    values[name] = _value(gate, margins[name], holding)
+            self._patched(x, site, prompt_length, fields, values, holding.own)
             for given, on in self._tiered(fields, "vectors", site, behind):
-                x += (given.get("scale", 1.0) * on * _factor(given, values, len(x)))[:, None] * given["vector"]
+                factor = given.get("scale", 1.0) * on * holding.own * _factor(given, values, count)
+                x += factor[:, None] * given["vector"]
+            for _, (action, gain) in sorted(holding.steers.items()):  # controllers' have no label
+                for added in action.vectors:
+                    if added.site == site:
+                        x += gain[:, None] * added.array(np.float64)
             for given, on in self._tiered(fields, "clamps", site, behind):
                 direction = np.asarray(given["vector"], np.float64)
                 direction = direction / np.linalg.norm(direction)
                 low, high = (
                     given.get("value", given.get(end, none)) for end, none in (("min", -np.inf), ("max", np.inf))
                 )
-                along = x @ direction
-                x += np.outer(on * _factor(given, values, len(x)) * (np.clip(along, low, high) - along), direction)
+                _clamp(x, direction, low, high, on * holding.own * _factor(given, values, count))
+            for _, (action, gain) in sorted(holding.steers.items()):
+                for clamp in action.clamps:
+                    if clamp.site == site:
+                        direction = np.frombuffer(clamp.data, np.float32).astype(np.float64)
+                        _clamp(x, direction, clamp.low, clamp.high, gain * clamp.strength)
             stream[0] = torch.from_numpy(x)
 
-        self._forward(tokens, steer)
-        hard = [margin[margin > -np.inf] for name, margin in margins.items() if gates[name].get("sharpness") is None]
-        flips = sum(np.abs(np.diff(self._value(gates[n], m) >= 0.5)).sum() for n, m in margins.items())
-        return seen, int(flips), min((np.abs(each).min() for each in hard if len(each)), default=np.inf)
+        logits = self._forward(tokens, steer)
+        flips, apart, ends = 0, np.inf, None
+        for name, margin in margins.items():
+            flips += int(np.abs(np.diff(values[name] >= 0.5)).sum())
+            hard = np.isinf(holding.parameter("sharpness", gates[name].get("sharpness") or np.inf))
+            if gates[name].get("abort"):
+                fires = np.flatnonzero((margin >= 0) & holding.parameter("enabled", True))
+                ends, hard = (int(fires[0]) if len(fires) else None), np.ones(count, bool)
+            decided = np.abs(margin[hard & (margin > -np.inf)])
+            apart = min(apart, decided.min(initial=np.inf))
+        return Right(seen, logits, flips, float(apart), ends)
 
     @staticmethod
     def _tiered(fields, kind, site, behind):
@@ -52,14 +118,30 @@ class OracleReference(GatedReference):
                 yield (given if isinstance(given, dict) else {"vector": given}), on
 
     @staticmethod
-    def _patched(x, site, prompt_length, fields, values):
+    def _patched(x, site, prompt_length, fields, values, own):
         for patch in entries(fields, "steering_patches", site):
             rows = np.broadcast_to(patch["vector"], (len(patch["positions"]), x.shape[1]))
-            factor = _factor(patch, values, len(x))
+            factor = own * _factor(patch, values, len(x))
             for position, row in zip(patch["positions"], rows, strict=True):
                 at = position if position >= 0 else prompt_length + position
                 if 0 <= at < len(x):
                     x[at] += factor[at] * patch.get("amount", 1.0) * (row - x[at])
+
+
+def _value(gate, margins, holding):
+    """Return a gate's value at each position."""
+    if gate.get("latch"):
+        margins = np.maximum.accumulate(margins)
+    sharpness = holding.parameter("sharpness", gate.get("sharpness") or np.inf)
+    hard = np.isinf(sharpness)
+    with np.errstate(over="ignore"):
+        soft = 1 / (1 + np.exp(-np.where(hard, 1.0, sharpness) * margins))
+    return np.where(hard, margins >= 0, soft) * holding.parameter("enabled", True)
+
+
+def _clamp(x, direction, low, high, factor):
+    along = x @ direction
+    x += np.outer(factor * (np.clip(along, low, high) - along), direction)
 
 
 def _factor(given, values, count):

@@ -13,7 +13,8 @@ from capflow.capture.spec import CaptureSpec
 from capflow_engine.scheduler.drafting import Drafting
 from capflow_engine.worker.pending import Pending
 from tests.kit.engines import save_drafter
-from tests.kit.oracle import Live, scenarios
+from tests.kit.oracle import Live
+from tests.kit.oracle_scenarios import scenarios
 
 pytestmark = pytest.mark.engine
 

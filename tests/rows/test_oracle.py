@@ -11,9 +11,14 @@ import random
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
+from capflow.capture.site import Site
 from capflow.capture.spec import CaptureSpec
+from capflow_engine.scheduler.admission import Admission
+from capflow_engine.scheduler.orders import Orders
 from capflow_engine.taps.step import Step
-from tests.kit.oracle import Live, scenarios
+from capflow_engine.worker.history import Histories
+from tests.kit.oracle import Live
+from tests.kit.oracle_scenarios import scenarios
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(6 * 3600)]
 
@@ -42,14 +47,46 @@ def test_every_row_of_random_requests_is_right_and_there_once(tiny, tmp_path, ca
             live.prove(llm, scenario)
 
     with live.start() as llm:
-        live.prove(llm, [{**_request(5 + 40 * n, 90), "max_tokens": 60} for n in range(5)])  # too many for the cache
+        live.prove(llm, _crowd())
         prove()
     live.prove_scores()
     with capsys.disabled():
-        print(f"oracle: {live.proved} requests, {live.rows} rows, of requests and steps {live.seen}", flush=True)
+        print(f"oracle: {live.proved} requests, {live.rows} rows, of requests and steps {dict(live.seen)}", flush=True)
+        print(f"oracle: actions, and what they did: {dict(live.acted)}")
         print(f"oracle: rounding decides a hard gate of {live.undecided} requests; their rows are not checked")
     assert live.proved >= REQUESTS
     assert all(live.seen.values()), f"the scenarios never made some of {live.seen}"
+    assert all(live.acted[each] for each in ACTED), f"the scenarios never made some of {ACTED}: {live.acted}"
+
+
+ACTED = (
+    *("Steer", "Unsteer", "Gain", "SetGate", "Abort", "Freeze", "Unfreeze", "Steer rejected", "Gain rejected"),
+    *("lease ends", "controllers", "gates that end", "preempted afterwards"),
+)
+SITE = Site(1, "post_block")
+STEER = {"kind": "steer", "site": SITE, "clamped": Site(3, "mlp_out"), "seed": 21, "gain": 1.0, "lease": {}}
+GAIN = {"kind": "gain", "owner": "request", "scale": 0.5, "everywhere": False, "lease": {}}
+SET = {"kind": "set_gate", "change": {"threshold": -0.1}, "lease": {}}
+GATE = {"site": Site(0, "post_block"), "seed": 1, "score": "dot", "threshold": 0.3, "sharpness": None, "latch": False}
+
+
+def _crowd():
+    """Return requests that the cache has too little room for, with actions of each kind."""
+    gate = {**GATE, "positions": "generated"}
+    steering = [(Site(2, "post_block"), 1, ("vectors", "decode_", 1.0))]
+    some = [
+        {"actions": [(9, STEER), (14, {**STEER, "seed": 22, "lease": {"lease_positions": 9}})], "controller": "a"},
+        {"actions": [(9, GAIN), (12, {**GAIN, "owner": "nobody"}), (15, STEER), (25, {"kind": "unsteer"})]},
+        {"actions": [(9, SET), (16, {**SET, "change": {"enabled": False}})], "gate": gate},
+        {"actions": [(9, {**STEER, "lease": {"lease_s": 0.05}}), (11, {"kind": "wrong", "fault": "lease"})]},
+        {"actions": [(50, {"kind": "abort", "as": "stop"})], "controller": "b"},
+        {"gate": {**gate, "threshold": 0.6, "abort": "stop"}},
+        {"actions": [(30, {"kind": "freeze"}), (36, {"kind": "unfreeze"}), (40, STEER)], "controller": "b"},
+    ]
+    return [
+        {**_request(5 + 30 * n, 60), "steering": steering if n == 2 else [], "max_tokens": 60, **each}
+        for n, each in enumerate(some)
+    ]
 
 
 def _request(first, length):
@@ -111,3 +148,62 @@ def test_a_plan_that_is_wrong_by_one_is_noticed(tiny, tmp_path, wrong, monkeypat
         live.wait_s = 5.0
         with pytest.raises(AssertionError):
             live.prove(llm, scenario)
+
+
+def history_is_dropped_at_preemption(monkeypatch):
+    """Steer all positions by what holds last."""
+    renew = Histories._renew
+
+    def renewed(self, tracked, first, **more):
+        renew(self, tracked, first, **more)
+        if tracked.steered is not None:
+            tracked.steered = [tracked.steered[-1]._replace(first=0)]
+
+    monkeypatch.setattr(Histories, "_renew", renewed)
+
+
+def actions_come_one_step_late(monkeypatch):
+    take, later = Orders.__dict__["attach"], []
+
+    def attach(self, scheduler_output):
+        self.actions, later[:] = [*later], self.actions
+        take(self, scheduler_output)
+
+    monkeypatch.setattr(Orders, "attach", attach)
+
+
+@pytest.mark.parametrize("mutant", [history_is_dropped_at_preemption, actions_come_one_step_late])
+def test_an_action_that_holds_elsewhere_is_noticed(tiny, tmp_path, mutant, monkeypatch):
+    live = Live(tiny, tmp_path)
+    mutant(monkeypatch)
+    live.wait_s = 5.0
+    with live.start() as llm, pytest.raises(AssertionError):
+        live.prove(llm, _crowd())
+    assert any(live.watched.preempted.values())
+
+
+def _conversation(live, llm):
+    """Prove requests of which some are acted on, and requests that go on from their answers."""
+    names = [{**_request(5 + 60 * n, 40), "max_tokens": 70} for n in range(3)]
+    names[0]["actions"], names[1]["actions"] = [(5, STEER)], [(5, GAIN)]
+    names[1]["steering"] = [(SITE, 1, ("vectors", "", 1.0))]
+    ran = live.prove(llm, names)
+    before = live.seen["cached"]
+    capture = CaptureSpec.parse({"hooks": {"post_block": "all"}, "positions": "all_generated"})
+    for name, first in zip(ran.names, names, strict=True):
+        prompt = [*first["prompt"], *ran.answers[name].tokens]
+        live.prove(llm, [{**_request(0, 1), "prompt": prompt, "capture": capture, "steering": first["steering"]}])
+    return live.seen["cached"] - before
+
+
+def test_blocks_that_were_computed_under_an_action_are_not_shared(tiny, tmp_path):
+    live = Live(tiny, tmp_path)
+    with live.start() as llm:
+        assert _conversation(live, llm) == 3, "the prompts of all, and the answer of the plain one"
+
+
+def test_a_cache_without_the_history_of_actions_is_noticed(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(Admission, "_fork_for_itself", lambda *_: None)
+    live = Live(tiny, tmp_path)
+    with live.start() as llm, pytest.raises(AssertionError):
+        _conversation(live, llm)
