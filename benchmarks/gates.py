@@ -73,8 +73,11 @@ def program(layers: int, width: int, where: str, gate: str | None) -> SteeringPr
     )
 
 
-def turn(llm: Any, options: Any, batch: int, steps: int, number: int) -> list[float]:
-    """Return the CPU seconds of each step in which the whole batch decodes."""
+def turn(llm: Any, options: Any, batch: int, steps: int, number: int, name: str = "r") -> list[float]:
+    """Return the CPU seconds of each step in which the whole batch decodes.
+
+    name: how the requests' ids begin.
+    """
     from vllm import SamplingParams
 
     from capflow_engine.request.options import KEY
@@ -87,7 +90,7 @@ def turn(llm: Any, options: Any, batch: int, steps: int, number: int) -> list[fl
             max_tokens=steps + 2, temperature=0.0, ignore_eos=True, detokenize=False, extra_args=extra
         )
         prompt = {"prompt_token_ids": [2, *rng.integers(5, 290, 3).tolist()]}
-        engine.add_request(f"{number}-{n}", prompt, params)
+        engine.add_request(f"{name}-{number}-{n}", prompt, params)
     times = []
     while engine.has_unfinished_requests():
         begin = time.process_time()

@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 
 from capflow.capture.site import Site
-from capflow.plugins.configure import load_plugins
 from capflow.probes.probe import Probe
 from capflow_models.experiment.file import Experiment
 from capflow_models.spec import Vector
@@ -193,32 +192,6 @@ def gates_of(
 
 POSITIONS = {"all": "all", "last_prompt": "last_prompt", "prompt": "all_prompt", "generated": "all_generated"}
 """The positions of gates, as captures name them."""
-
-
-def check_engine(settings: Sequence[Setting], experiment: Experiment) -> None:
-    """Raise UsageError for an arm that this version of the engine and of the gate cannot run."""
-    needed = {"gated_sync": ("requests",), "shadow": ("requests", "shadow")}
-    options = {field.name for field in msgspec.structs.fields(load_plugins()["gate"].Config)}
-    for setting in settings:
-        lacking = [name for name in needed.get(setting.kind, ()) if name not in options]
-        if lacking:
-            raise experiment.wrong(
-                ("arms", setting.arm), got=setting.kind, expected=f"a gate plugin with the option {lacking[0]}",
-                do="remove the arm, or install a capflow whose gate has it",
-            )  # fmt: skip
-        if setting.kind == "in_graph" and not _has_graph_gates():
-            raise experiment.wrong(
-                ("arms", setting.arm), got=setting.kind, expected="an engine with steering_gates",
-                do="remove the arm, or install a capflow that has them",
-            )  # fmt: skip
-
-
-def _has_graph_gates() -> bool:
-    import inspect
-
-    import capflow
-
-    return "steering_gates" in inspect.signature(capflow.sampling_params).parameters
 
 
 def check_layers(settings: Sequence[Setting], experiment: Experiment, directions: Directions) -> None:

@@ -18,7 +18,7 @@ from capflow.capture.site import Site
 from capflow.extras import require
 from capflow.files import make_directory
 from capflow_models.experiment import arms, gating
-from capflow_models.experiment.arms import Directions, Setting, check_engine, check_layers, settings_of
+from capflow_models.experiment.arms import Directions, Setting, check_layers, settings_of
 from capflow_models.experiment.dry import show_plan
 from capflow_models.experiment.file import Experiment
 from capflow_models.experiment.fits import DirectionFit, Fitter, describe, resolve
@@ -61,7 +61,6 @@ def run(job: ExperimentJob) -> None:
         require(extra, "capflow experiment")
     prompts = read_prompts(experiment)
     settings = settings_of(experiment, 0.0)
-    check_engine(settings, experiment)
     out = Path(job.out) if job.out else experiment.path.with_suffix("")
     if job.dry_run:
         show_plan(experiment, settings, prompts, out, calibrate=job.calibrate)
