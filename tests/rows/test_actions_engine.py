@@ -246,6 +246,22 @@ def test_a_lease_in_seconds_ends_on_the_clock_of_the_engine(run, float64):
     assert run.check(float64) > 50
 
 
+def test_a_gain_for_all_requests_replaces_a_lease_on_one(run, float64):
+    run.steps_until(12)
+    asked = time.monotonic()
+    (outcome,) = run.act(Gain("r0", "request", 0.0, lease_s=0.5))
+    assert isinstance(outcome, ActionApplied), outcome
+    (outcome,) = run.act(Gain("", "request", 0.25))
+    assert isinstance(outcome, ActionApplied), outcome
+    assert not run.lease_ends, "it came in time"
+    for name, first in run.positions(outcome.step).items():
+        run.acted[name].applied.append(("client", Gain(name, "request", 0.25), first))
+    eventually(lambda: time.monotonic() > asked + 0.7)
+    run.finish()
+    assert not run.lease_ends
+    assert run.check(float64) > 100
+
+
 SENDER = """
 import sys
 import numpy as np

@@ -306,6 +306,7 @@ class EngineActions:
         if action.scale != 1.0:
             self.gains[action.owner] = action.scale
         for key, timeline in after.items():
+            self._leases.pop((key, slot_of(action, ENGINE)), None)  # a request's own gain is replaced with its lease
             self._after_all(key, requests[key], timeline)
         self._ordered.append((action_id, Ordered("", "", action), None))
         return None
