@@ -23,13 +23,13 @@ from capflow.capture.site import Site
 from capflow.plugins.configure import ConfiguredConsumer, configure, load_plugins, parse
 from capflow.plugins.consumer import Consumer
 from capflow.probes.probe import Probe, save_vector
-from capflow.steering.action import Abort, ActionApplied, Freeze, Rejected, Steer, Unfreeze, Unsteer
+from capflow.steering.action import Abort, ActionApplied, Freeze, Rejected, Steer, Unsteer
 from capflow.steering.vector import SteeringVector
 from capflow.transport.client import Client
 from capflow_engine.compat import engine as compat
 from tests.kit.engines import LAYERS, engine, scheduled_ahead
 from tests.kit.hubs import running_hub
-from tests.kit.oracle_actions import CONTROLLERS, FOREVER, Changes, Held, Sender, Steps, vector
+from tests.kit.oracle_actions import CONTROLLERS, Changes, Held, Sender, Steps, held_on, vector
 from tests.kit.oracle_reference import OracleReference
 from tests.kit.oracle_scenarios import fields_of
 from tests.kit.selectors_model import meant
@@ -241,40 +241,21 @@ class Live:
 
     def _changes(self, name, ran):
         """Return the actions that held on a request, and its hub's `Abort` if one was applied."""
-        events, entries, abort = self.events.events.get(name, ()), [], None
-        for sent, outcome in zip(ran.sent, ran.outcomes, strict=True):
-            if not isinstance(outcome, ActionApplied):
-                continue
-            action = sent.action
-            if action.request not in ("", name):
-                continue
-            if isinstance(action, Abort):
-                abort = sent
-                continue
-            first = outcome.position
-            if not action.request:
-                first = self._position(name, outcome.step)
-                if first is None:
-                    continue
-            until = first + (getattr(action, "lease_positions", None) or FOREVER)
-            if getattr(action, "lease_s", None) is not None:
-                ends = [each.position for each in events if (each.kind, each.label) == ("lease_end", action.label)]
-                until = min([until, *ends])
-            order = (outcome.step, 1 if isinstance(action, Freeze | Unfreeze) else 2, sent.number)
-            entries.append((order, Held("client", action, first, until)))
+        events = self.events.events.get(name, ())
+        applied = [
+            (sent.number, sent.action, outcome)
+            for sent, outcome in zip(ran.sent, ran.outcomes, strict=True)
+            if isinstance(outcome, ActionApplied)
+        ]
+        ends = {each.label: each.position for each in events if each.kind == "lease_end" and each.label}
+        held = held_on(name, applied, self.watched, ends)
         for number, event in enumerate(each for each in events if each.asked_by.startswith("controller ")):
             if event.kind in ("steer", "unsteer"):
                 action = STEER if event.kind == "steer" else Unsteer("r")
-                entries.append(((event.step, 0, number), Held(event.asked_by, action, event.position)))
-        entries.sort(key=lambda each: each[0])
-        return Changes(held for _, held in entries), abort
-
-    def _position(self, name, step):
-        """Return the first position of a request that a change of the whole engine in a step reaches; None if none."""
-        positions = self.watched.positions.get(step, {})
-        if name in positions:
-            return positions[name]
-        return 0 if self.watched.begun.get(name, 0) > step else None
+                held.append(((event.step, 0, number), Held(event.asked_by, action, event.position)))
+        held.sort(key=lambda each: each[0])
+        aborts = [action for _, action, _ in applied if isinstance(action, Abort) and action.request == name]
+        return Changes(each for _, each in held), aborts[0] if aborts else None
 
     def _check(self, name, request, ran, data, results):
         answer = ran.answers.get(name, Answer([]))
@@ -336,8 +317,8 @@ class Live:
             assert length == most, f"{name}: {length} tokens instead of {most}, {answer}"
             assert ends is not None or answer.reason == "length", (name, answer)
         if abort is not None and request["abort"] is None:
-            assert answer.reason == abort.action.as_, (name, answer)
-            assert answer.detail == (abort.action.reason or None), (name, answer)
+            assert answer.reason == abort.as_, (name, answer)
+            assert answer.detail == (abort.reason or None), (name, answer)
 
     @staticmethod
     def _check_tokens(name, prompt, answer, logits):

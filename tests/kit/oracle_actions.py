@@ -27,6 +27,9 @@ CONTROLLERS = ("a", "b")
 """The gates of the hub: each acts on the requests whose ids begin with its name, the first replicated, the second
 ordered."""
 
+FAULTS = ("incarnation", "layer", "lease", "gate", "owner", "name")
+"""What is wrong with an action that must be refused."""
+
 OWNERS = ("request", "client", "controller gate@a", "controller gate@b", "global")
 
 _leases = st.sampled_from(
@@ -66,7 +69,7 @@ _others = st.sampled_from(
     [
         *({"kind": kind} for kind in ("unsteer", "freeze", "unfreeze", "unfreeze")),
         *({"kind": "abort", "as": status} for status in ("abort", "stop")),
-        *({"kind": "wrong", "fault": fault} for fault in ("incarnation", "layer", "lease", "gate", "owner", "name")),
+        *({"kind": "wrong", "fault": fault} for fault in FAULTS),
     ]
 )
 _one = st.one_of(_steers, _steers, _gains, _sets, _others)
@@ -184,6 +187,13 @@ class Steps:
     begun: dict = field(default_factory=dict)
     preempted: dict = field(default_factory=dict)
 
+    def reached(self, name, step):
+        """Return the first position of a request that a change of the whole engine in a step reaches; None if none."""
+        positions = self.positions.get(step, {})
+        if name in positions:
+            return positions[name]
+        return 0 if self.begun.get(name, 0) > step else None
+
     def watch(self, scheduler):
         """Watch a scheduler from now on."""
         admission, preempt = scheduler.capflow, scheduler._preempt_request
@@ -230,6 +240,29 @@ class State(NamedTuple):
     own: float
     gate: tuple
     frozen: bool
+
+
+def held_on(name, applied, steps, ends):
+    """Return the actions that held on a request, each with its place in the order.
+
+    applied: the actions that were answered with `ActionApplied`: a number that grows with the order in which the engine
+        took them, the action, and the answer.
+    steps: the positions at each step.
+    ends: where leases ended, by label.
+    """
+    held = []
+    for number, action, outcome in applied:
+        if isinstance(action, Abort) or action.request not in ("", name):
+            continue
+        first = outcome.position if action.request else steps.reached(name, outcome.step)
+        if first is None:
+            continue
+        until = first + (getattr(action, "lease_positions", None) or FOREVER)
+        until = min(until, ends.get(action.label, FOREVER))
+        # A step takes the changes of the whole engine that came while it was idle before all others.
+        order = (outcome.step, 1 if isinstance(action, Freeze | Unfreeze) else 2, number)
+        held.append((order, Held("client", action, first, until)))
+    return held
 
 
 class Changes:
