@@ -1,4 +1,4 @@
-"""A client that sends random actions until it is killed: `python -m tests.kit.acting_client ADDRESS SEED PART DIRECTORY`.
+"""A client that sends random actions until it is killed; run as `acting_client ADDRESS SEED PART DIRECTORY`.
 
 It acts on the requests that the file DIRECTORY/running names and whose number is PART modulo `PARTS`; the first part
 also acts on the whole engine. Its log has a line for each action before it is sent, `sent NUMBER`, and one for each
