@@ -6,6 +6,7 @@ import collections
 import contextlib
 
 import numpy as np
+import pytest
 
 import capflow
 from capflow.capture.site import Site
@@ -15,6 +16,7 @@ from tests.kit.engines import GREEDY, answers, engine, prompts, relative_error, 
 from tests.kit.hubs import running_hub
 from tests.kit.rows import ALL, FLOAT32_BOUND, Keeper
 from tests.kit.waiting import eventually
+from tests.kit.watching import watch
 
 PROBED, STEERED = Site(2, "post_block"), Site(1, "post_block")
 WEIGHT = vector(11, norm=1.0)
@@ -58,17 +60,31 @@ def ahead_of_output(ahead):
         platform.check_and_update_config = original
 
 
-def run(tiny, tmp_path_factory, controllers, *, lengths=LENGTHS, max_tokens=100, captured=ALL, ahead=0, **arguments):
+def run(
+    tiny,
+    tmp_path_factory,
+    controllers,
+    *,
+    lengths=LENGTHS,
+    max_tokens=100,
+    captured=ALL,
+    ahead=0,
+    asked=lambda n: {},
+    resets=0,
+    **arguments,
+):
     """Return the keeper of a hub with controllers, and the outputs of requests `r0`, `r1` and so on.
 
     ahead: how many steps async scheduling keeps under way; 0 for sync scheduling.
+    asked: returns what request number `n` asks for besides.
+    resets: after how many steps all requests are preempted and their steps under way are dropped; 0: never.
     """
     keeper = Keeper()
     address = f"ipc://{tmp_path_factory.mktemp('h')}/h"
     hubs = running_hub(address, keeper, controllers=controllers)
     with hubs as hub, ahead_of_output(ahead), engine(tiny, hub=address, **arguments) as llm:
         core = getattr(llm.llm_engine.engine_core, "engine_core", None)
-        keeper.preempted = []
+        keeper.preempted, keeper.counts = [], {}
         if ahead:
             assert type(core.scheduler).__mro__[2].__name__ == "AsyncScheduler"
             core.batch_queue_size = ahead
@@ -76,36 +92,85 @@ def run(tiny, tmp_path_factory, controllers, *, lengths=LENGTHS, max_tokens=100,
             core.step_fn = core.step_with_batch_queue
         if core is not None:
             scheduler = core.scheduler
+            keeper.counts = watch(llm)
+            if resets:
+                _reset_every(scheduler, resets)
             preempt = scheduler._preempt_request
             scheduler._preempt_request = lambda request, *a, **k: (
                 keeper.preempted.append(request.request_id.partition("-")[0]),
                 preempt(request, *a, **k),
             )[1]
         params = [
-            capflow.sampling_params(id=f"r{n}", capture=captured, max_tokens=max_tokens, **GREEDY)
+            capflow.sampling_params(id=f"r{n}", capture=captured, **{"max_tokens": max_tokens, **GREEDY, **asked(n)})
             for n in range(len(lengths))
         ]
         outputs = llm.generate(prompts(lengths), params, use_tqdm=False)
-        eventually(lambda: len(keeper.done) == len(lengths))
+        eventually(lambda: len(keeper.done) == sum(each.n for each in params))
         keeper.problems = list(hub.status()["problems"])
     assert not keeper.late
     assert not keeper.twice
     return keeper, outputs
 
 
-def scores(keeper, name):
+def _reset_every(scheduler, steps):
+    """Preempt all running requests every so many steps, and drop the output of their steps under way."""
+    schedule, scheduled = scheduler.schedule, [0]
+
+    def schedule_after_reset(*args, **kwargs):
+        scheduled[0] += 1
+        if scheduled[0] % steps == 0:
+            scheduler.reset_prefix_cache(reset_running_requests=True)
+        return schedule(*args, **kwargs)
+
+    scheduler.schedule = schedule_after_reset
+
+
+def scores(keeper, name, site=PROBED):
     """Return the probe's score of each captured position of a request."""
-    return {position: float(row @ WEIGHT) for position, (_, row) in keeper.rows[name][PROBED].items()}
+    return {position: float(row @ WEIGHT) for position, (_, row) in keeper.rows[name][site].items()}
 
 
-def first_above(keeper, name, threshold, start):
-    each = scores(keeper, name)
+def first_above(keeper, name, threshold, start, site=PROBED):
+    each = scores(keeper, name, site)
     return next((p for p in sorted(each) if p >= start and each[p] >= threshold), None)
+
+
+def hold_ends(keeper, outputs, reference, threshold, status, by, *, site=PROBED, length=60):
+    """Hold the ends of requests `r0`, `r1` and so on whose answers a probe ends; return how many it ended.
+
+    by: the gate or controller, as in stop reasons. length: the most tokens of an answer.
+    """
+    fired = 0
+    for n, output in enumerate(outputs):
+        for number, answer in enumerate(output.outputs):
+            name = f"r{n}" if len(output.outputs) == 1 else f"r{n}#{number}"
+            ends = [event for event in keeper.events_of(name) if event.kind == "abort"]
+            fired += len(ends)
+            start = len(output.prompt_token_ids)
+            first = first_above(keeper, name, threshold, start, site)
+            last = start + len(answer.token_ids) - 2 if first is None else first
+            _hold(keeper, name, [*output.prompt_token_ids, *answer.token_ids], reference, {})
+            assert sorted(keeper.rows[name][site]) == list(range(last + 1)), name
+            if first is None or first + 2 - start == length:
+                assert (len(answer.token_ids), answer.finish_reason) == (length, "length"), name
+                assert not ends
+                continue
+            assert len(answer.token_ids) == first + 2 - start, name
+            assert answer.finish_reason == keeper.done[name].status == status
+            prefix, _, score = answer.stop_reason.rpartition(":")
+            assert prefix == f"capflow:{by}"
+            assert float(score) == pytest.approx(scores(keeper, name, site)[first], rel=1e-4)
+            (event,) = ends
+            assert event.threshold == pytest.approx(threshold)
+    return fired
 
 
 def hold(keeper, name, output, reference, steering):
     """Hold a request's rows against the reference with vectors added from positions on: `{layer: (vector, first)}`."""
-    tokens = [*output.prompt_token_ids, *answers([output])[0]]
+    _hold(keeper, name, [*output.prompt_token_ids, *answers([output])[0]], reference, steering)
+
+
+def _hold(keeper, name, tokens, reference, steering):
     expected = reference.post_block(tokens, steering)
     for site, kept in keeper.rows[name].items():
         at = sorted(kept)

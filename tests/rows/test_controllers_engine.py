@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import capflow
-from tests.kit.controlled import CROWDED, LENGTHS, PROBED, WEIGHT, first_above, gates, hold, run, scores
-from tests.kit.engines import GREEDY, engine, prompts, vector
+from tests.kit.controlled import CROWDED, LENGTHS, PROBED, WEIGHT, first_above, gates, hold, hold_ends, run, scores
+from tests.kit.engines import GREEDY, engine, prompts, save_drafter, vector
 from tests.kit.hubs import running_hub
 from tests.kit.rows import Keeper
 from tests.kit.waiting import eventually
@@ -41,6 +41,8 @@ def threshold(tiny, reference):
         ("ordered", CROWDED | {}, 1),
         ("ordered", CROWDED | {"ahead": 2}, 2),
         ("replicated", CROWDED | {"ahead": 2}, 1),
+        ("ordered", {"ahead": 2, "resets": 7}, 2),
+        ("replicated", {"ahead": 2, "resets": 7}, 1),
     ],
     ids=[
         "replicated",
@@ -50,6 +52,8 @@ def threshold(tiny, reference):
         "ordered preempted",
         "ordered async preempted",
         "preempted",
+        "ordered async dropped",
+        "dropped",
     ],
 )
 def test_a_gate_acts_at_its_position_and_rows_follow(
@@ -59,7 +63,7 @@ def test_a_gate_acts_at_its_position_and_rows_follow(
     keeper, outputs = run(tiny, tmp_path_factory, controllers, **more)
     assert keeper.problems == []
     fired, preempted = 0, set(keeper.preempted)
-    assert bool(preempted) == ("block_size" in more)
+    assert bool(preempted) == ("block_size" in more or "resets" in more)
     for n, output in enumerate(outputs):
         first = first_above(keeper, f"r{n}", threshold, LENGTHS[n])
         events = keeper.events_of(f"r{n}")
@@ -76,6 +80,11 @@ def test_a_gate_acts_at_its_position_and_rows_follow(
     assert 0 < fired < len(outputs)
 
 
+@pytest.fixture(scope="module")
+def drafter(tiny, tmp_path_factory):
+    return {"speculative_config": save_drafter(tiny, tmp_path_factory.mktemp("drafter") / "model", noise=0.006)}
+
+
 @pytest.mark.parametrize(
     ("action", "more"),
     [
@@ -84,37 +93,26 @@ def test_a_gate_acts_at_its_position_and_rows_follow(
         ("stop", {"ahead": 3}),
         ("abort", FULL),
         ("stop", FULL | {"ahead": 2}),
+        ("stop", {"ahead": 2, "resets": 7}),
+        ("stop", {"ahead": 3, "resets": 8}),
+        ("stop", None),
     ],
-    ids=["sync", "async", "async deeper", "preempted", "async preempted"],
+    ids=["sync", "async", "async deeper", "preempted", "async preempted", "dropped", "deeper dropped", "drafts"],
 )
 def test_a_request_ends_with_the_token_of_the_row_that_fired(
-    tiny, reference, tmp_path, tmp_path_factory, threshold, action, more
+    tiny, reference, tmp_path, tmp_path_factory, threshold, drafter, action, more
 ):
-    controllers = gates(tmp_path, f"@rude:threshold={threshold},mode=ordered,action={action}")
-    keeper, outputs = run(tiny, tmp_path_factory, controllers, **more)
+    """Beside the gate that ends requests, one in the other mode watches them."""
+    controllers = gates(
+        tmp_path, f"@rude:threshold={threshold},mode=ordered,action={action}", "@idle:threshold=1e9,mode=replicated"
+    )
+    keeper, outputs = run(tiny, tmp_path_factory, controllers, **(drafter if more is None else more))
     assert keeper.problems == []
-    assert bool(keeper.preempted) == ("block_size" in more)
-    fired = 0
-    for n, output in enumerate(outputs):
-        name, (answer,) = f"r{n}", output.outputs
-        first = first_above(keeper, name, threshold, LENGTHS[n])
-        hold(keeper, name, output, reference, {})
-        kept = sorted(keeper.rows[name][PROBED])
-        if first is None:
-            assert (len(answer.token_ids), answer.finish_reason) == (100, "length")
-            assert len(kept) == LENGTHS[n] + 99
-            continue
-        fired += 1
-        assert len(answer.token_ids) == first + 2 - LENGTHS[n]
-        assert answer.finish_reason == action
-        assert answer.stop_reason == f"capflow:gate@rude:{answer.stop_reason.rsplit(':', 1)[1]}"
-        assert float(answer.stop_reason.rsplit(":", 1)[1]) == pytest.approx(scores(keeper, name)[first], rel=1e-4)
-        assert kept == list(range(first + 1))
-        assert keeper.done[name].status == action
-        (event,) = keeper.events_of(name)
-        assert (event.kind, event.asked_by) == ("abort", "controller gate@rude")
-        assert event.threshold == pytest.approx(threshold)
+    assert bool(keeper.preempted) == bool({"block_size", "resets"} & set(more or ()))
+    assert bool(keeper.counts["rejected"]) == bool(keeper.counts["accepted"]) == (more is None)
+    fired = hold_ends(keeper, outputs, reference, threshold, action, "gate@rude", length=100)
     assert 0 < fired < len(outputs)
+    assert [event.asked_by for event in keeper.events] == ["controller gate@rude"] * fired
 
 
 def test_a_prompt_that_fires_ends_its_request_before_a_token_behind_it(tiny, reference, tmp_path, tmp_path_factory):

@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
-import collections
+import functools
 
 import numpy as np
 import pytest
 
 import capflow
-from tests.kit.controlled import LENGTHS, PROBED, WEIGHT, ahead_of_output, first_above, hold, scores
+from capflow.capture.site import Site
+from tests.kit.controlled import CROWDED, LENGTHS, PROBED, WEIGHT, hold, hold_ends, run
 from tests.kit.engines import GREEDY, engine, prompts, save_drafter
-from tests.kit.hubs import running_hub
-from tests.kit.rows import ALL, Keeper
-from tests.kit.waiting import eventually
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+FIRST = Site(1, "post_block")
+"""A site of the first of two pipeline stages."""
+FULL = CROWDED | {"num_gpu_blocks_override": 13}
+LENGTH = 60
+
+
+@pytest.fixture(scope="module")
+def unsteered(tiny):
+    with engine(tiny) as llm:
+        params = capflow.sampling_params(max_tokens=LENGTH, **GREEDY)
+        return llm.generate(prompts(LENGTHS), params, use_tqdm=False)
+
+
+@pytest.fixture(scope="module")
+def threshold_at(unsteered, reference):
+    """Return a function that returns a score which about half of the requests reach late at a site."""
+
+    @functools.cache
+    def threshold(site, late=5):
+        highest = []
+        for output in unsteered:
+            start, tokens = len(output.prompt_token_ids), [*output.prompt_token_ids, *output.outputs[0].token_ids]
+            highest.append((reference.post_block(tokens)[site.layer, start + late : -1] @ WEIGHT).max())
+        return float(np.median(highest)) - 1e-3
+
+    return threshold
 
 
 @pytest.fixture(scope="module")
@@ -22,70 +47,121 @@ def drafter(tiny, tmp_path_factory):
     return {"speculative_config": save_drafter(tiny, tmp_path_factory.mktemp("drafter") / "model", noise=0.006)}
 
 
-@pytest.fixture(scope="module")
-def threshold(tiny, reference):
-    """A score that about half of the requests reach late."""
-    with engine(tiny) as llm:
-        outputs = llm.generate(prompts(LENGTHS), capflow.sampling_params(max_tokens=60, **GREEDY), use_tqdm=False)
-    highest = []
-    for output in outputs:
-        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
-        highest.append((reference.post_block(tokens)[PROBED.layer, len(output.prompt_token_ids) + 5 :] @ WEIGHT).max())
-    return float(np.median(highest)) - 1e-3
+def gate(threshold, status="stop", *, site=PROBED, positions="generated", **more):
+    """Return the fields of a request with a gate that ends it."""
+    probe = {"hook": site.hook, "layer": site.layer, "vector": WEIGHT, "threshold": threshold}
+    return {"steering_gates": {"rude": {**probe, "positions": positions, "abort": status, "label": "guard", **more}}}
 
 
-def ended(tiny, tmp_path_factory, gate, *, lengths=LENGTHS, ahead=0, **arguments):
-    """Return the keeper and the outputs of requests that bring a gate which ends them."""
-    keeper, address = Keeper(), f"ipc://{tmp_path_factory.mktemp('h')}/h"
-    gate = {"layer": PROBED.layer, "vector": WEIGHT} | gate
-    with running_hub(address, keeper), ahead_of_output(ahead), engine(tiny, hub=address, **arguments) as llm:
-        core = llm.llm_engine.engine_core.engine_core
-        if ahead:
-            core.batch_queue_size, core.batch_queue = ahead, collections.deque(maxlen=ahead)
-            core.step_fn = core.step_with_batch_queue
-        params = [
-            capflow.sampling_params(id=f"r{n}", capture=ALL, max_tokens=60, steering_gates={"rude": gate}, **GREEDY)
-            for n in range(len(lengths))
-        ]
-        outputs = llm.generate(prompts(lengths), params, use_tqdm=False)
-        eventually(lambda: len(keeper.done) == len(lengths))
-    assert not keeper.late
-    return keeper, outputs
+CASES = {
+    "sync": ("stop", {}),
+    "async abort": ("abort", {"ahead": 2}),
+    "async": ("stop", {"ahead": 3}),
+    "drafts": ("stop", {"drafts": True}),
+    "preempted": ("stop", FULL),
+    "async preempted": ("stop", FULL | {"ahead": 2}),
+    "async dropped": ("stop", {"ahead": 2, "resets": 7}),
+    "async deeper dropped": ("abort", {"ahead": 3, "resets": 8}),
+    "compiled": ("stop", {"enforce_eager": False, "ahead": 2}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_last_token_is_that_of_the_row_that_fired(tiny, reference, tmp_path_factory, threshold_at, drafter, case):
+    status, more = CASES[case]
+    drafts = more.get("drafts", False)
+    arguments = {name: value for name, value in more.items() if name != "drafts"} | (drafter if drafts else {})
+    threshold = threshold_at(PROBED)
+    keeper, outputs = run(
+        tiny, tmp_path_factory, [], max_tokens=LENGTH, asked=lambda n: gate(threshold, status), **arguments
+    )
+    fired = hold_ends(keeper, outputs, reference, threshold, status, "rude", length=LENGTH)
+    assert 0 < fired < len(outputs)
+    assert bool(keeper.preempted) == ("block_size" in more or "resets" in more)
+    assert bool(keeper.counts["rejected"]) == bool(keeper.counts["accepted"]) == drafts
+    for event in (event for event in keeper.events if event.kind == "abort"):
+        assert (event.asked_by, event.label) == ("gate rude", "guard")
+
+
+def test_requests_that_may_end_have_no_drafts_under_async_scheduling_and_their_mates_do(
+    tiny, reference, tmp_path_factory, threshold_at, drafter
+):
+    threshold = threshold_at(PROBED)
+    guarded = [gate(threshold) if n < 3 else {} for n in range(len(LENGTHS))]
+    keeper, outputs = run(tiny, tmp_path_factory, [], max_tokens=LENGTH, asked=lambda n: guarded[n], ahead=2, **drafter)
+    assert hold_ends(keeper, outputs[:3], reference, threshold, "stop", "rude", length=LENGTH) > 0
+    assert not any(event.kind == "abort" for event in keeper.events if event.request in ("r3", "r4", "r5"))
+    for n in (3, 4, 5):
+        hold(keeper, f"r{n}", outputs[n], reference, {})
+        assert len(outputs[n].outputs[0].token_ids) == LENGTH
+    assert min(keeper.counts["accepted"], keeper.counts["rejected"]) > 0
 
 
 @pytest.mark.parametrize(
-    ("status", "more"),
-    [("stop", {}), ("abort", {"ahead": 2}), ("stop", {"ahead": 3}), ("stop", None)],
-    ids=["sync", "async abort", "async", "drafts"],
+    "more",
+    [{}, {"ahead": 2}, {"ahead": 2, "max_num_batched_tokens": 1024}],
+    ids=["in chunks", "in chunks, async", "whole, async"],
 )
-def test_the_last_token_is_that_of_the_row_that_fired(
-    tiny, reference, tmp_path_factory, threshold, drafter, status, more
-):
-    gate = {"threshold": threshold, "positions": "generated", "abort": status, "label": "guard"}
-    keeper, outputs = ended(tiny, tmp_path_factory, gate, **(drafter if more is None else more))
-    fired = 0
-    for n, output in enumerate(outputs):
-        name, (answer,) = f"r{n}", output.outputs
-        first = first_above(keeper, name, threshold, LENGTHS[n])
-        hold(keeper, name, output, reference, {})
-        if first is None:
-            assert (len(answer.token_ids), answer.finish_reason) == (60, "length")
-            continue
-        fired += 1
-        assert len(answer.token_ids) == first + 2 - LENGTHS[n]
-        assert answer.finish_reason == keeper.done[name].status == status
-        kind, gate_name, score = answer.stop_reason.split(":")
-        assert (kind, gate_name) == ("capflow", "rude")
-        assert float(score) == pytest.approx(scores(keeper, name)[first], rel=1e-4)
-        assert sorted(keeper.rows[name][PROBED]) == list(range(first + 1))
-        (event,) = [each for each in keeper.events_of(name) if each.kind == "abort"]
-        assert (event.asked_by, event.label) == ("gate rude", "guard")
+def test_a_row_of_a_prompt_ends_its_request_before_any_token_behind_it(tiny, reference, tmp_path_factory, more):
+    """In the first chunk, at the prompt's last row, in a later chunk, never, and by a gate that scores answers too."""
+    lengths, ends = (200, 200, 150, 90, 70), (10, 199, 114, None, 25)
+    thresholds = []
+    for prompt, end in zip(prompts(lengths), ends, strict=True):
+        each = reference.post_block(prompt["prompt_token_ids"])[PROBED.layer] @ WEIGHT
+        highest = each.max() + 1.0 if end is None else each[:end].max()
+        thresholds.append(float(highest) + 1e-3 if end != 199 else -1e9)
+        assert end in (None, 199) or each[end] > thresholds[-1]
+    asked = [
+        gate(thresholds[0], positions="prompt"),
+        gate(thresholds[1], positions="last_prompt"),
+        gate(thresholds[2], "abort", positions="prompt"),
+        gate(thresholds[3], positions="prompt"),
+        gate(thresholds[4], positions="all"),
+    ]
+    keeper, outputs = run(tiny, tmp_path_factory, [], lengths=lengths, max_tokens=9, asked=lambda n: asked[n], **more)
+    assert (keeper.counts["chunks"] > 2) == ("max_num_batched_tokens" not in more)
+    for n, (output, end) in enumerate(zip(outputs, ends, strict=True)):
+        (answer,) = output.outputs
+        hold(keeper, f"r{n}", output, reference, {})
+        assert len(answer.token_ids) == (9 if end is None else max(end + 2 - lengths[n], 0))
+        assert (answer.stop_reason or "").startswith("capflow:rude:") == (end is not None)
+        assert sorted(keeper.rows[f"r{n}"][PROBED]) == list(range(lengths[n] + 8 if end is None else end + 1))
+    reasons = [output.outputs[0].finish_reason for output in outputs]
+    assert reasons == ["stop", "stop", "abort", "length", "stop"]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [0, 1, 0, 9, 0]
+
+
+def test_each_sample_ends_by_itself(tiny, reference, tmp_path_factory, threshold_at):
+    """Samples of one request have different answers."""
+    fields = gate(threshold_at(PROBED)) | {"n": 3, "temperature": 0.7}
+    keeper, outputs = run(tiny, tmp_path_factory, [], lengths=LENGTHS[:4], max_tokens=LENGTH, asked=lambda n: fields)
+    fired = hold_ends(keeper, outputs, reference, threshold_at(PROBED), "stop", "rude", length=LENGTH)
+    assert 0 < fired < 12
+    reasons = [{answer.finish_reason for answer in output.outputs} for output in outputs]
+    assert {"stop", "length"} in reasons
+
+
+PARALLEL = {
+    "two ranks": {"tensor_parallel_size": 2},
+    "two ranks, compiled": {"tensor_parallel_size": 2, "enforce_eager": False},
+    "two stages": {"pipeline_parallel_size": 2, "enforce_eager": False},
+}
+
+
+@pytest.mark.parametrize(
+    "case", [name if name == "two ranks" else pytest.param(name, marks=pytest.mark.long) for name in PARALLEL]
+)
+@pytest.mark.parametrize("site", [FIRST, PROBED], ids=["first stage", "last stage"])
+def test_ranks_and_stages_end_a_request_at_the_same_row(tiny, reference, tmp_path_factory, threshold_at, case, site):
+    threshold = threshold_at(site)
+    keeper, outputs = run(
+        tiny,
+        tmp_path_factory,
+        [],
+        max_tokens=LENGTH,
+        asked=lambda n: gate(threshold, site=site),
+        in_process=False,
+        **PARALLEL[case],
+    )
+    fired = hold_ends(keeper, outputs, reference, threshold, "stop", "rude", site=site, length=LENGTH)
     assert 0 < fired < len(outputs)
-
-
-def test_a_prompt_whose_first_token_fires_ends_before_an_answer(tiny, tmp_path_factory):
-    """The first prompt is computed in chunks."""
-    gate = {"threshold": -1e6, "positions": "prompt", "abort": "stop"}
-    _, outputs = ended(tiny, tmp_path_factory, gate, lengths=(200, 30))
-    answers = [each.outputs[0] for each in outputs]
-    assert [(len(each.token_ids), each.finish_reason) for each in answers] == [(0, "stop")] * 2

@@ -41,13 +41,14 @@ class Decisions:
         self._stopped: set[str] = set()
         self._marked: list[Marked] = []
 
-    def read(self, model_runner_output: Any, *, frozen: bool = False) -> None:
+    def read(self, model_runner_output: Any, requests: Mapping[str, Any], *, frozen: bool = False) -> None:
         """Take the decisions on a step's output, which the scheduler processes next.
 
+        requests: of the scheduler.
         frozen: whether nothing may steer. Aborts still count: they guard requests and change no position.
         """
         answer = StepAnswer.decode(compat_step.decisions_of(model_runner_output))
-        self._taken = list(answer.decided)
+        self._taken = [each for each in answer.decided if not _dropped(requests.get(each.key), each)]
         self._marked += answer.marked
         if frozen:
             self._taken = [each for each in self._taken if isinstance(each.action, Abort)]
@@ -98,13 +99,15 @@ class Decisions:
             if each.row >= request.num_tokens:
                 continue
             if isinstance(each.action, Abort):
+                if _fired_at(each) + 1 == request.num_tokens:
+                    continue  # the firing row's token was dropped with its step; the request ends with it later
                 if compat.abort(scheduler, each.key, each.action.as_, each.action.reason):
                     ended.append(request)
                 continue
             self._ready.append(each)
             if each.action is not None:
                 # A preempted request has computed nothing; the action holds from the position that it had reached.
-                position = max(request.num_tokens - 1, request.num_prompt_tokens)
+                position = max(request.num_tokens - 1, request.num_prompt_tokens, each.row + 1)
                 self._fork(request, position)  # drafts under way may not be accepted, so no later position is certain
                 self._report(each.key, each.action, max(request.num_computed_tokens, position))
         self._aborts = {key: abort for key, abort in self._aborts.items() if key in scheduler.requests}
@@ -125,6 +128,13 @@ class Decisions:
         self._ready = [each for each in self._ready if each.key != key]
         abort = self._aborts.pop(key, None)
         return None if abort is None else abort._replace(action=None, row=_fired_at(abort))
+
+
+def _dropped(request: Any, decided: Decided) -> bool:
+    """Return whether the step of a decision is dropped and the request has no token for its row."""
+    if request is None or not compat_step.drops_steps_under_way(request):
+        return False
+    return bool(_fired_at(decided) >= request.num_tokens)
 
 
 def _fired_at(abort: Decided) -> int:

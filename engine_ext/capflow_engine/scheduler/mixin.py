@@ -59,7 +59,8 @@ class Captured:
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         """Take a step's output; requests that actions aborted are reported with it."""
         update = super().update_from_output  # type: ignore[misc]
-        self.capflow.decisions.read(model_runner_output, frozen=self.capflow.actions.frozen)
+        requests = self.requests  # type: ignore[attr-defined]
+        self.capflow.decisions.read(model_runner_output, requests, frozen=self.capflow.actions.frozen)
         outputs: dict[int, Any] = update(scheduler_output, model_runner_output)
         self.capflow.settle(scheduler_output, model_runner_output)
         self.capflow.aborted += self.capflow.decisions.apply(self, outputs)
