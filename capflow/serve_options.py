@@ -14,6 +14,7 @@ from typing import NoReturn
 from capflow import limits
 from capflow.buffers.policy import FALLBACKS, POLICIES_OF_WORKERS, POLICY_DEFAULT
 from capflow.errors import UsageError
+from capflow.steering.divergence import ON_DIVERGENCE, ON_DIVERGENCE_DEFAULT
 from capflow.text.engine_name import checked
 
 HUB_FLAGS = (
@@ -180,6 +181,12 @@ def _add_steering(parser: Parser) -> None:
         type=_bytes(limits.BANK_BYTES_MAX),
         metavar="BYTES",
         help="memory for the vectors of running requests (default: 256 MiB)",
+    )
+    group.add_argument(
+        "--on-divergence",
+        choices=ON_DIVERGENCE,
+        default=ON_DIVERGENCE_DEFAULT,
+        help="reaction to ranks that steer differently (default: %(default)s)",
     )
     group.add_argument(
         "--steering-body-bytes-max",

@@ -20,6 +20,7 @@ from capflow.buffers.spool import check_root, default_root
 from capflow.capture.site import HOOK_ALIASES, HOOKS, Site
 from capflow.errors import UsageError, explain
 from capflow.protocol.routing import hub_of
+from capflow.steering.divergence import ON_DIVERGENCE, ON_DIVERGENCE_DEFAULT
 from capflow_engine.hubs import HubAt
 
 if TYPE_CHECKING:  # it needs torch
@@ -33,6 +34,13 @@ STEERING_BANK_BYTES = 256 * limits.MIB
 
 # Rises with every change to what a tap puts into the graph.
 _GRAPH_VERSION = 4
+
+
+def check_on_divergence(value: Any) -> str:
+    """Return what an engine does if its ranks steer differently; raise UsageError for anything else."""
+    if value not in ON_DIVERGENCE:
+        raise UsageError(explain("on_divergence", got=value, expected=f"one of {', '.join(ON_DIVERGENCE)}"))
+    return str(value)
 
 
 class Outbound(NamedTuple):
@@ -92,6 +100,7 @@ class Settings:
     steering_bank_bytes: the device memory of the steering bank.
     hub_wait_s: how long the engine's start waits for the hubs; None starts without.
     capture_wait_s: how long a response over HTTP waits for the consumers at most, if its request asks it to.
+    on_divergence: what the engine does if its ranks steer differently, one of `ON_DIVERGENCE`.
     user: the `additional_config` that the user gave vLLM besides.
     """
 
@@ -105,6 +114,7 @@ class Settings:
     steering_bank_bytes: int = STEERING_BANK_BYTES
     hub_wait_s: float | None = None
     capture_wait_s: float = limits.CAPTURE_WAIT_S_DEFAULT
+    on_divergence: str = ON_DIVERGENCE_DEFAULT
     user: Mapping[str, Any] = field(default_factory=dict)
 
     def compute_hash(self) -> str:

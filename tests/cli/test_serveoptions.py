@@ -62,6 +62,10 @@ def test_the_options_of_the_hub_are_those_that_need_a_consumer():
         (("m", "--grpc-port", "65536"), "--grpc-port: got 65536, expected 1..65535"),
         (("m", "--engine-name", "a/b"), "--engine-name: got a/b, expected 1..64 letters, digits"),
         (("m", "--policy", "maybe"), "--policy: invalid choice: 'maybe'"),
+        (
+            ("m", "--on-divergence", "stop"),
+            "--on-divergence: invalid choice: 'stop' (choose from 'warn', 'freeze', 'abort'",
+        ),
     ],
 )
 def test_a_wrong_option_is_one_line(arguments, words):

@@ -15,6 +15,7 @@ import click
 
 from capflow import limits
 from capflow.buffers.policy import FALLBACKS, POLICIES_OF_WORKERS
+from capflow.steering.divergence import ON_DIVERGENCE
 
 if TYPE_CHECKING:
     from capflow.cli.hub.running import HubRun
@@ -76,6 +77,11 @@ def _failures_in_its_log(command: Callable[..., None]) -> Callable[..., None]:
     help="The memory for what steers. Default: 256 MiB.",
 )
 @click.option(
+    "--on-divergence",
+    type=click.Choice(ON_DIVERGENCE),
+    help="The reaction to ranks that steer differently. Default: warn.",
+)
+@click.option(
     "--engine-name", metavar="NAME", help="What the engine of --model is called. Default: another name each time."
 )
 @click.option("--engine-arg", multiple=True, metavar="NAME=VALUE", help="An engine argument of vLLM; repeatable.")
@@ -121,6 +127,7 @@ def run(
     steering: str | None,
     steering_modules: tuple[str, ...],
     steering_bank_bytes: int | None,
+    on_divergence: str | None,
     engine_name: str | None,
     engine_arg: tuple[str, ...],
     sampling: tuple[str, ...],
@@ -152,6 +159,7 @@ def run(
     outbound = {name: value for name, value in {"policy": policy, **spill}.items() if value is not None}
     _check_beside(outbound, model, policy)
     steers = {"steering": steering, "steering_modules": steering_modules, "steering_bank_bytes": steering_bank_bytes}
+    steers["on_divergence"] = on_divergence
     steers = {name: value for name, value in steers.items() if value not in (None, ())}
     if model is None and (steers or engine_name is not None):
         option = "--" + next(iter(steers), "engine_name").replace("_", "-")

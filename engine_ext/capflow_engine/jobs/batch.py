@@ -69,6 +69,7 @@ def run(job: JobRequest, tell: Tell) -> None:
         fixed=tapped.fixed,
         outbound=outbound,
         steering_bank_bytes=job.steering_bank_bytes,
+        on_divergence=job.on_divergence,
         hub_wait_s=30.0,
     )
     for name, value in engine_arguments(settings).items():

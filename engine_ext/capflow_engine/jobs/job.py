@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from capflow.buffers.policy import POLICY_DEFAULT
+from capflow.steering.divergence import ON_DIVERGENCE_DEFAULT
 from capflow.steering.request import Steering
 from capflow_engine.settings import STEERING_BANK_BYTES
 
@@ -51,6 +52,7 @@ class JobRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steering: str | None = None
     steering_modules: list[str] = []
     steering_bank_bytes: int = STEERING_BANK_BYTES
+    on_divergence: str = ON_DIVERGENCE_DEFAULT
     key: str | None = None
     policy: str = POLICY_DEFAULT
     spool_dir: str | None = None

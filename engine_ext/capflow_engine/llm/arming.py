@@ -11,7 +11,7 @@ from capflow.text.engine_name import new_engine
 from capflow.transport.hub_process import HubProcess
 from capflow_engine.compat import model as compat_model
 from capflow_engine.hubs import hubs_at
-from capflow_engine.settings import Outbound, Settings
+from capflow_engine.settings import Outbound, Settings, check_on_divergence
 
 _LAUNCH_WAIT_S = 60.0
 _NO_HUB_WAIT_S = 0.5
@@ -42,6 +42,7 @@ def arm(
     outbound: Outbound,
     bank_bytes: int,
     engine_name: str | None,
+    on_divergence: str,
 ) -> Armed:
     """Return the settings of an engine. Starts a hub for its consumers, if there are any.
 
@@ -55,6 +56,7 @@ def arm(
     for name in ("worker_cls", "scheduler_cls"):
         if name in arguments:
             raise UsageError(explain(name, got=arguments[name], expected="to be left out; capflow brings its own"))
+    check_on_divergence(on_divergence)
     if consumers and hub is not None:
         raise UsageError(explain("LLM: both hub and consumers", do="give consumers to the hub with `capflow run`"))
     user: Mapping[str, Any] = arguments.pop("additional_config", None) or {}
@@ -79,6 +81,7 @@ def arm(
         fixed=tapped.fixed,
         outbound=outbound,
         steering_bank_bytes=bank_bytes,
+        on_divergence=on_divergence,
         hub_wait_s=_LAUNCH_WAIT_S if consumers or hub is not None else _NO_HUB_WAIT_S,
         user=dict(user),
     )

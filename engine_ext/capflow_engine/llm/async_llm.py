@@ -12,6 +12,7 @@ from capflow import limits
 from capflow.buffers.policy import POLICY_DEFAULT
 from capflow.capture.result import joined
 from capflow.errors import UsageError, explain
+from capflow.steering.divergence import ON_DIVERGENCE_DEFAULT
 from capflow.text.engine_name import start_of
 from capflow.transport.hub_process import HubProcess
 from capflow_engine.compat import engine as compat
@@ -69,6 +70,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         spill_fallback: str | None = None,
         steering_bank_bytes: int = STEERING_BANK_BYTES,
         engine_name: str | None = None,
+        on_divergence: str = ON_DIVERGENCE_DEFAULT,
         capture_wait_s: float = limits.CAPTURE_WAIT_S_DEFAULT,
         **kwargs: Any,
     ) -> Self:
@@ -93,6 +95,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
             outbound=Outbound.of(policy, spool_dir, spool_bytes, spill_fallback),
             bank_bytes=steering_bank_bytes,
             engine_name=engine_name,
+            on_divergence=on_divergence,
         )
         try:
             self: Self = cls.from_engine_args(

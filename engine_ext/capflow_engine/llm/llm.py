@@ -11,6 +11,7 @@ from capflow import limits
 from capflow.buffers.policy import POLICY_DEFAULT
 from capflow.capture.result import joined
 from capflow.errors import UsageError, explain
+from capflow.steering.divergence import ON_DIVERGENCE_DEFAULT
 from capflow.steering.program import SteeringProgram
 from capflow.steering.request import Steering
 from capflow.text.engine_name import start_of
@@ -51,6 +52,8 @@ class LLM(VLLM):  # type: ignore[misc]
         worker does if those are full.
     steering_bank_bytes: the memory for the vectors that steer running requests. A request waits for room in it.
     engine_name: the engine's name in data and at its hubs; by default a random one at each start.
+    on_divergence: what the engine does if its tensor-parallel ranks or pipeline stages steer differently: `warn`,
+        `freeze` or `abort`.
     steering: a `SteeringStore`: the modules that requests may name, and the global state, which steers every request of
         `generate`, `chat`, `enqueue` and `enqueue_chat`. It refuses what does not fit the model. A change holds for
         later requests.
@@ -80,6 +83,7 @@ class LLM(VLLM):  # type: ignore[misc]
         spill_fallback: str | None = None,
         steering_bank_bytes: int = STEERING_BANK_BYTES,
         engine_name: str | None = None,
+        on_divergence: str = ON_DIVERGENCE_DEFAULT,
         **kwargs: Any,
     ) -> None:
         compat.prepare_environment(kwargs)
@@ -104,6 +108,7 @@ class LLM(VLLM):  # type: ignore[misc]
             outbound=Outbound.of(policy, spool_dir, spool_bytes, spill_fallback),
             bank_bytes=steering_bank_bytes,
             engine_name=engine_name,
+            on_divergence=on_divergence,
         )
         if armed.hub is not None:
             self._stop_hub = weakref.finalize(self, armed.hub.stop)

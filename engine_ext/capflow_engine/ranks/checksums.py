@@ -1,7 +1,8 @@
 """Checksums of what steers a step: every rank keeps its own, and equal ranks have equal ones.
 
 A step is folded as its plan is made, from what the rank will do: step, request, positions, steering program, slots of
-the bank. Each fold begins with the one before, so ranks that once differed differ from there on.
+the bank; and, when it is settled, which gates were open. Each fold begins with the one before, so ranks that once
+differed differ from there on.
 
 There are two sums. `shared` has what all ranks of an engine share: programs of requests and actions through a hub.
 `stage` has also what the tensor-parallel ranks of one pipeline stage share: slots, and actions of controllers, which
@@ -14,17 +15,21 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from capflow import limits
-from capflow_engine.taps.plan import Plan, Scheduled
+from capflow_engine.taps.acting import SlotRange
+from capflow_engine.taps.plan import Plan, Scheduled, Slotted, Tracked
 
 _encoder = msgspec.msgpack.Encoder()
+
+Indices = npt.NDArray[np.int64]
 
 
 class Folded(NamedTuple):
@@ -48,16 +53,51 @@ class StepLog(msgspec.Struct, frozen=True, array_like=True):
     folded: tuple[Folded, ...]
 
 
+class _Batch(NamedTuple):
+    """The steered part of a step's batch, from one change of it to the next.
+
+    held: what steers each request; it holds at all its positions of the step.
+    firsts: the position from which each of `held` holds.
+    shared: the indices of the requests that are steered in all stages.
+    head, shared_head: what is folded of each step beside its number and positions.
+    """
+
+    requests: tuple[Tracked, ...]
+    lengths: tuple[int, ...]
+    held: list[SlotRange]
+    slots: tuple[Slotted, ...]
+    firsts: Indices
+    shared: Indices
+    head: bytes
+    shared_head: bytes
+
+
+class _Recent(NamedTuple):
+    """A folded step, for `Checksums.requests`."""
+
+    step: int
+    parts: Sequence[Scheduled]
+    held: list[SlotRange]
+    slots: tuple[Slotted, ...]
+
+
 class Checksums:
-    """The sums of one rank. The step's thread folds; any thread takes the log."""
+    """The sums of one rank. The step's thread folds; any thread takes the log.
+
+    A batch that goes on as in the step before costs only its positions: the rest is hashed when it changes.
+    """
 
     def __init__(self) -> None:
         self._folded: deque[Folded] = deque(maxlen=limits.CHECKSUM_STEPS_MAX)
+        self._recent: deque[_Recent] = deque(maxlen=limits.CHECKSUM_PARTS_MAX)
         # The last step, and how many were folded.
         self.last = self.folds = 0
         self._shared = self._stage = 0
         # The last folded step that is no longer in the log.
         self._before = Folded(0, 0, 0)
+        self._batch: _Batch | None = None
+        # The gates of the steps that are not settled, oldest first.
+        self._gates: deque[tuple[int, npt.NDArray[Any], Callable[[], None]]] = deque()
         self._lock = threading.Lock()
 
     def fold(self, step: int, plan: Plan) -> None:
@@ -65,50 +105,112 @@ class Checksums:
         if not plan.steers:
             self.last = step
             return
-        every = [_part(part) for part in plan.batch if part.request.steered is not None]
-        if shared := [_shared(part) for part in every if any(key for _, _, key in part[3])]:
-            self._shared = xxhash.xxh3_64_intdigest(_encoder.encode((step, shared)), self._shared)
-        here = _encoder.encode((step, every)) + np.array(plan.steered, np.int64).tobytes()
+        parts = [part for part in plan.batch if part[0].steered is not None]
+        requests, _, starts, lengths = zip(*parts, strict=True)
+        held = [request.steered[-1] for request in requests]
+        begins = np.array(starts, np.int64)
+        batch = self._batch
+        if (
+            batch is None
+            or requests != batch.requests
+            or lengths != batch.lengths
+            or held != batch.held
+            or plan.steered != batch.slots
+            or (begins < batch.firsts).any()
+        ):
+            batch = _batch(parts, held, plan.steered)
+            self._batch = batch if (begins >= batch.firsts).all() else None
+        number = step.to_bytes(8, "little")
+        if batch.shared_head:
+            shared = begins if len(batch.shared) == len(begins) else begins[batch.shared]
+            self._shared = xxhash.xxh3_64_intdigest(number + batch.shared_head + shared.tobytes(), self._shared)
+        here = number + batch.head + begins.tobytes()
         self._stage = xxhash.xxh3_64_intdigest(here, self._stage ^ self._shared)
         with self._lock:
             if len(self._folded) == self._folded.maxlen:
                 self._before = self._folded[0]
             self.folds += 1
             self._folded.append(Folded(step, self._shared, self._stage))
+            self._recent.append(_Recent(step, parts, held, plan.steered))
             self.last = step
+
+    def add_gates(self, step: int, margins: npt.NDArray[Any], ready: Callable[[], None]) -> None:
+        """Add the gates of a step that was just launched; they are folded when it is settled.
+
+        margins: float32 `[gates, tokens]`, in the host's memory; valid after `ready` returned.
+        """
+        self._gates.append((step, margins, ready))
+
+    def settle(self, settled: int) -> None:
+        """Fold which gates were open in the steps up to number `settled`, with the next step that is folded.
+
+        The outputs of these steps are out, so their margins are in the host's memory. Scores are not folded: on some
+        devices their last bits may differ between ranks that do the same.
+        """
+        while self._gates and self._gates[0][0] <= settled:
+            step, margins, ready = self._gates.popleft()
+            ready()
+            bits = np.packbits(margins >= 0).tobytes()
+            self._stage = xxhash.xxh3_64_intdigest(step.to_bytes(8, "little") + bits, self._stage)
 
     def log(self) -> StepLog:
         """Return the latest steps."""
         with self._lock:
             return StepLog(self._before, self.last, tuple(self._folded))
 
+    def requests(self, step: int) -> dict[str, int] | None:
+        """Return a sum of each steered request of a recent step alone, by vLLM's id; None if the step is gone."""
+        with self._lock:
+            recent = next((each for each in self._recent if each.step == step), None)
+        if recent is None:
+            return None
+        sums = {}
+        for (request, row, start, length), held in zip(recent.parts, recent.held, strict=True):
+            slots = [(max(s, row) - row, min(s + n, row + length) - row, slot) for s, n, slot in recent.slots]
+            mine = (start, length, held.first, held.key, [each for each in slots if each[0] < each[1]])
+            sums[request.key] = xxhash.xxh3_64_intdigest(_encoder.encode(mine))
+        return sums
 
-_Part = tuple[str, int, int, list[tuple[int, int, int]]]
-"""A request's part of a step: its key, its positions, and from which of them on which programs apply.
 
-A program has two keys: its own, and that of the part of it that all stages share.
-"""
+def _batch(parts: Sequence[Scheduled], held: list[SlotRange], slots: tuple[Slotted, ...]) -> _Batch:
+    every = [(part.request.key, part.length, _programs(part)) for part in parts]
+    shared = [(key, length, _shared(programs)) for key, length, programs in every]
+    places = [n for n, (_, _, programs) in enumerate(shared) if any(program for _, program in programs)]
+    head = _encoder.encode(every) + np.array(slots, np.int64).tobytes()
+    return _Batch(
+        tuple(part.request for part in parts),
+        tuple(part.length for part in parts),
+        held,
+        slots,
+        np.array([each.first for each in held], np.int64),
+        np.array(places, np.int64),
+        xxhash.xxh3_64_digest(head),
+        xxhash.xxh3_64_digest(_encoder.encode([shared[n] for n in places])) if places else b"",
+    )
 
 
-def _part(part: Scheduled) -> _Part:
+def _programs(part: Scheduled) -> list[tuple[int, int, int]]:
+    """Return which programs apply to a request's part of a step, each from which of its positions on.
+
+    Indices are counted from the part's first. A program has two keys: its own, and that of the part of it that all
+    stages share.
+    """
     request, _, start, length = part
     history = request.steered or []
-    held = history[-1]
-    if held.first <= start:  # nearly always
-        return request.key, start, length, [(start, held.key, held.shared_key)]
+    if history[-1].first <= start:  # nearly always true
+        return [(0, history[-1].key, history[-1].shared_key)]
     ranges = zip(history, [*(each.first for each in history[1:]), start + length], strict=True)
-    keys = [(max(each.first, start), each.key, each.shared_key) for each, end in ranges if end > start]
-    return request.key, start, length, [each for each in keys if each[0] < start + length]
+    programs = [(max(each.first - start, 0), each.key, each.shared_key) for each, end in ranges if end > start]
+    return [each for each in programs if each[0] < length]
 
 
-def _shared(part: _Part) -> tuple[str, int, int, list[tuple[int, int]]]:
-    """Return the part as all stages have it: a controller's action begins no program there."""
-    key, start, length, ranges = part
-    programs: list[tuple[int, int]] = []
-    for first, _, program in ranges:
-        if not programs or programs[-1][1] != program:
-            programs.append((first, program))
-    return key, start, length, programs
+def _shared(programs: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    """Return the programs as all stages have them: a controller's action begins no program there."""
+    shared: list[tuple[int, int]] = []
+    for first, _, program in programs:
+        if not shared or shared[-1][1] != program:
+            shared.append((first, program))
+    return shared
 
 
 class Difference(NamedTuple):

@@ -141,6 +141,7 @@ class EngineActions:
         self._ordered: list[tuple[str, Ordered, int | None]] = []
         self._ended: list[LeaseEnd] = []
         self._order_frozen: bool | None = None
+        self._frozen_label = ""
         # Ids of freezes and their ends that are answered with the next step.
         self._frozen_ids: list[str] = []
         # Actions for the engine that were answered while it was idle; guarded by `_lock`, as is `_taking`.
@@ -166,6 +167,10 @@ class EngineActions:
             if ordered.key == key:
                 self._answer(Rejected(action_id, explain("request", got=name, expected="one that is running")))
         self._ordered = [each for each in self._ordered if each[1].key != key]
+
+    def reaches(self, key: str) -> bool:
+        """Return whether an action reached a request, or a gain of the engine may."""
+        return key in self._timelines
 
     def shift(self, key: str, first: int, count: int) -> None:
         """Lower the positions of a request's actions that apply from position `first` or from a later one."""
@@ -258,6 +263,7 @@ class EngineActions:
         if frozen == self.frozen:
             return None
         self.frozen = self._order_frozen = frozen
+        self._frozen_label = action.label
         self._leases.clear()
         for rejected, ordered, _ in self._ordered:
             if ordered.key:  # it would hold for no position
@@ -280,6 +286,7 @@ class EngineActions:
         orders.actions = [each for _, each, _ in ordered]
         orders.leases, self._ended = self._ended, []
         orders.frozen, self._order_frozen = self._order_frozen, None
+        orders.frozen_label = self._frozen_label
         frozen, self._frozen_ids = self._frozen_ids, []
         with self._lock:
             self._taking = False

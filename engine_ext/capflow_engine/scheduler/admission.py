@@ -40,6 +40,7 @@ from capflow_engine.hubs import HubLinks
 from capflow_engine.request.dynamic import Reports
 from capflow_engine.request.options import KEY, RequestOptions
 from capflow_engine.request.reach import check_patches, first_latching, length_max
+from capflow_engine.scheduler import divergence
 from capflow_engine.scheduler.actions import EngineActions, RunningRequest, frozen_needs
 from capflow_engine.scheduler.brought import HubSteering
 from capflow_engine.scheduler.decisions import Decisions
@@ -311,6 +312,26 @@ class Admission:
         name = self._names[key]
         controllers = tuple(spec.label for spec in self._wants[self.settings.hub_of(name)].controllers)
         return RunningRequest(request, name, self._options[key].program, self._steered_from(request), controllers)
+
+    def react(self, scheduler: Any) -> list[Any]:
+        """React to what the processed output says of ranks that steer differently; return the aborted requests."""
+        diverged = self.decisions.take_diverged()
+        if diverged is None:
+            return []
+        if self.settings.on_divergence == "freeze":
+            self.actions.at_once(divergence.freeze(diverged), self.step, idle=False)
+            return []
+        steered = [key for key in self._names if key in scheduler.requests and self._may_steer(key)]
+        return divergence.abort(diverged, scheduler, steered, self._hub_of, self.decisions.ends)
+
+    def _may_steer(self, key: str) -> bool:
+        """Return whether something steers a request, or may steer it without the scheduler."""
+        controllers = self._wants[self._hub_of(key)].controllers
+        watched = any(spec.runs and spec.sees(self._names[key]) for spec in controllers)
+        return watched or self._options[key].program is not None or self.actions.reaches(key)
+
+    def _hub_of(self, key: str) -> int:
+        return self.settings.hub_of(self._names[key])
 
     def order(self, scheduler_output: Any, requests: Mapping[str, Any]) -> None:
         """Attach the orders of the step that was just scheduled to the scheduler's output.

@@ -17,7 +17,7 @@ from typing import Any
 from capflow.steering.action import Abort, Gain, SetGate, Steer, Unsteer
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import step as compat_step
-from capflow_engine.scheduler.orders import Decided, Marked, StepAnswer
+from capflow_engine.scheduler.orders import Decided, Divergence, Marked, StepAnswer
 
 
 class Decisions:
@@ -40,6 +40,7 @@ class Decisions:
         # The requests that a decision ended with status `stop` in the output that is being processed.
         self._stopped: set[str] = set()
         self._marked: list[Marked] = []
+        self._diverged: Divergence | None = None
 
     def read(self, model_runner_output: Any, requests: Mapping[str, Any], *, frozen: bool = False) -> None:
         """Take the decisions on a step's output, which the scheduler processes next.
@@ -50,6 +51,7 @@ class Decisions:
         answer = StepAnswer.decode(compat_step.decisions_of(model_runner_output))
         self._taken = [each for each in answer.decided if not _dropped(requests.get(each.key), each)]
         self._marked += answer.marked
+        self._diverged = answer.diverged
         if frozen:
             self._taken = [each for each in self._taken if isinstance(each.action, Abort)]
         for each in self._taken:
@@ -122,6 +124,15 @@ class Decisions:
         """Return what controllers of one pipeline stage steered, for a step's orders."""
         marked, self._marked = self._marked, []
         return marked
+
+    def take_diverged(self) -> Divergence | None:
+        """Return what the processed output says of ranks that steer differently."""
+        diverged, self._diverged = self._diverged, None
+        return diverged
+
+    def ends(self, decided: Decided) -> None:
+        """Note by what a request ends that is aborted now."""
+        self._aborts.setdefault(decided.key, decided)
 
     def end(self, key: str) -> Decided | None:
         """Forget a request that ended; return the decision that ended it, with the firing position as its row."""

@@ -64,6 +64,7 @@ class Captured:
         outputs: dict[int, Any] = update(scheduler_output, model_runner_output)
         self.capflow.settle(scheduler_output, model_runner_output)
         self.capflow.aborted += self.capflow.decisions.apply(self, outputs)
+        self.capflow.aborted += self.capflow.react(self)
         if self.capflow.aborted:
             compat.add_finished_outputs(outputs, self.capflow.aborted)
             self.capflow.aborted.clear()

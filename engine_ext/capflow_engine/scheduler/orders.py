@@ -70,15 +70,29 @@ class Marked(NamedTuple):
     runs: tuple[int, ...]
 
 
+class Divergence(NamedTuple):
+    """Ranks of the engine steer differently.
+
+    step: the first step in which they do.
+    ranks: those that differ, as `STAGE.RANK`.
+    requests: the requests that they steer differently, by vLLM's id; empty if that is unknown.
+    """
+
+    step: int
+    ranks: tuple[str, ...]
+    requests: tuple[str, ...] = ()
+
+
 class StepAnswer(NamedTuple):
     """What goes to the scheduler with a step's output."""
 
     decided: Sequence[Decided] = ()
     marked: Sequence[Marked] = ()
+    diverged: Divergence | None = None
 
     def encode(self) -> bytes:
         """Return the answer as bytes; none if there is nothing to say."""
-        return msgspec.msgpack.encode(self) if self.decided or self.marked else b""
+        return msgspec.msgpack.encode(self) if any(self) else b""
 
     @staticmethod
     def decode(data: bytes) -> StepAnswer:
@@ -200,6 +214,7 @@ class Orders:
         `settled`.
     leases: leases that ended; they apply before `frozen`.
     frozen: whether the engine is frozen from this step on; None: as before. It applies before `actions`.
+    frozen_label: the label of the action that changed `frozen`.
     """
 
     step: int
@@ -215,6 +230,7 @@ class Orders:
     marked: list[Marked] = field(default_factory=list)
     leases: list[LeaseEnd] = field(default_factory=list)
     frozen: bool | None = None
+    frozen_label: str = ""
 
     def attach(self, scheduler_output: Any) -> None:
         """Put the orders on a step's scheduler output."""

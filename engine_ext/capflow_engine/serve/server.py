@@ -77,6 +77,7 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
         hub_wait_s=1.0,
         capture_wait_s=mine.capture_wait_s,
         steering_bank_bytes=bank_bytes,
+        on_divergence=mine.on_divergence,
         user=user,
     )
     for name, value in engine_arguments(settings).items():

@@ -48,7 +48,7 @@ class Changes:
             if lease.key in self._requests:
                 self._end_lease(lease)
         if orders.frozen is not None:
-            self._freeze(frozen=orders.frozen)
+            self._freeze(frozen=orders.frozen, label=orders.frozen_label)
         for ordered in orders.actions:
             self._order(ordered)
 
@@ -84,7 +84,7 @@ class Changes:
             if self._last or not (owner.order < len(specs) and specs[owner.order].ordered):
                 self._events.note(tracked, owner.gain_name, "lease_end", (), position=position, label=label)
 
-    def _freeze(self, *, frozen: bool) -> None:
+    def _freeze(self, *, frozen: bool, label: str) -> None:
         """Take every dynamic change back, or end that."""
         if self._histories.frozen == frozen:
             return
@@ -95,7 +95,7 @@ class Changes:
             self._histories.freeze(tracked, frozen=frozen)
             if self._first:
                 kind = "freeze" if frozen else "unfreeze"
-                self._events.note(tracked, "engine", kind, (), position=tracked.computed)
+                self._events.note(tracked, "engine", kind, (), position=tracked.computed, label=label)
 
     def decide(self, decided: Decided) -> None:
         """Apply a controller's decision if there is room for it; all ranks that apply it come to the same outcome."""
@@ -136,15 +136,15 @@ class Changes:
             )
 
     def note_end(self, tracked: Tracked, ended: Ended, step: int | None) -> None:
-        """Record that a gate or a controller ended a request.
+        """Record that a gate, a controller or the engine itself ended a request.
 
         step: the last step that holds the request; None if there is none.
         """
         abort = ended.decided
         if abort is None or not self._last:
             return
-        by = f"gate {abort.gate}"
-        if not abort.gate:
+        by = f"gate {abort.gate}" if abort.gate else "engine"
+        if abort.order >= 0:
             by = f"controller {self._controllers[tracked.hub].owner(abort.order).name}"
         self._events.note(
             tracked,

@@ -173,7 +173,8 @@ class WorkerCapture:
     def _agreement(self) -> Agreement:
         stages, ranks = self.info.stages, self._ranks
         store = compat.rank_store if stages * ranks > 1 else None
-        return Agreement(self.checksums, self.rank, stages=stages, ranks=ranks, store=store)
+        reaction = self.settings.on_divergence
+        return Agreement(self.checksums, self.rank, stages=stages, ranks=ranks, store=store, reaction=reaction)
 
     def _troubles(self, hub: int) -> tuple[str, ...]:
         """Return what a hub hears of the worker's troubles. Callable on any thread."""
@@ -213,6 +214,7 @@ class WorkerCapture:
         for key, limit in cuts.items():
             self.firing.cut(key, limit)
         self._events.note_gates(self.firing, orders.settled, self.requests)
+        self.checksums.settle(orders.settled)
         decisions = self.deciding.begin(compat_step.drafts(scheduler_output), cuts)
         self._cut(orders.cuts)
         for key, ended in orders.ended.items():
@@ -305,9 +307,10 @@ class WorkerCapture:
         return self.planner.program(places, hub)
 
     def answer(self, output: Any) -> Any:
-        """Send decisions on a step, and the marks of this stage, with its output."""
+        """Send decisions on a step, the marks of all stages, and a difference of ranks with the step's output."""
         marked = () if (marks := self.marks) is None else marks.take()
-        return self.deciding.answer(output, marked)
+        diverged = None if output is None else self.agreement.take()
+        return self.deciding.answer(output, marked, diverged)
 
     def _forget(self, key: str, ended: Ended, step: int) -> None:
         tracked = self.requests.get(key)
@@ -470,8 +473,13 @@ class WorkerCapture:
         """Keep the margins of the step that was just launched, `[gates, tokens]`: nothing writes to them again."""
         self.latches.end(plan, carried, margins)
         self.margins = margins
-        if self._reports_gates or (self.sends and plan.ship_rows):
+        wanted = self._reports_gates or (self.sends and plan.ship_rows)
+        compared = self._last and self._ranks > 1
+        if wanted or compared:
             (host, before), ready = self._to_host((margins, carried))
+            if compared:
+                self.checksums.add_gates(self._events.number, host, ready)
+        if wanted:
             layer_last = max((site.layer for site in self.sites), default=-1)
             if self._reports_gates:
                 layer_last = self.info.num_layers

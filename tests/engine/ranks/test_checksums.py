@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 
 import msgspec
+import numpy as np
 import pytest
 
 from capflow import limits
 from capflow.capture.frame import Rank
-from capflow_engine.ranks.agreement import Agreement
-from capflow_engine.ranks.checksums import Checksums, StepLog, compared
+from capflow_engine.ranks.agreement import Agreement, differing_requests
+from capflow_engine.ranks.checksums import Checksums, Difference, StepLog, compared
+from capflow_engine.scheduler.orders import Divergence
 from capflow_engine.taps.acting import Acts, SlotRange
 from capflow_engine.taps.bank import NONE, Steered
 from capflow_engine.taps.plan import Planner, Scheduled, Tracked
@@ -70,6 +72,80 @@ def test_stages_share_programs_and_not_slots_nor_what_controllers_add():
     assert compare(s0r0=watched, s1r0=unwatched, s0r1=Engine(held(20, 5, 9, shared=0)).run(60)) == (60, None)
 
 
+def test_the_gates_of_a_settled_step_are_folded_with_the_next_one():
+    first, second = Engine(held(0, 3, 7)).run(20), Engine(held(0, 3, 7)).run(20)
+    margins = np.array([[0.5, -np.inf, -1.0]], np.float32)
+    waits = []
+    for each, score in ((first, 0.5), (second, 0.7)):
+        for step, changed in ((20, score), (21, -score if each is second else score)):
+            margins = margins.copy()
+            margins[0, 0] = changed
+            each.checksums.add_gates(step, margins, lambda step=step: waits.append(step))
+    assert compare(s0r0=first.run(1), s0r1=second.run(1)) == (21, None)
+    assert not waits
+    for each in (first, second):
+        each.checksums.settle(20)
+    assert compare(s0r0=first.run(1), s0r1=second.run(1)) == (22, None)
+    for each in (first, second):
+        each.checksums.settle(21)
+    assert compare(s0r0=first.run(1), s0r1=second.run(1)) == (23, Difference(23, ("0.1",)))
+    assert len(waits) == 4
+
+
+class Batch:
+    """A rank that plans decode steps of several requests."""
+
+    def __init__(self, count=5):
+        self.planner = Planner(2)
+        nothing = self.planner.nothing
+        self.requests = [
+            Tracked(f"k{n}", f"r{n}", 4, nothing, nothing, steered=[held(0, n, n + 1)]) for n in range(count)
+        ]
+        self.requests.append(Tracked("plain", "plain", 4, nothing, nothing))
+        self.checksums = Checksums()
+        self.step = 0
+
+    def run(self, steps=1):
+        for _ in range(steps):
+            self.step += 1
+            parts = [Scheduled(request, row, 3 + self.step, 1) for row, request in enumerate(self.requests)]
+            self.checksums.fold(self.step, self.planner.plan(parts))
+        return self
+
+
+@pytest.mark.parametrize("change", ["slot", "program", "order", "fewer", "unsteered", "later"])
+def test_every_change_of_a_batch_that_goes_on_is_folded(change):
+    first, second = Batch().run(10), Batch().run(10)
+    request = second.requests[2]
+    match change:
+        case "slot":
+            request.steered = [held(0, 4, 3)]
+        case "program":
+            request.steered = [held(0, 2, 9)]
+        case "order":
+            second.requests[:2] = second.requests[1::-1]
+        case "fewer":
+            del second.requests[2]
+        case "unsteered":
+            request.steered = None
+        case "later":
+            request.steered = [*request.steered, held(16, 7, 8)]
+    assert compare(s0r0=first.run(10), s0r1=second.run(10))[1].step == (13 if change == "later" else 11)
+
+
+def test_the_requests_that_differ_are_named_while_a_step_is_recent():
+    first, second = Batch().run(10), Batch().run(10)
+    assert "plain" not in first.checksums.requests(10)
+    assert len(first.checksums.requests(10)) == 5
+    second.requests[3].steered = [held(0, 9, 4)]
+    first.run(), second.run()
+    sums = {(0, 0): first.checksums.requests(11), (0, 1): second.checksums.requests(11)}
+    assert differing_requests(sums) == ("k3",)
+    first.run(limits.CHECKSUM_PARTS_MAX)
+    assert first.checksums.requests(11) is None
+    assert differing_requests({(0, 0): None, (0, 1): sums[0, 1]}) == ()
+
+
 def test_a_log_keeps_the_latest_steps_and_is_compared_from_there():
     more = limits.CHECKSUM_STEPS_MAX + 100
     first, second = Engine(held(0, 3, 7)).run(more), Engine(held(0, 3, 7)).run(more + 50)
@@ -96,34 +172,84 @@ class Shelf:
         return self.values[key]
 
 
-def test_the_first_rank_learns_of_a_difference_and_goes_on(caplog):
-    shelf = Shelf()
-    ranks = [Engine(held(0, 3, 7)) for _ in range(4)]
+def agreements_of(ranks, shelf, reaction="warn"):
+    """Return the agreements of two stages of two ranks each, and run all ranks for a comparison."""
+
+    def run():
+        for each, agreement in zip(ranks, agreements, strict=True):
+            each.run(limits.CHECKSUM_STEPS)
+            agreement.stepped(each.step)
+
     agreements = [
-        Agreement(each.checksums, Rank(n // 2, 0, n % 2), stages=2, ranks=2, store=lambda: shelf)
+        Agreement(each.checksums, Rank(n // 2, 0, n % 2), stages=2, ranks=2, store=lambda: shelf, reaction=reaction)
         for n, each in enumerate(ranks)
     ]
-    try:
-        for agreement in agreements:
-            agreement.start()
-        for each, agreement in zip(ranks, agreements, strict=True):
-            each.run(limits.CHECKSUM_STEPS)
-            agreement.stepped(each.step)
-        eventually(lambda: agreements[0].result.step == limits.CHECKSUM_STEPS)
-        eventually(lambda: agreements[0].result.ranks == ("0.0", "0.1", "1.0", "1.1"))
-        assert agreements[0].result.consistent
-        assert agreements[0].trouble is None
-        ranks[3].request.steered = [held(0, 9, 7)]
-        for each, agreement in zip(ranks, agreements, strict=True):
-            each.run(limits.CHECKSUM_STEPS)
-            agreement.stepped(each.step)
-        eventually(lambda: not agreements[0].result.consistent)
-    finally:
-        for agreement in agreements:
-            agreement.close()
+    return agreements, run
+
+
+def taken(agreement):
+    """Return what an agreement has for the scheduler, as soon as it has something."""
+    divergences = []
+    eventually(lambda: divergences.append(agreement.take()) or divergences[-1])
+    return divergences[-1]
+
+
+@pytest.fixture
+def closing():
+    """Return a list; the agreements in it are closed at the end."""
+    agreements = []
+    yield agreements
+    for agreement in agreements:
+        agreement.close()
+
+
+def test_the_first_rank_learns_of_a_difference_and_goes_on(closing):
+    ranks = [Engine(held(0, 3, 7)) for _ in range(4)]
+    agreements, run = agreements_of(ranks, Shelf())
+    closing += agreements
+    for agreement in agreements:
+        agreement.start()
+    run()
+    eventually(lambda: agreements[0].result.step == limits.CHECKSUM_STEPS)
+    eventually(lambda: agreements[0].result.ranks == ("0.0", "0.1", "1.0", "1.1"))
+    assert agreements[0].result.consistent
+    assert agreements[0].trouble is None
+    ranks[3].request.steered = [held(0, 9, 7)]
+    run()
+    eventually(lambda: not agreements[0].result.consistent)
     result = agreements[0].result
     assert (result.first_mismatch, result.differing) == (limits.CHECKSUM_STEPS + 1, ("1.1",))
-    assert agreements[0].trouble.startswith("ranks steer differently since step 65: 1.1 (stage.rank)")
+    assert agreements[0].trouble == ("ranks steer differently since step 65: 1.1 (stage.rank) differ from the others")
+    assert not any(agreement.take() for agreement in agreements)
+
+
+@pytest.mark.parametrize(("reaction", "requests"), [("freeze", ()), ("abort", ("k",))])
+def test_the_rank_that_returns_the_outputs_tells_the_scheduler_once(closing, reaction, requests):
+    ranks = [Engine(held(0, 3, 7)) for _ in range(4)]
+    agreements, run = agreements_of(ranks, Shelf(), reaction)
+    closing += agreements
+    ranks[3].request.steered = [held(0, 9, 7)]
+    for agreement in agreements:
+        agreement.start()
+    run()
+    assert taken(agreements[2]) == Divergence(1, ("1.1",), requests)
+    eventually(lambda: not agreements[0].result.consistent)
+    reactions = {"freeze": "the engine was frozen for it", "abort": "requests were aborted for it"}
+    assert agreements[0].trouble.endswith(reactions[reaction])
+    assert not any(agreement.take() for agreement in agreements)
+
+
+def test_no_request_is_named_if_a_rank_does_not_answer(closing, monkeypatch):
+    monkeypatch.setattr(limits, "CHECKSUM_ANSWERS_S", 0.2)
+    ranks = [Engine(held(0, 3, 7)) for _ in range(4)]
+    agreements, run = agreements_of(ranks, Shelf(), "abort")
+    closing += agreements
+    monkeypatch.setattr(agreements[1], "_answer", lambda store: None)
+    ranks[1].request.steered = [held(0, 9, 7)]
+    for agreement in agreements:
+        agreement.start()
+    run()
+    assert taken(agreements[2]) == Divergence(1, ("0.1",))
 
 
 def test_a_store_that_fails_ends_the_comparison_only(caplog):

@@ -13,7 +13,7 @@ from capflow.capture.dtypes import DTYPES
 from capflow.capture.model import ModelInfo
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import step as compat_step
-from capflow_engine.scheduler.orders import Decided, Marked, StepAnswer, decode, encode
+from capflow_engine.scheduler.orders import Decided, Divergence, Marked, StepAnswer, decode, encode
 from capflow_engine.taps.plan import Plan, Tracked
 from capflow_engine.worker.control.controllers import Controllers
 from capflow_engine.worker.control.scoring import ScoredRows
@@ -105,23 +105,23 @@ class Deciding:
             self._viewed = viewed
         self._unanswered = viewed
 
-    def answer(self, output: Any, marked: Sequence[Marked] = ()) -> Any:
+    def answer(self, output: Any, marked: Sequence[Marked] = (), diverged: Divergence | None = None) -> Any:
         """Have the ordered controllers decide when a step's output is taken, and the decisions travel with it.
 
         That may be in another thread. It sees the step as it was launched, and changes nothing here.
 
-        marked: what travels with the decisions.
+        marked, diverged: what travels with the decisions.
         """
         viewed, self._unanswered = self._unanswered, None
         guarded, self.guarded = self.guarded, None
         if not any(controllers.ordered for controllers in self._controllers):
             viewed = None
-        if viewed is None and guarded is None and not marked:
+        if viewed is None and guarded is None and not marked and diverged is None:
             return output
         running, drafts = tuple(self._controllers), self.drafts
 
         def decide(taken: Any) -> bytes:
-            return StepAnswer(self._decide(viewed, guarded, drafts, running, taken), marked).encode()
+            return StepAnswer(self._decide(viewed, guarded, drafts, running, taken), marked, diverged).encode()
 
         return compat_step.with_decisions(output, decide)
 
