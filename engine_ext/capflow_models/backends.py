@@ -18,6 +18,14 @@ def resolved_model(model: str) -> str:
     return demo.resolved(model)
 
 
+def layer_count(model: str, *, trust_remote_code: bool = False) -> int:
+    """Return the number of layers that a model's configuration gives."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(resolved_model(model), trust_remote_code=trust_remote_code)
+    return int(config.get_text_config().num_hidden_layers)
+
+
 def open_model(backend: Backend, model: str, arguments: dict[str, Any]) -> SteerableModel:
     """Return a model of a back end.
 

@@ -5,7 +5,7 @@ A point of an arm is a `Setting`. Its name begins the ids of its requests, so th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,10 @@ class Setting(msgspec.Struct, frozen=True):
         """The arm with the values of its axes."""
         values = [f"{axis} {value:.3g}" for axis in AXES[self.kind] if (value := getattr(self, axis)) is not None]
         return " ".join([self.arm, *values])
+
+    def layer_key(self, experiment: Experiment) -> tuple[str, ...]:
+        """Return the key of the file that gives the layer."""
+        return ("arms", self.arm, "layer") if experiment.arms[self.arm].layer else ("sweep", "layer")
 
 
 class Directions(msgspec.Struct, frozen=True):
@@ -194,18 +198,28 @@ POSITIONS = {"all": "all", "last_prompt": "last_prompt", "prompt": "all_prompt",
 """The positions of gates, as captures name them."""
 
 
-def check_layers(settings: Sequence[Setting], experiment: Experiment, directions: Directions) -> None:
-    """Raise UsageError for a layer without a vector, and for a gate in the graph whose vector lies before its probe."""
+def check_layers(
+    settings: Sequence[Setting],
+    experiment: Experiment,
+    *,
+    probe: Site | None,
+    hook: str,
+    layers: Collection[int] | None,
+) -> None:
+    """Raise UsageError for a layer without a vector, and for a gate in the graph whose vector lies before its probe.
+
+    probe: the gate's site, if it is known.
+    hook, layers: where the vectors are added; None for layers that are not known yet.
+    """
     for setting in settings:
         if setting.layer is None:
             continue
-        key = ("arms", setting.arm, "layer") if experiment.arms[setting.arm].layer else ("sweep", "layer")
-        if setting.layer not in directions.vectors:
-            expected = f"a layer with a vector: {', '.join(map(str, directions.vectors))}"
+        key = setting.layer_key(experiment)
+        if layers is not None and setting.layer not in layers:
+            expected = f"a layer with a vector: {', '.join(map(str, layers))}"
             raise experiment.wrong(key, got=setting.layer, expected=expected)
-        probe = directions.probe
         if setting.kind == "in_graph" and probe is not None:
-            site = Site(setting.layer, directions.hook)
-            if site < probe.site or (experiment.gate.latch and site == probe.site):
-                expected = f"a layer after the probe's site, {probe.site}"
+            site = Site(setting.layer, hook)
+            if site < probe or (experiment.gate.latch and site == probe):
+                expected = f"a layer after the probe's site, {probe}"
                 raise experiment.wrong(key, got=setting.layer, expected=expected, do="or write latch = false in [gate]")

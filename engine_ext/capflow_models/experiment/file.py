@@ -361,6 +361,9 @@ def _check(experiment: Experiment) -> None:
         _check_arm(experiment, arm, options)
         _check_axes(experiment, options, ("arms", arm))
     _check_axes(experiment, experiment.sweep, ("sweep",))
+    seeds = experiment.general.seeds
+    if len(set(seeds)) < len(seeds):
+        raise experiment.wrong(("seeds",), got=str(list(seeds)), expected="each value once")
     _check_sources(experiment)
     _check_metrics(experiment)
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from capflow.capture.site import Site
 from capflow.extras import require
 from capflow.files import make_directory
+from capflow_models.backends import layer_count
 from capflow_models.experiment import arms, gating
 from capflow_models.experiment.arms import Directions, Setting, check_layers, settings_of
 from capflow_models.experiment.dry import show_plan
@@ -61,16 +62,22 @@ def run(job: ExperimentJob) -> None:
         require(extra, "capflow experiment")
     prompts = read_prompts(experiment)
     settings = settings_of(experiment, 0.0)
+    probe, vector = experiment.probe, experiment.vector
+    if probe is not None and probe.layer is not None and vector is not None:  # before anything is fitted
+        check_layers(settings, experiment, probe=Site(probe.layer, probe.hook), hook=vector.hook, layers=None)
     out = Path(job.out) if job.out else experiment.path.with_suffix("")
     if job.dry_run:
         show_plan(experiment, settings, prompts, out, calibrate=job.calibrate)
         return
     start = time.monotonic()
+    _check_fitted(experiment, settings)
     make_directory(out)
     with LineFile(out / CELLS) as file:
         directions, files, fits = _directions(experiment, settings, out, console)
         settings = settings_of(experiment, directions.threshold)
-        check_layers(settings, experiment, directions)
+        site = None if directions.probe is None else directions.probe.site
+        layers = directions.vectors.keys()
+        check_layers(settings, experiment, probe=site, hook=directions.hook, layers=layers)
         digests = _digests(experiment, settings, prompts, directions)
         done = done_of(read_cells(file), digests, out)
         todo = list(blocks(settings, prompts, experiment.general.seeds, experiment.general.batch, done))
@@ -101,6 +108,22 @@ def run(job: ExperimentJob) -> None:
     for match in tables.matches:
         console.print(f"capflow: {titles[match.setting]}: {verdict(match)} at equal effect")
     console.print(f"capflow: {len(cells)} answers; see {out / 'report.html'}")
+
+
+def _check_fitted(experiment: Experiment, settings: Sequence[Setting]) -> None:
+    """Raise UsageError for a layer that the model does not have, before an engine starts to fit something at it."""
+    sources = {"probe": experiment.probe, "held_out": experiment.held_out}
+    places: list[tuple[tuple[str, ...], int | None]]
+    places = [((name, "layer"), source.layer) for name, source in sources.items() if source and source.fit]
+    if experiment.vector is not None and experiment.vector.fit:
+        places += [(setting.layer_key(experiment), setting.layer) for setting in settings]
+    if not places:
+        return
+    trusts = bool(experiment.engine.get("trust_remote_code"))
+    count = layer_count(experiment.general.model, trust_remote_code=trusts)
+    for key, layer in places:
+        if layer is not None and layer >= count:
+            raise experiment.wrong(key, got=layer, expected=f"a layer of the model, 0 .. {count - 1}")
 
 
 def _directions(

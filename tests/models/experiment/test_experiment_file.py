@@ -21,6 +21,7 @@ from capflow_models.experiment.file import (
     VectorSource,
 )
 from capflow_models.experiment.places import line_of, lines_of
+from capflow_models.experiment.program import ExperimentJob, run
 from tests.kit.sources import ROOT
 
 GOOD = """\
@@ -52,7 +53,8 @@ threshold = [0.0, 1.0, 2.0]
 
 @pytest.fixture
 def write(tmp_path):
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "w5", "label": "target"}) + "\n")
+    lines = [json.dumps({"prompt": "w5", "label": label}) for label in ("target", "benign")]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"positive": "w5", "negative": "w6"}) + "\n")
 
     def write(text):
@@ -81,6 +83,7 @@ def test_an_arm_has_every_combination_of_the_axes_that_matter_for_it(write):
         ("seeds = [0, 1]", 'effect = "held_out"', 2, "write a table [held_out]"),
         ("seeds = [0, 1]", "sedes = [0, 1]", 2, "got an unknown key, expected one of model, seeds"),
         ("seeds = [0, 1]", 'seeds = "0"', 2, "got 0, expected array"),
+        ("seeds = [0, 1]", "seeds = [1, 1]", 2, "got [1, 1], expected each value once"),
         ("seeds = [0, 1]", "max_tokens = 0", 2, "got 0, expected int >= 1"),
         ('path = "prompts.jsonl"', 'path = "promts.jsonl"', 5, "got promts.jsonl, expected an existing file"),
         ('path = "prompts.jsonl"', 'pth = "prompts.jsonl"', 5, "got an unknown key, expected one of path"),
@@ -104,6 +107,18 @@ def test_a_wrong_value_is_refused_with_its_line_and_what_to_write(write, before,
     with pytest.raises(UsageError) as e:
         Experiment.read(path)
     assert str(e.value).startswith(f"{path}, line {line}: ")
+    assert words in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"), [(1, "expected a layer after the probe's site, post_block:2"), (99, "0 .. 3")]
+)
+def test_a_layer_that_cannot_be_is_refused_before_an_engine_starts(write, tiny, layer, words):
+    text = GOOD.replace('"demo"', json.dumps(tiny)).replace("gated_sync", "in_graph")
+    path = write(text.replace("layer = [3]", f"layer = [{layer}]"))
+    with pytest.raises(UsageError) as e:
+        run(ExperimentJob(str(path), dry_run=layer == 1))
+    assert str(e.value).startswith(f"{path}, line 15: sweep.layer: got {layer}, expected ")
     assert words in str(e.value)
 
 
