@@ -202,13 +202,13 @@ def test_stages_of_a_pipeline_agree_and_requests_end_when_one_ignores_an_action(
     """No request differs within a stage, so all that something steers are aborted."""
     address, keeper = f"ipc://{tmp_path_factory.mktemp('h')}/h", Keeper()
     steer = Steer("", (SteeringVector.make(Site(3, "post_block"), vector(4)),))
+    arguments = {"pipeline_parallel_size": 2, "in_process": False, "enforce_eager": False, "max_model_len": 512}
     with (
         environment(VLLM_ALLOW_INSECURE_SERIALIZATION="1"),
         running_hub(address, keeper) as hub,
-        engine(tiny, hub=address, pipeline_parallel_size=2, in_process=False, enforce_eager=False,
-               on_divergence="abort") as llm,
+        engine(tiny, hub=address, on_divergence="abort", **arguments) as llm,
         Client(address) as client,
-    ):  # fmt: skip
+    ):
         add(llm, "healthy", 150, **STEERING)
         step(llm, 10)
         acted(llm, client, replace(steer, request="healthy"))
@@ -218,8 +218,8 @@ def test_stages_of_a_pipeline_agree_and_requests_end_when_one_ignores_an_action(
         assert (healthy["consistent"], healthy["ranks"]) == (True, ("0.0", "1.0"))
         assert healthy["actions"] >= 150
         before = llm.collective_rpc(one_stage_ignores)[0]
-        add(llm, "steered", TOKENS, capture=ALL)
-        add(llm, "plain", TOKENS, capture=ALL)
+        add(llm, "steered", 400, capture=ALL)
+        add(llm, "plain", 400, capture=ALL)
         step(llm, 10)
         acted(llm, client, replace(steer, request="steered"))
         outputs = step(llm)
@@ -231,6 +231,7 @@ def test_stages_of_a_pipeline_agree_and_requests_end_when_one_ignores_an_action(
     (steered,), (plain,) = outputs["steered"].outputs, outputs["plain"].outputs
     assert (steered.finish_reason, plain.finish_reason) == ("abort", "length")
     assert steered.stop_reason == f"capflow:divergence:step {faulty['first_mismatch']}:1.0"
+    assert len(steered.token_ids) <= 6 * limits.CHECKSUM_STEPS
     # Two actions of a client, one event of the engine.
     kinds = [(event.request, event.kind, event.asked_by) for event in keeper.events if event.asked_by != "request"]
     assert kinds == [("healthy", "steer", "client"), ("steered", "steer", "client"), ("steered", "abort", "engine")]

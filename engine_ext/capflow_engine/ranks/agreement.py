@@ -167,10 +167,12 @@ class Agreement:
                 self._name_requests(store)
 
     def _compare(self, store: KeyValueStore, own: StepLog) -> None:
-        logs = {(0, 0): own}
-        for stage, rank in self._all[1:]:
+        logs: dict[tuple[int, int], StepLog] = {}
+        for stage, rank in self._all:
             key = self._key(stage, rank)
-            if store.check([key]):
+            if (stage, rank) == (self._rank.pp, self._rank.tp):
+                logs[stage, rank] = own
+            elif store.check([key]):
                 logs[stage, rank] = _decoder.decode(bytes(store.get(key)))
         # Stages whose first rank is silent have nobody to be compared with.
         logs = {place: log for place, log in logs.items() if (place[0], 0) in logs}

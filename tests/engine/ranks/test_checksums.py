@@ -223,16 +223,29 @@ def test_the_first_rank_learns_of_a_difference_and_goes_on(closing):
     assert not any(agreement.take() for agreement in agreements)
 
 
-@pytest.mark.parametrize(("reaction", "requests"), [("freeze", ()), ("abort", ("k",))])
-def test_the_rank_that_returns_the_outputs_tells_the_scheduler_once(closing, reaction, requests):
+@pytest.mark.parametrize(
+    ("faulty", "wrong", "reaction", "differing", "requests"),
+    [
+        ((3,), held(0, 9, 7), "freeze", ("1.1",), ()),
+        ((3,), held(0, 9, 7), "abort", ("1.1",), ("k",)),
+        ((2, 3), held(0, 3, 8), "abort", ("1.0", "1.1"), ()),
+    ],
+    ids=["freeze", "abort", "a whole stage"],
+)
+def test_the_rank_that_returns_the_outputs_tells_the_scheduler_once(
+    closing, faulty, wrong, reaction, differing, requests
+):
     ranks = [Engine(held(0, 3, 7)) for _ in range(4)]
-    agreements, run = agreements_of(ranks, Shelf(), reaction)
+    shelf = Shelf()
+    agreements, run = agreements_of(ranks, shelf, reaction)
     closing += agreements
-    ranks[3].request.steered = [held(0, 9, 7)]
-    for agreement in agreements:
-        agreement.start()
+    for number in faulty:
+        ranks[number].request.steered = [wrong]
     run()
-    assert taken(agreements[2]) == Divergence(1, ("1.1",), requests)
+    for number in (0, 1, 3, 2):  # it compares the logs that are there
+        agreements[number].start()
+        eventually(lambda n=number: any(key.endswith(f"/{n // 2}.{n % 2}") for key in shelf.values))
+    assert taken(agreements[2]) == Divergence(1, differing, requests)
     eventually(lambda: not agreements[0].result.consistent)
     reactions = {"freeze": "the engine was frozen for it", "abort": "requests were aborted for it"}
     assert agreements[0].trouble.endswith(reactions[reaction])
