@@ -135,31 +135,33 @@ def first_above(keeper, name, threshold, start, site=PROBED):
     return next((p for p in sorted(each) if p >= start and each[p] >= threshold), None)
 
 
-def hold_ends(keeper, outputs, reference, threshold, status, by, *, site=PROBED, length=60):
+def hold_ends(keeper, outputs, reference, threshold, status, by, *, site=PROBED, name="r", length=60):
     """Hold the ends of requests `r0`, `r1` and so on whose answers a probe ends; return how many it ended.
 
-    by: the gate or controller, as in stop reasons. length: the most tokens of an answer.
+    by: the gate or controller, as in stop reasons.
+    name: the letter that names of requests begin with.
+    length: the most tokens of an answer.
     """
     fired = 0
     for n, output in enumerate(outputs):
         for number, answer in enumerate(output.outputs):
-            name = f"r{n}" if len(output.outputs) == 1 else f"r{n}#{number}"
-            ends = [event for event in keeper.events_of(name) if event.kind == "abort"]
+            own = f"{name}{n}" if len(output.outputs) == 1 else f"{name}{n}#{number}"
+            ends = [event for event in keeper.events_of(own) if event.kind == "abort"]
             fired += len(ends)
             start = len(output.prompt_token_ids)
-            first = first_above(keeper, name, threshold, start, site)
+            first = first_above(keeper, own, threshold, start, site)
             last = start + len(answer.token_ids) - 2 if first is None else first
-            _hold(keeper, name, [*output.prompt_token_ids, *answer.token_ids], reference, {})
-            assert sorted(keeper.rows[name][site]) == list(range(last + 1)), name
+            _hold(keeper, own, [*output.prompt_token_ids, *answer.token_ids], reference, {})
+            assert sorted(keeper.rows[own][site]) == list(range(last + 1)), own
             if first is None or first + 2 - start == length:
-                assert (len(answer.token_ids), answer.finish_reason) == (length, "length"), name
+                assert (len(answer.token_ids), answer.finish_reason) == (length, "length"), own
                 assert not ends
                 continue
-            assert len(answer.token_ids) == first + 2 - start, name
-            assert answer.finish_reason == keeper.done[name].status == status
+            assert len(answer.token_ids) == first + 2 - start, own
+            assert answer.finish_reason == keeper.done[own].status == status
             prefix, _, score = answer.stop_reason.rpartition(":")
             assert prefix == f"capflow:{by}"
-            assert float(score) == pytest.approx(scores(keeper, name, site)[first], rel=1e-4)
+            assert float(score) == pytest.approx(scores(keeper, own, site)[first], rel=1e-4)
             (event,) = ends
             assert event.threshold == pytest.approx(threshold)
     return fired
