@@ -62,7 +62,7 @@ async def abort(address, streamed, name, status):
 
 
 async def drive(model, address, threshold):
-    """Return the streams of requests with gates, of requests that the hub's gate sees, and of those that are aborted."""
+    """Return the streams of requests with gates, of those that the hub's gate sees, and of those that are aborted."""
     llm = capflow.AsyncLLM.start(
         model, hub=address, dtype="float32", enforce_eager=True, skip_tokenizer_init=True, max_model_len=256,
         max_num_batched_tokens=64, kv_cache_memory_bytes=64 << 20,
