@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from capflow.capture.frame import runs_of
-from capflow.steering.program import SCORES, UNGATED, SiteOps, SteeringProgram
+from capflow.steering.program import SCORES, UNGATED, ProgramGate, SiteOps, SteeringProgram
 from capflow_engine.taps.bank import Steered
 
 ALWAYS = -1
@@ -67,6 +67,7 @@ class SlotRange(NamedTuple):
     acts: where the program acts, also on other pipeline stages.
     key: of the program's content; 0 without a program. Equal programs have equal keys on all ranks.
     shared_key: of the program without what controllers added, which run in one pipeline stage.
+    gates: the gates of the program.
     """
 
     first: int
@@ -75,6 +76,7 @@ class SlotRange(NamedTuple):
     acts: Acts = Acts()
     key: int = 0
     shared_key: int = 0
+    gates: tuple[ProgramGate, ...] = ()
 
     @classmethod
     def of(
@@ -86,7 +88,8 @@ class SlotRange(NamedTuple):
         """
         acts = Acts() if program is None else Acts.of(program, split)
         key = 0 if program is None else program.content_key
-        return cls(first, split, steered, acts, key, key if shared is program else shared.content_key if shared else 0)
+        shared_key = key if shared is program else shared.content_key if shared else 0
+        return cls(first, split, steered, acts, key, shared_key, () if program is None else program.gates)
 
 
 def steered_runs(history: Sequence[SlotRange], first: int, end: int, opened: Opened | None = None) -> tuple[int, ...]:

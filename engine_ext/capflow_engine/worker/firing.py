@@ -7,7 +7,6 @@ that a preempted request computes again has no second event.
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,8 +18,9 @@ import numpy.typing as npt
 from capflow.steering.action import Abort
 from capflow.steering.program import ProgramGate
 from capflow_engine.scheduler.orders import Decided, Rejection
+from capflow_engine.steering.timeline import FOREVER
 from capflow_engine.taps.acting import Mask, Opened
-from capflow_engine.taps.plan import Plan, Tracked
+from capflow_engine.taps.plan import Plan, Scheduled, Tracked
 
 
 class Crossing(NamedTuple):
@@ -35,6 +35,14 @@ class Crossing(NamedTuple):
     opened: bool
     position: int
     score: float
+
+
+class _GatesPart(NamedTuple):
+    """The gates of a request at its tokens `first .. end` of a step."""
+
+    first: int
+    end: int
+    gates: tuple[ProgramGate, ...]
 
 
 @dataclass
@@ -59,44 +67,35 @@ class GatedStep:
     shifts: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # The gates of each request as the step was launched; later ones may differ.
-        self._gates = {number: self.plan.batch[number].request.gates for number in self.plan.gated}
+        # The gates of each request, as the step was launched; later actions may change them.
+        self._gates = {number: _gates_of(self.plan.batch[number]) for number in self.plan.gated}
 
     @property
     def guards(self) -> bool:
         """Whether a gate of the step may end a request."""
-        return any(gate.abort for gates in self._gates.values() for gate in gates)
+        return any(gate.abort for parts in self._gates.values() for part in parts for gate in part.gates)
 
     def aborts(self, ends: Mapping[str, int]) -> Iterator[Decided]:
-        """Yield which requests end by a gate; waits for the device.
+        """Yield which requests end by a gate; waits for the device. Positions of rejected drafts are among them.
 
         ends: by vLLM's id, the end of the positions that belong to the request; without an entry, all do.
         """
-        for request, gate, _, position, score in self.fires:
-            if gate.abort and position < ends.get(request.key, position + 1):
-                reason = f"capflow:{gate.name}:{score:.6g}"
-                end = Abort(request.id, as_="stop" if gate.abort == "stop" else "abort", reason=reason)
-                decided = Decided(request.key, request.hub, -1, end, position, position, score, gate.threshold)
-                yield decided._replace(label=gate.label, gate=gate.name)
-
-    @functools.cached_property
-    def fires(self) -> tuple[Crossing, ...]:
-        """The first position in the step at which each gate of each request is open; waits for the device.
-
-        Positions of rejected drafts are among them.
-        """
         self.ready()
         if not (self.margins >= 0).any():
-            return ()
-        fires = []
-        for number in self.plan.gated:
-            request, row, start, length = self.plan.batch[number]
-            for gate, margins in zip(self._gates[number], self.margins[:, row : row + length], strict=False):
-                opened = np.flatnonzero(margins >= 0)
-                if len(opened):
-                    first = int(opened[0])
-                    fires.append(Crossing(request, gate, True, start + first, float(margins[first]) + gate.threshold))
-        return tuple(fires)
+            return
+        for number, parts in self._gates.items():
+            request, row, start, _ = self.plan.batch[number]
+            limit = ends.get(request.key, FOREVER)
+            for first, end, gates in parts:
+                for gate, margins in zip(gates, self.margins[:, row + first : row + end], strict=False):
+                    opened = np.flatnonzero(margins >= 0).tolist() if gate.abort else []
+                    if opened and start + first + opened[0] < limit:
+                        yield _end(request, gate, start + first + opened[0], float(margins[opened[0]]) + gate.threshold)
+
+    def gate_at(self, number: int, token: int, bit: int) -> ProgramGate:
+        """Return a gate as it is at a token of a request, counted from the request's first token in the step."""
+        gates = next(part.gates for part in self._gates[number] if token < part.end)
+        return gates[bit] if bit < len(gates) else self.plan.batch[number].request.gates[bit]
 
     def opened(self, request: Tracked) -> Opened:
         """Return a function that returns where a request's gates are open; a gate without known scores counts as open.
@@ -181,21 +180,28 @@ class Firing:
             mine = row + begin - start
             if end - begin == 1:  # nearly always true
                 if (before ^ opened[mine]) & scored[mine]:
-                    before = yield from _crossed(request, begin, before, step.margins[:, mine : mine + 1])
+                    before = yield from _crossed(step, number, begin - start, before, step.margins[:, mine : mine + 1])
             elif any(scored[mine : mine + end - begin]):
-                before = yield from _crossed(request, begin, before, step.margins[:, mine : mine + end - begin])
+                margins = step.margins[:, mine : mine + end - begin]
+                before = yield from _crossed(step, number, begin - start, before, margins)
             self._open[request.key] = before, end
 
 
-def _crossed(request: Tracked, first: int, before: int, margins: npt.NDArray[Any]) -> Generator[Crossing, None, int]:
+def _crossed(
+    step: GatedStep, number: int, token: int, before: int, margins: npt.NDArray[Any]
+) -> Generator[Crossing, None, int]:
     """Yield the crossings of a request in order of position; return which gates are open then, as bits.
 
+    number: the place of the request in the batch.
+    token: the first of its tokens in the step.
     before: which gates were open, as bits.
-    margins: `[gates, positions]`, from position `first` on.
+    margins: `[gates, tokens]`, from that token on.
     """
+    request, _, start, _ = step.plan.batch[number]
+    first = start - step.shifts.get(request.key, 0) + token
     crossings = []
-    for number, (gate, mine) in enumerate(zip(request.gates, margins, strict=False)):
-        bit = 1 << number
+    for gate_number, (gate, mine) in enumerate(zip(request.gates, margins, strict=False)):
+        bit = 1 << gate_number
         scored = np.flatnonzero(mine > -np.inf)
         if not len(scored) or (gate.latched and before & bit):
             continue
@@ -203,9 +209,32 @@ def _crossed(request: Tracked, first: int, before: int, margins: npt.NDArray[Any
         if gate.latched:
             states = np.maximum.accumulate(states)
         changes = scored[np.diff(states, prepend=bool(before & bit))].tolist()
-        crossings += [(place, number, mine[place] >= 0, float(mine[place])) for place in changes]
+        crossings += [(place, gate_number, mine[place] >= 0, float(mine[place])) for place in changes]
         before = before | bit if states[-1] else before & ~bit
-    for place, number, opened, margin in sorted(crossings):
-        gate = request.gates[number]
+    for place, gate_number, opened, margin in sorted(crossings):
+        gate = step.gate_at(number, token + place, gate_number)
         yield Crossing(request, gate, bool(opened), first + place, margin + gate.threshold)
     return before
+
+
+def _end(request: Tracked, gate: ProgramGate, position: int, score: float) -> Decided:
+    """Return the decision that ends a request by a gate."""
+    reason = f"capflow:{gate.name}:{score:.6g}"
+    abort = Abort(request.id, as_="stop" if gate.abort == "stop" else "abort", reason=reason)
+    key, hub = request.key, request.hub
+    return Decided(key, hub, -1, abort, position, position, score, gate.threshold, gate.label, gate.name)
+
+
+def _gates_of(scheduled: Scheduled) -> list[_GatesPart]:
+    """Return the gates that a request has at its tokens of a step."""
+    request, _, start, length = scheduled
+    parts: list[_GatesPart] = []
+    end = length
+    for held in reversed(request.steered or ()):
+        if held.first < start + end:
+            first = max(held.first - start, 0)
+            parts.append(_GatesPart(first, end, held.gates))
+            end = first
+        if not end:
+            break
+    return parts[::-1] or [_GatesPart(0, length, request.gates)]
