@@ -9,6 +9,8 @@ import pytest
 
 import capflow
 from capflow.capture.site import Site
+from tests.kit.children import Run, check_answers, requests
+from tests.kit.children import run as run_child
 from tests.kit.controlled import CROWDED, LENGTHS, PROBED, WEIGHT, hold, hold_ends, run
 from tests.kit.engines import GREEDY, engine, prompts, save_drafter
 
@@ -165,3 +167,23 @@ def test_ranks_and_stages_end_a_request_at_the_same_row(tiny, reference, tmp_pat
     )
     fired = hold_ends(keeper, outputs, reference, threshold, "stop", "rude", site=site, length=LENGTH)
     assert 0 < fired < len(outputs)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ahead", [0, 1], ids=["sync", "async"])
+def test_the_v2_runner_ends_a_request_at_the_same_row(tiny, reference, tmp_path, unsteered, ahead):
+    """The first of two requests ends, at the row that scores highest among the first ten of its answer."""
+    start, tokens = LENGTHS[0], [*unsteered[0].prompt_token_ids, *unsteered[0].outputs[0].token_ids]
+    scores = reference.post_block(tokens)[PROBED.layer, start : start + 10] @ WEIGHT
+    asked = requests(LENGTHS[:2], (20, 20))
+    for request, threshold in zip(asked, (float(scores.max()) - 1e-3, 1e9), strict=True):
+        fields = gate(threshold)
+        fields["steering_gates"]["rude"]["vector"] = WEIGHT.tolist()
+        request["sampling"] = fields
+    answers, report = run_child(Run(tiny, str(tmp_path / "rows"), asked, v2=True, ahead=ahead))
+    assert report["runner"] == "vllm.v1.worker.cpu.model_runner"
+    assert report["counts"]["ahead"] == ahead
+    assert [len(answer.tokens) for answer in answers] == [int(scores.argmax()) + 2, 20]
+    check_answers(answers, str(tmp_path / "rows"), reference, {})
+    statuses = [capflow.open(tmp_path / "rows")[answer.id].sidecar.status for answer in answers]
+    assert statuses == ["stop", "length"]
