@@ -112,6 +112,42 @@ def test_healthy_ranks_agree_and_a_fault_on_one_is_named_with_its_first_step(tin
         assert (over_http["first_mismatch"], over_http["differing"]) == (faulty["first_mismatch"], ["0.1"])
 
 
+def flipped_rows(worker):
+    """Have the second rank score with probes of the opposite sign."""
+    capture = worker.capflow
+    if capture.rank.tp == 1:
+        capture.bank.rows.neg_()
+    return capture.checksums.last
+
+
+@pytest.mark.long
+def test_a_gate_that_opens_on_one_rank_alone_is_named(tiny, tmp_path_factory):
+    """The gate steers nothing, so programs, slots and answers are equal: only what it scores differs."""
+    address, keeper = f"ipc://{tmp_path_factory.mktemp('h')}/h", Keeper()
+    gate = {"g": {"layer": PROBED.layer, "vector": WEIGHT, "threshold": 0.0}}
+    with (
+        environment(VLLM_ALLOW_INSECURE_SERIALIZATION="1"),
+        running_hub(address, keeper) as hub,
+        engine(tiny, hub=address, **PARALLEL) as llm,
+    ):
+        add(llm, "healthy", 150, steering_gates=gate)
+        step(llm)
+        eventually(lambda: (report(hub) or {"step": 0})["step"] >= 150)
+        assert report(hub)["consistent"]
+        eventually(lambda: "healthy" in keeper.done or keeper.events_of("healthy"))
+        add(llm, "faulty", 200, steering_gates=gate)
+        step(llm, 20)
+        before = llm.collective_rpc(flipped_rows)[0]
+        step(llm)
+        eventually(lambda: not report(hub)["consistent"])
+        faulty = report(hub)
+    assert faulty["differing"] == ("0.1",)
+    assert before < faulty["first_mismatch"] <= before + 4
+    assert faulty["actions"] >= 350 - 2
+    opened = [event for event in keeper.events if event.kind == "gate"]
+    assert len(opened) >= 10
+
+
 GATED_FROM, TOKENS = 41, 180
 """A gate acts from the position after the first generated row of a prompt of 40 tokens on."""
 
