@@ -46,7 +46,9 @@ def threshold_at(unsteered, reference):
 
 @pytest.fixture(scope="module")
 def drafter(tiny, tmp_path_factory):
-    return {"speculative_config": save_drafter(tiny, tmp_path_factory.mktemp("drafter") / "model", noise=0.006)}
+    """A drafter most of whose drafts are accepted, so that rows fire in front of accepted ones."""
+    drafting = save_drafter(tiny, tmp_path_factory.mktemp("drafter") / "model", noise=0.002)
+    return {"speculative_config": drafting | {"num_speculative_tokens": 4}}
 
 
 def gate(threshold, status="stop", *, site=PROBED, positions="generated", **more):
@@ -187,3 +189,16 @@ def test_the_v2_runner_ends_a_request_at_the_same_row(tiny, reference, tmp_path,
     check_answers(answers, str(tmp_path / "rows"), reference, {})
     statuses = [capflow.open(tmp_path / "rows")[answer.id].sidecar.status for answer in answers]
     assert statuses == ["stop", "length"]
+
+
+def test_what_a_gate_scores_is_computed_though_nothing_captures_it_and_blocks_are_cached(tiny, unsteered, reference):
+    """The same prompt again, whose blocks are cached, and a preempted request, whose answer's blocks are."""
+    prompt, plain = prompts((100,), seed=5), capflow.sampling_params(max_tokens=9, **GREEDY)
+    scores = reference.post_block(prompt[0]["prompt_token_ids"])[PROBED.layer] @ WEIGHT
+    guard = gate(float(scores[:64].max()) - 1e-3, positions="prompt")
+    firsts = []
+    with engine(tiny, block_size=32) as llm:
+        for params in (plain, plain, capflow.sampling_params(max_tokens=9, **GREEDY, **guard)):
+            (output,) = llm.generate(prompt, params, use_tqdm=False)
+            firsts.append((output.num_cached_tokens, len(output.outputs[0].token_ids)))
+    assert firsts == [(0, 9), (96, 9), (0, 0)]
