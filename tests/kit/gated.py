@@ -388,6 +388,12 @@ def main(path):
     job = GatedRun(**{**read, "cases": [Case(**case) for case in read["cases"]]})
     scheduling = scheduled_ahead(job.ahead) if job.ahead else contextlib.nullcontext(lambda llm: None)
     arguments = {"consumers": [f"filesystem:root={job.root},capture=requests"], "sites": ["*:*"], **RAW, **job.engine}
+    if "pipeline_parallel_size" in job.engine:  # its processes are out of reach here
+        with engine(job.model, in_process=False, **arguments) as llm:
+            v2 = llm.llm_engine.vllm_config.use_v2_model_runner
+            prove(llm, job.root, GatedReference(job.model), job.cases, job.max_tokens)
+        print(json.dumps({"v2": v2}))
+        return
     with scheduling as deepen, engine(job.model, **arguments) as llm:
         core = llm.llm_engine.engine_core.engine_core
         deepen(llm)

@@ -65,6 +65,13 @@ def test_every_mode_on_the_v2_runner(model, modes, tmp_path):
 
 
 @pytest.mark.long
+def test_gates_of_one_stage_gate_the_next_on_the_v2_runner(model, modes, tmp_path):
+    arguments = {"max_num_seqs": 64, "pipeline_parallel_size": 2}
+    job = GatedRun(model, str(tmp_path / "rows"), modes[::5], TOKENS, arguments, v2=True)
+    assert run_child(job, tmp_path / "job.json")["v2"] is True
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     "arguments",
     [{"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "enforce_eager": False}],
