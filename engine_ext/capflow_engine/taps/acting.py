@@ -7,7 +7,6 @@ the same. An operation with a closed hard gate does not act. One with a sigmoid 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -19,18 +18,20 @@ from capflow.steering.program import SCORES, UNGATED, ProgramGate, SiteOps, Stee
 from capflow_engine.taps.bank import Steered
 
 ALWAYS = -1
-"""The value of `Acts` where an operation acts whatever the gates do: it has none, or one that is not hard."""
+"""The value of `Acts` where an operation acts whatever the gates do: it has none."""
 
 Mask = npt.NDArray[np.bool_]
 
 Opened = Callable[[int, int, int], Mask]
-"""Returns at which of the positions `first .. end` one of these gates is open, given as bits, `first` and `end`."""
+"""Returns at which of the positions `first .. end` one of these gates is open, given as bits, `first` and `end`.
+
+A gate that is not hard is open where it has a score, if it is latched also behind that."""
 
 
 class Acts(NamedTuple):
     """Where a program acts.
 
-    Each value is `ALWAYS`, or the hard gates of which one must be open, as bits; 0 where it does nothing.
+    Each value is `ALWAYS`, or the gates of which one must be open, as bits; 0 where it does nothing.
 
     prefill: at prompt positions.
     decode: at generated positions.
@@ -44,17 +45,17 @@ class Acts(NamedTuple):
     @classmethod
     def of(cls, program: SteeringProgram, prompt_length: int) -> Acts:
         """Return where a program acts, for a prompt of this length."""
-        prefill = _acting(program, program.prefill)
-        decode = prefill if program.decode == program.prefill else _acting(program, program.decode)
-        return cls(prefill, decode, {p: _acting(program, ops) for p, ops in program.patches(prompt_length).items()})
+        prefill = _acting(program.prefill)
+        decode = prefill if program.decode == program.prefill else _acting(program.decode)
+        return cls(prefill, decode, {p: _acting(ops) for p, ops in program.patches(prompt_length).items()})
 
 
-def _acting(program: SteeringProgram, ops: Sequence[SiteOps]) -> int:
+def _acting(ops: Sequence[SiteOps]) -> int:
     gates = 0
     for op in itertools.chain.from_iterable(site.ops for site in ops):
         if op.kind in SCORES or not op.amount:
             continue
-        if op.gate == UNGATED or math.isfinite(program.gates[op.gate].sharpness):
+        if op.gate == UNGATED:
             return ALWAYS
         gates |= 1 << op.gate
     return gates

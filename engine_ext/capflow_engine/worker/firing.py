@@ -7,6 +7,7 @@ that a preempted request computes again has no second event.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -116,7 +117,8 @@ class GatedStep:
                 if gate.latched and self.carried is not None:
                     margins = np.maximum.accumulate(margins)
                     margins = np.maximum(margins, self.carried[bit, self.plan.latched.index(number)])
-                mask |= (margins[first - start : end - start] >= 0) | (gate.layer > self.layer_last)
+                mine = margins[first - start : end - start]
+                mask |= (mine >= 0 if math.isinf(gate.sharpness) else mine > -np.inf) | (gate.layer > self.layer_last)
             return mask
 
         return opened
