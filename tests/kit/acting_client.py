@@ -63,6 +63,7 @@ class Acting:
         """Send some actions, and some of the earlier ones again."""
         names = [name for name in self.running() if int(name[1:]) % PARTS == self.part]
         if not names:
+            # Another client's answers, or a hub's start, bring requests again.
             time.sleep(0.01)
             return
         acts = {}
