@@ -284,6 +284,11 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
                     raise UsageError(explain("steering", got=f"an operation with gate {op.gate}", expected=expected))
 
     @property
+    def steers(self) -> bool:
+        """Whether it changes the stream; a program of gates alone does not."""
+        return any(op.kind not in SCORES for ops in self._phases for site in ops for op in site.ops)
+
+    @property
     def sites(self) -> frozenset[Site]:
         """Every site with an operation."""
         return frozenset(Site(layer, hook) for ops in self._phases for layer, hook, _ in ops)

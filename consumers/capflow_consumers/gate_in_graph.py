@@ -67,6 +67,10 @@ def steering_of(config: Any, probe: Probe, threshold: float) -> Steering:
         label=config.label,
     )
     gate.check_values(where)
+    if not gate.acts_at(vector.site):
+        order = "after" if gate.latch else "at or after"
+        expected = f"a vector {order} the probe's site, {probe.site}"
+        raise UsageError(explain(f"{where}.vector", got=f"one at {vector.site}", expected=expected))
     steering = Steering(Tier((msgspec.structs.replace(vector, gate=GATE_NAME),)), gates=(gate,))
-    steering.check_gates(where)
+    steering.check_gates(f"{where}.")
     return steering

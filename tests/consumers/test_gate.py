@@ -298,6 +298,15 @@ def test_options_of_another_tier_and_wrong_ones_of_the_graph_are_refused(tmp_pat
         Gate.load(GateConfig(**{**files(tmp_path), **options}))
 
 
+@pytest.mark.parametrize(("site", "latch", "order"), [("pre_attn:1", False, "at or after"), (str(READ), True, "after")])
+def test_a_vector_in_front_of_the_probe_of_the_graph_is_refused(tmp_path, site, latch, order):
+    options = files(tmp_path)
+    save_vector(tmp_path / "v", Site.parse(site), np.ones(8))
+    message = f"consumers.gate.vector: got one at {site}, expected a vector {order} the probe's site, {READ}"
+    with pytest.raises(UsageError, match=re.escape(message)):
+        Gate.load(GateConfig(**options, tier="in-graph", latch=latch))
+
+
 def test_a_model_that_does_not_fit_is_refused():
     with pytest.raises(UsageError, match=r"consumers\.gate\.probe: got 8 numbers, expected 16, the model's width"):
         gate().open(make_model(hidden=16))

@@ -285,7 +285,7 @@ class WorkerCapture:
             self.histories.admit(tracked, options.program)
             if self.rank.pp == 0:  # one record is enough: the other stages have the same program
                 own = without_controllers(options.program)
-                if own is not None:
+                if own is not None and own.steers:
                     first = own.first_steered(prompt_length, tracked.steered_from)
                     self._events.note(tracked, "request", "steer", tuple(sorted(own.sites)), position=first)
 

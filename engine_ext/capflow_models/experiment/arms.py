@@ -222,4 +222,5 @@ def check_layers(
             site = Site(setting.layer, hook)
             if site < probe or (experiment.gate.latch and site == probe):
                 expected = f"a layer after the probe's site, {probe}"
-                raise experiment.wrong(key, got=setting.layer, expected=expected, do="or write latch = false in [gate]")
+                do = "or write latch = false in [gate]" if site == probe else ""
+                raise experiment.wrong(key, got=setting.layer, expected=expected, do=do)

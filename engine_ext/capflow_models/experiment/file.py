@@ -277,7 +277,7 @@ class _Places:
 
     def wrong(self, key: Sequence[str | int], *, got: Any = None, expected: str = "", do: str = "") -> UsageError:
         name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key).lstrip(".")
-        subject = f"{self.path}, line {line_of(self._lines, key)}: {name}"
+        subject = ": ".join(part for part in (f"{self.path}, line {line_of(self._lines, key)}", name) if part)
         return UsageError(explain(subject, got=got, expected=expected, do=do))
 
     def convert(self, table: Any, kind: type[T], key: Key) -> T:

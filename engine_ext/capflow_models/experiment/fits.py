@@ -164,6 +164,35 @@ def _probe(experiment: Experiment, name: str, source: ProbeSource, out: Path) ->
     return Probe.make(probe.site, probe.weight[0], probe.bias[0], names=probe.names, threshold=source.threshold)
 
 
+def check_files(experiment: Experiment, layers: Sequence[int]) -> Site | None:
+    """Read the probes and vectors that are files; return the site of the gate's probe, if there is one.
+
+    Raises UsageError for a file that is none of its kind, and for layers without a vector.
+    """
+    sites = {}
+    for name, source in (("probe", experiment.probe), ("held_out", experiment.held_out)):
+        if source is not None:
+            if source.file:
+                sites[name] = _probe(experiment, name, source, experiment.path.parent).site
+            else:
+                sites[name] = Site.parse(f"{source.hook}:{source.layer}")
+    if experiment.vector is not None and experiment.vector.file:
+        _given_vectors(experiment, experiment.vector, layers)
+    return sites.get("probe")
+
+
+def _given_vectors(experiment: Experiment, source: VectorSource, layers: Sequence[int]) -> dict[int, Vector]:
+    """Return the vectors of a file by layer."""
+    assert source.file is not None
+    sites = load_sites(experiment.relative(source.file))
+    vectors = {site.layer: vector for site, vector in sites.items() if site.hook == source.hook}
+    if any(layer not in vectors for layer in layers):
+        expected = f"vectors of {source.hook} at layers {', '.join(map(str, layers))}"
+        got = f"vectors at {', '.join(map(str, sites))}"
+        raise experiment.wrong(("vector", "file"), got=got, expected=expected)
+    return vectors
+
+
 def _vectors(
     experiment: Experiment, layers: Sequence[int], out: Path
 ) -> tuple[Mapping[int, Vector], str, dict[int, Path]]:
@@ -175,15 +204,7 @@ def _vectors(
         paths = [out / f"vector-{layer}.safetensors" for layer in layers]
         vectors, hook = {layer: _one(path) for layer, path in zip(layers, paths, strict=True)}, source.hook
     else:
-        assert source.file is not None
-        sites = load_sites(experiment.relative(source.file))
-        vectors = {site.layer: vector for site, vector in sites.items() if site.hook == source.hook}
-        hook = source.hook
-        absent = [layer for layer in layers if layer not in vectors]
-        if absent:
-            expected = f"vectors of {hook} at layers {', '.join(map(str, layers))}"
-            got = f"vectors at {', '.join(map(str, sites))}"
-            raise experiment.wrong(("vector", "file"), got=got, expected=expected)
+        vectors, hook = _given_vectors(experiment, source, layers), source.hook
     files = {}
     for layer, vector in vectors.items():
         files[layer] = out / f"gate-vector-{layer}.safetensors"

@@ -22,7 +22,7 @@ from capflow_models.experiment import arms, gating
 from capflow_models.experiment.arms import Directions, Setting, check_layers, settings_of
 from capflow_models.experiment.dry import show_plan
 from capflow_models.experiment.file import Experiment
-from capflow_models.experiment.fits import DirectionFit, Fitter, describe, resolve
+from capflow_models.experiment.fits import DirectionFit, Fitter, check_files, describe, resolve
 from capflow_models.experiment.prompts import LabelledPrompt, read_prompts
 from capflow_models.experiment.records import CELLS, Cell, digest_of, done_of, encoded, read_cells
 from capflow_models.experiment.results.export import export
@@ -62,22 +62,21 @@ def run(job: ExperimentJob) -> None:
         require(extra, "capflow experiment")
     prompts = read_prompts(experiment)
     settings = settings_of(experiment, 0.0)
-    probe, vector = experiment.probe, experiment.vector
-    if probe is not None and probe.layer is not None and vector is not None:  # before anything is fitted
-        check_layers(settings, experiment, probe=Site(probe.layer, probe.hook), hook=vector.hook, layers=None)
+    layers = sorted({setting.layer for setting in settings if setting.layer is not None})
+    hook = "post_block" if experiment.vector is None else experiment.vector.hook
+    check_layers(settings, experiment, probe=check_files(experiment, layers), hook=hook, layers=None)
+    _check_fitted(experiment, settings)
     out = Path(job.out) if job.out else experiment.path.with_suffix("")
     if job.dry_run:
         show_plan(experiment, settings, prompts, out, calibrate=job.calibrate)
         return
     start = time.monotonic()
-    _check_fitted(experiment, settings)
     make_directory(out)
     with LineFile(out / CELLS) as file:
         directions, files, fits = _directions(experiment, settings, out, console)
         settings = settings_of(experiment, directions.threshold)
         site = None if directions.probe is None else directions.probe.site
-        layers = directions.vectors.keys()
-        check_layers(settings, experiment, probe=site, hook=directions.hook, layers=layers)
+        check_layers(settings, experiment, probe=site, hook=directions.hook, layers=directions.vectors.keys())
         digests = _digests(experiment, settings, prompts, directions)
         done = done_of(read_cells(file), digests, out)
         todo = list(blocks(settings, prompts, experiment.general.seeds, experiment.general.batch, done))
@@ -120,7 +119,10 @@ def _check_fitted(experiment: Experiment, settings: Sequence[Setting]) -> None:
     if not places:
         return
     trusts = bool(experiment.engine.get("trust_remote_code"))
-    count = layer_count(experiment.general.model, trust_remote_code=trusts)
+    try:
+        count = layer_count(experiment.general.model, trust_remote_code=trusts)
+    except (OSError, ValueError):  # the start of the engine says what is wrong with the model
+        return
     for key, layer in places:
         if layer is not None and layer >= count:
             raise experiment.wrong(key, got=layer, expected=f"a layer of the model, 0 .. {count - 1}")

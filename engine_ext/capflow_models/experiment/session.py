@@ -23,6 +23,7 @@ import capflow
 from capflow.capture.site import Site
 from capflow.errors import CapflowError, explain
 from capflow.probes.probe import Probe, as_float32
+from capflow_engine.compat import engine as compat
 from capflow_models.backends import resolved_model
 from capflow_models.experiment.arms import POSITIONS, Directions, Setting, fields_of, instance_of, prompt_of
 from capflow_models.experiment.file import Experiment
@@ -83,7 +84,9 @@ class Session:
         if "kl" in experiment.metrics and directions is not None:
             os.environ[FORCED_OUT] = str(self._out.absolute())
             arguments.setdefault("logits_processors", [PROCESSOR])
-        self.llm = capflow.LLM(resolved_model(experiment.general.model), consumers=[keeper, *gates], **arguments)
+        model = resolved_model(experiment.general.model)
+        _stay_in_process(model, experiment.engine)
+        self.llm = capflow.LLM(model, consumers=[keeper, *gates], **arguments)
 
     def __enter__(self) -> Self:
         return self
@@ -294,6 +297,15 @@ def fitting(experiment: Experiment, rows: Path, sites: Sequence[str]) -> Iterato
     """Start an engine for fits, with these sites."""
     with Session(experiment, rows, sites) as session:
         yield session.fitter()
+
+
+def _stay_in_process(model: str, arguments: Mapping[str, Any]) -> None:
+    """Have the engine run in this process where it can: it starts sooner, and a kill of this process ends it too."""
+    from vllm import EngineArgs
+
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "distributed_executor_backend")
+    compat.prepare_environment(arguments)
+    compat.run_in_this_process(EngineArgs(model, **{name: arguments[name] for name in names if name in arguments}))
 
 
 def _rate(outputs: Sequence[Any]) -> float | None:

@@ -4,9 +4,12 @@ import json
 import shutil
 
 import msgspec
+import numpy as np
 import pytest
 
+from capflow.capture.site import Site
 from capflow.errors import UsageError
+from capflow.probes.probe import save_vector
 from capflow_models.experiment.arms import settings_of
 from capflow_models.experiment.file import (
     ARM_KINDS,
@@ -120,6 +123,13 @@ def test_a_layer_that_cannot_be_is_refused_before_an_engine_starts(write, tiny, 
         run(ExperimentJob(str(path), dry_run=layer == 1))
     assert str(e.value).startswith(f"{path}, line 15: sweep.layer: got {layer}, expected ")
     assert words in str(e.value)
+
+
+def test_a_file_of_another_kind_is_refused_before_an_engine_starts(write, tmp_path):
+    save_vector(tmp_path / "vector.safetensors", Site(2, "post_block"), np.ones(8))
+    path = write(GOOD.replace('fit = "prompts.jsonl"\nlayer = 2', 'file = "vector.safetensors"'))
+    with pytest.raises(UsageError, match=r"vector\.safetensors.*weight"):
+        run(ExperimentJob(str(path), dry_run=True))
 
 
 def test_the_page_shows_a_file_that_can_be_read_and_names_every_arm_metric_and_key(tmp_path):

@@ -1,5 +1,6 @@
 """Experiments on a tiny model in real engines: every arm, resumption after a kill, the dry run."""
 
+import contextlib
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import sys
 
 import duckdb
 import numpy as np
+import psutil
 import pyarrow.parquet as pq
 import pytest
 
@@ -290,14 +292,18 @@ def test_a_run_that_was_killed_continues_with_the_missing_cells(directory):
     out = directory / "killed"
     path = write(directory, "killed.toml", "[arms.baseline]\n[arms.always_on]\n")
     job = json.dumps({"file": str(path), "out": str(out)})
-    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    command = [sys.executable, "-m", "capflow_models.experiment.program", job]
-    process = subprocess.Popen(command, env={**os.environ, **variables}, start_new_session=True)
+    process = subprocess.Popen([sys.executable, "-m", "capflow_models.experiment.program", job], start_new_session=True)
     cells = out / "cells.jsonl"
     try:
         eventually(lambda: cells.exists() and b"\n" in cells.read_bytes(), 240)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        _, left = psutil.wait_procs(children, timeout=30)
+        assert children
+        assert not left, "processes of a killed run still live"
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     kept = cells.read_bytes()[: cells.read_bytes().rindex(b"\n") + 1]
     with cells.open("ab") as file:
