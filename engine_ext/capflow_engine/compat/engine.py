@@ -67,18 +67,21 @@ def prepare_environment(arguments: Mapping[str, Any]) -> None:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_KV_CACHE_GIB)
 
 
-def run_in_this_process(engine_args: Any) -> None:
+def run_in_this_process(arguments: Mapping[str, Any]) -> None:
     """Have vLLM run an engine with one worker in this process, on a CPU, unless the user chose otherwise.
 
     vLLM starts one process for the engine and one for its worker, to bind the worker's threads to cores, which
     `prepare_environment` turns off. Each process imports vLLM again: half of the time that a small model takes to start
     and to end.
+
+    arguments: the engine's arguments, by vLLM's names.
     """
     from vllm.platforms import current_platform
 
-    workers = engine_args.tensor_parallel_size * engine_args.pipeline_parallel_size * engine_args.data_parallel_size
+    parallel = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    alone = all(arguments.get(name) in (None, 1) for name in parallel)
     bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind"
-    if current_platform.is_cpu() and workers == 1 and not bound and engine_args.distributed_executor_backend is None:
+    if current_platform.is_cpu() and alone and not bound and arguments.get("distributed_executor_backend") is None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 

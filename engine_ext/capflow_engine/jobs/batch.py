@@ -76,7 +76,7 @@ def run(job: JobRequest, tell: Tell) -> None:
         if name in job.engine:
             raise UsageError(explain(f"--engine-arg {name}", expected="to be left out; capflow brings its own"))
         setattr(arguments, name, value)
-    compat.run_in_this_process(arguments)
+    compat.run_in_this_process(vars(arguments))
     tell("preparing", stage="loading the model" if arguments.enforce_eager else "loading and compiling the model")
     engine = LLMEngine.from_engine_args(arguments)
     try:

@@ -85,7 +85,8 @@ class Session:
             os.environ[FORCED_OUT] = str(self._out.absolute())
             arguments.setdefault("logits_processors", [PROCESSOR])
         model = resolved_model(experiment.general.model)
-        _stay_in_process(model, experiment.engine)
+        compat.prepare_environment(experiment.engine)
+        compat.run_in_this_process(experiment.engine)  # a kill of this process ends the engine too
         self.llm = capflow.LLM(model, consumers=[keeper, *gates], **arguments)
 
     def __enter__(self) -> Self:
@@ -297,15 +298,6 @@ def fitting(experiment: Experiment, rows: Path, sites: Sequence[str]) -> Iterato
     """Start an engine for fits, with these sites."""
     with Session(experiment, rows, sites) as session:
         yield session.fitter()
-
-
-def _stay_in_process(model: str, arguments: Mapping[str, Any]) -> None:
-    """Have the engine run in this process where it can: it starts sooner, and a kill of this process ends it too."""
-    from vllm import EngineArgs
-
-    names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "distributed_executor_backend")
-    compat.prepare_environment(arguments)
-    compat.run_in_this_process(EngineArgs(model, **{name: arguments[name] for name in names if name in arguments}))
 
 
 def _rate(outputs: Sequence[Any]) -> float | None:
