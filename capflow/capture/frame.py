@@ -144,6 +144,8 @@ class Acted(msgspec.Struct, frozen=True, omit_defaults=True):
     score: the score that caused it, if a score did.
     threshold: the threshold that the score was compared with.
     label: the label of the gate or of the action.
+    target: the owner whose contribution a gain scales, or the gate that an action sets.
+    scale: the factor of a gain or of added vectors and clamps.
     """
 
     by: Name
@@ -155,6 +157,8 @@ class Acted(msgspec.Struct, frozen=True, omit_defaults=True):
     score: float | None = None
     threshold: float | None = None
     label: Name = ""
+    target: Name = ""
+    scale: float | None = None
 
 
 EVENT_KINDS = (

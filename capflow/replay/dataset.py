@@ -155,6 +155,8 @@ def _events(sidecar: Any) -> tuple[ActedOn, ...]:
             event.score,
             event.threshold,
             event.label,
+            event.target,
+            event.scale,
         )
         for event in sidecar.events
         if event.step is not None

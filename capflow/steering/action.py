@@ -274,6 +274,33 @@ def sites_of(action: Action) -> tuple[Site, ...]:
     return (*(vector.site for vector in action.vectors), *(clamp.site for clamp in action.clamps))
 
 
+def target_of(action: Action) -> str:
+    """Return the owner that a `Gain` scales or the gate that a `SetGate` changes; empty for other actions."""
+    match action:
+        case Gain():
+            return action.owner
+        case SetGate():
+            return action.gate
+        case _:
+            return ""
+
+
+def scale_of(action: Action) -> float | None:
+    """Return the factor of an action that has one."""
+    match action:
+        case Gain():
+            return action.scale
+        case Steer():
+            return action.gain
+        case _:
+            return None
+
+
+def threshold_of(action: Action) -> float | None:
+    """Return the threshold that an action gives a gate."""
+    return action.threshold if isinstance(action, SetGate) else None
+
+
 class Answered(msgspec.Struct, frozen=True):
     """An event of a request's steering, as consumers get it: an action with its answer, or an event inside the worker.
 
@@ -288,9 +315,11 @@ class Answered(msgspec.Struct, frozen=True):
     reason: why `step` is None; else empty.
     position: the first position of the request at which it holds; None if it does not hold or this is unknown.
     score: the score that caused it, if a score did.
-    threshold: the threshold that the score was compared with.
+    threshold: the threshold that the score was compared with, or that an action gives a gate.
     label: the label of the gate or of the action.
     incarnation: differs between requests that use the same id one after another; empty if it is unknown.
+    target: the owner whose contribution a gain scales, or the gate that an action sets.
+    scale: the factor of a gain or of added vectors and clamps.
     """
 
     id: str
@@ -307,6 +336,8 @@ class Answered(msgspec.Struct, frozen=True):
     threshold: float | None = None
     label: str = ""
     incarnation: str = ""
+    target: str = ""
+    scale: float | None = None
 
     @classmethod
     def of(cls, action: Action, outcome: Outcome, *, engine: str, asked_by: str) -> Answered:
@@ -322,6 +353,9 @@ class Answered(msgspec.Struct, frozen=True):
             outcome.step if isinstance(outcome, ActionApplied) else None,
             "" if isinstance(outcome, ActionApplied) else outcome.reason,
             position=outcome.position if isinstance(outcome, ActionApplied) else None,
+            threshold=threshold_of(action),
             label=action.label,
             incarnation=action.incarnation,
+            target=target_of(action),
+            scale=scale_of(action),
         )

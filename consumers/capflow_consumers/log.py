@@ -70,14 +70,24 @@ class LogConsumer(Consumer):
     def on_action(self, answered: Answered) -> None:
         """Log an event."""
         if self.config.events:
-            names = ("engine", "request", "kind", "asked_by", "step", "position", "score", "threshold", "label")
-            fields = {name: getattr(answered, name) for name in (*names, "reason", "incarnation")}
+            names = ["engine", "request", "kind", "asked_by", "step", "position", "score", "threshold", "label"]
+            names += ["target", "scale", "reason", "incarnation"]
+            fields = {name: getattr(answered, name) for name in names}
             fields |= {"event": "steering", "sites": list(map(str, answered.sites))}
+            target = f" of {answered.target}" if answered.target else ""
+            target += f" to {answered.scale:g}" if answered.target and answered.scale is not None else ""
             where = "" if answered.position is None else f" at position {answered.position}"
             why = "" if answered.score is None else f", score {answered.score:.4g}"
             why += f": {answered.reason}" if answered.reason else ""
             logger.info(
-                "%s: %s by %s%s%s", answered.request, answered.kind, answered.asked_by, where, why, extra=fields
+                "%s: %s%s by %s%s%s",
+                answered.request,
+                answered.kind,
+                target,
+                answered.asked_by,
+                where,
+                why,
+                extra=fields,
             )
 
     def on_request_done(self, done: RequestDone) -> CaptureResult:

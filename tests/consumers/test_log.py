@@ -63,5 +63,9 @@ def test_each_event_of_steering_is_a_line_unless_they_are_off(caplog):
     LogConsumer(LogConfig()).on_action(event)
     (record,) = caplog.records
     assert record.getMessage() == "r1: gate by gate rude at position 41, score 1.5"
+    caplog.clear()
+    gain = Answered("i", "e", "r1", "gain", (), "client", 1, 7, "", 41, target="module calm", scale=0.5)
+    LogConsumer(LogConfig()).on_action(gain)
+    assert caplog.messages == ["r1: gain of module calm to 0.5 by client at position 41"]
     about = (record.event, record.position, record.score, record.threshold, record.label, record.sites)
     assert about == ("steering", 41, 1.5, 1.0, "rude", ["post_block:0"])

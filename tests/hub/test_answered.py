@@ -9,7 +9,7 @@ import pytest
 
 from capflow.capture.frame import Acted, ActedOn
 from capflow.capture.site import Site
-from capflow.steering.action import Abort, ActionApplied, Answered, Rejected, Steer, Unsteer
+from capflow.steering.action import Abort, ActionApplied, Answered, Gain, Rejected, SetGate, Steer, Unsteer
 from capflow.steering.vector import SteeringVector
 from capflow.transport.client import Client
 from capflow_consumers.duckdb.consumer import DuckdbConfig, DuckdbConsumer
@@ -108,12 +108,21 @@ def test_actions_are_in_the_store_when_they_are_told_and_once(tmp_path):
     consumer.on_frame(make_frame(sites=SITES))
     steer = Answered.of(STEER, ActionApplied("x", 7), engine="engine-1", asked_by="client")
     abort = Answered.of(Abort("gone"), Rejected("y", "not running"), engine="", asked_by="judge")
-    for answered in (steer, abort, steer):
+    gain = Answered.of(Gain("r1", "module calm", 0.5), ActionApplied("z", 8), engine="engine-1", asked_by="client")
+    opened_gate = SetGate("r1", "rude", threshold=2.0)
+    gate = Answered.of(opened_gate, ActionApplied("g", 9), engine="engine-1", asked_by="client")
+    for answered in (steer, abort, steer, gain, gate):
         consumer.on_action(answered)
     consumer._port.close()
     consumer._database.close()  # as a kill would
     columns = "capture, engine, request_id, kind, sites, asked_by, outcome, step, reason"
-    assert query(tmp_path, f"SELECT {columns} FROM actions ORDER BY kind DESC") == [
+    columns_of_gains = "kind, target, scale, threshold"
+    assert query(tmp_path, f"SELECT {columns_of_gains} FROM events WHERE step > 7 ORDER BY step") == [
+        ("gain", "module calm", 0.5, None),
+        ("set_gate", "rude", None, 2.0),
+    ]
+    mine = f"SELECT {columns} FROM actions WHERE target IS NULL ORDER BY kind DESC"
+    assert query(tmp_path, mine) == [
         (1, "engine-1", "r1", "steer", ["post_block:2"], "client", "applied", 7, None),
         (None, "", "gone", "abort", [], "judge", "rejected", None, "not running"),
     ]
@@ -122,8 +131,8 @@ def test_actions_are_in_the_store_when_they_are_told_and_once(tmp_path):
     again.on_frame(make_frame(sites=SITES))
     assert again.on_request_done(done(rows=12)).status == "ok"
     again.close()
-    assert query(tmp_path, "SELECT count(*), count(DISTINCT id) FROM actions") == [(2, 2)]
-    assert query(tmp_path, "SELECT count(*) FROM actions JOIN requests USING (capture)") == [(1,)]
+    assert query(tmp_path, "SELECT count(*), count(DISTINCT id) FROM actions") == [(4, 4)]
+    assert query(tmp_path, "SELECT count(*) FROM actions JOIN requests USING (capture)") == [(3,)]
 
 
 def test_a_hub_brings_actions_to_the_store(address, tmp_path):
@@ -161,7 +170,7 @@ def test_the_store_has_events_and_steered_tokens_and_older_files_get_the_columns
         connection.execute("DROP VIEW events; DROP VIEW fired; DROP VIEW top_tokens; DROP VIEW layer_scores")
         connection.execute("ALTER TABLE tokens DROP COLUMN steered")
         connection.execute("DROP INDEX actions_id")
-        for column in ("incarnation", "label", "threshold", "score", "position"):
+        for column in ("scale", "target", "incarnation", "label", "threshold", "score", "position"):
             connection.execute(f"ALTER TABLE actions DROP COLUMN {column}")
     opened(tmp_path, "p").close()
     assert query(tmp_path, "SELECT position, steered FROM tokens ORDER BY position") == [(p, None) for p in range(6)]

@@ -185,6 +185,8 @@ def test_a_freeze_takes_everything_back_and_holds_until_it_ends(run, float64):
         run.acted[name].applied.append(("", Unfreeze(), first))
     run.act(Steer("r4", (added(4),)))
     run.finish()
+    kinds = [event.kind for event in run.keeper.events_of("r5") if event.asked_by == "engine"]
+    assert kinds == ["freeze", "unfreeze"]
     assert run.check(float64) > 50
 
 
@@ -251,15 +253,22 @@ def test_a_gain_for_all_requests_replaces_a_lease_on_one(run, float64):
     asked = time.monotonic()
     (outcome,) = run.act(Gain("r0", "request", 0.0, lease_s=0.5))
     assert isinstance(outcome, ActionApplied), outcome
-    (outcome,) = run.act(Gain("", "request", 0.25))
+    (outcome,) = run.act(Gain("", "request", 0.25, label="quieter"))
     assert isinstance(outcome, ActionApplied), outcome
     assert not run.lease_ends, "it came in time"
+    later = capflow.sampling_params(id="later", capture=ALL, max_tokens=2, **GREEDY)
+    run.core.add_request("later", prompts([40])[0], later)
     for name, first in run.positions(outcome.step).items():
         run.acted[name].applied.append(("client", Gain(name, "request", 0.25), first))
     eventually(lambda: time.monotonic() > asked + 0.7)
     run.finish()
     assert not run.lease_ends
+    run.tokens.pop("later")
     assert run.check(float64) > 100
+    for name, first in {**run.positions(outcome.step), "later": 0}.items():
+        (event,) = [event for event in run.keeper.events_of(name) if event.scale == 0.25]
+        about = (event.kind, event.asked_by, event.target, event.label, event.position)
+        assert about == ("gain", "client", "request", "quieter", first)
 
 
 SENDER = """

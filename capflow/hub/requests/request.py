@@ -223,6 +223,8 @@ def answered_by(engine: str, request: str, incarnation: str, stage: int, acts: S
             acted.threshold,
             acted.label,
             incarnation,
+            acted.target,
+            acted.scale,
         )
         for number, acted in enumerate(acts)
     ]

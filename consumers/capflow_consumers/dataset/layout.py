@@ -119,11 +119,13 @@ class SteeringEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     label: str = ""
     sites: list[str] = []
     reason: str = ""
+    target: str = ""
+    scale: float | None = None
 
     @classmethod
     def of(cls, answered: Answered) -> SteeringEvent:
         """Return an event as it is stored."""
-        names = ("step", "position", "score", "threshold", "label", "reason")
+        names = ("step", "position", "score", "threshold", "label", "reason", "target", "scale")
         about = {name: getattr(answered, name) for name in names}
         sites = [str(site) for site in answered.sites]
         return cls(answered.id, answered.kind, answered.asked_by, answered.time_ns, sites=sites, **about)

@@ -308,6 +308,8 @@ class DuckdbConsumer(Consumer):
             "threshold": pa.array([answered.threshold], pa.float64()),
             "label": pa.array([answered.label or None], pa.string()),
             "incarnation": pa.array([answered.incarnation or None], pa.string()),
+            "target": pa.array([answered.target or None], pa.string()),
+            "scale": pa.array([answered.scale], pa.float64()),
         }
         assert self._database is not None
         self._database.append({"actions": pa.table(line)})

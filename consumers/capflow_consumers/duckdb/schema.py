@@ -96,6 +96,8 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         ("threshold", "DOUBLE"),
         ("label", "VARCHAR"),
         ("incarnation", "VARCHAR"),
+        ("target", "VARCHAR"),
+        ("scale", "DOUBLE"),
     ],
     "marks": [*_KEY, ("boot", "VARCHAR"), ("rank", "VARCHAR"), ("first_frame", "BIGINT"), ("last_frame", "BIGINT")],
 }
@@ -103,7 +105,7 @@ TABLES: dict[str, list[tuple[str, str]]] = {
 ADDED: dict[str, tuple[str, ...]] = {
     "requests": ("tag",),
     "tokens": ("steered",),
-    "actions": ("position", "score", "threshold", "label", "incarnation"),
+    "actions": ("position", "score", "threshold", "label", "incarnation", "target", "scale"),
 }
 """Columns that files of earlier versions lack, the last of their tables.
 
@@ -128,8 +130,8 @@ VIEWS: dict[str, str] = {
         WHERE score >= threshold
     """,
     "events": """
-        SELECT answered_at AS happened_at, capture, engine, request_id, position, kind, asked_by, label, score,
-               threshold, sites, step, outcome, reason
+        SELECT answered_at AS happened_at, capture, engine, request_id, position, kind, asked_by, target, scale, label,
+               score, threshold, sites, step, outcome, reason
         FROM actions
         ORDER BY answered_at, position
     """,

@@ -142,8 +142,8 @@ def action_message(prefix: str, answered: Answered) -> Message:
     about["sites"] = [str(site) for site in answered.sites]
     about["outcome"] = "rejected" if answered.step is None else "applied"
     about |= {"step": answered.step, "reason": answered.reason or None}
-    about |= {name: getattr(answered, name) for name in ("position", "score", "threshold")}
-    about |= {"label": answered.label or None, "incarnation": answered.incarnation or None}
+    about |= {name: getattr(answered, name) for name in ("position", "score", "threshold", "scale")}
+    about |= {name: getattr(answered, name) or None for name in ("label", "incarnation", "target")}
     engine = token(answered.engine) if answered.engine else "-"
     subject = f"{prefix}.actions.{engine}.{token(answered.request)}.{token(answered.id)}"
     return message(subject, None, _encode(about), identity=answered.id)

@@ -257,7 +257,7 @@ class EngineActions:
         except UsageError as e:
             return str(e)
         if isinstance(action, Gain):
-            return self._gain_all(action_id, action, requests)
+            return self._gain_all(action_id, act.owner, action, requests)
         frozen = isinstance(action, Freeze)
         self._frozen_ids += [action_id] if action_id else []
         if frozen == self.frozen:
@@ -292,7 +292,7 @@ class EngineActions:
             self._taking = False
         return [*((each, None) for each in frozen), *((each, position) for each, _, position in ordered if each)]
 
-    def _gain_all(self, action_id: str, action: Gain, requests: Mapping[str, RunningRequest]) -> str | None:
+    def _gain_all(self, action_id: str, by: str, action: Gain, requests: Mapping[str, RunningRequest]) -> str | None:
         after: dict[str, Timeline] = {}
         held: list[tuple[str, tuple[Need, ...]]] = []
         for key, each in requests.items():
@@ -315,7 +315,7 @@ class EngineActions:
         for key, timeline in after.items():
             self._leases.pop((key, slot_of(action, ENGINE)), None)  # a request's own gain is replaced with its lease
             self._after_all(key, requests[key], timeline)
-        self._ordered.append((action_id, Ordered("", "", action), None))
+        self._ordered.append((action_id, Ordered("", by, action), None))
         return None
 
     def _after_all(self, key: str, running: RunningRequest, timeline: Timeline) -> None:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from capflow.capture.site import Site
 from capflow.errors import CapflowError
-from capflow.steering.action import FROZEN, Abort, Gain, sites_of
+from capflow.steering.action import (
+    FROZEN,
+    Abort,
+    Gain,
+    SetGate,
+    Steer,
+    Unsteer,
+    scale_of,
+    sites_of,
+    target_of,
+    threshold_of,
+)
+from capflow.steering.compose import without_controllers
+from capflow.steering.program import SteeringProgram
 from capflow_engine.scheduler.orders import Decided, Ended, LeaseEnd, Ordered, Orders
 from capflow_engine.steering.timeline import ENGINE, hub_owner
 from capflow_engine.taps.plan import Tracked
@@ -41,6 +52,25 @@ class Changes:
         self._events = events
         self._first = first
         self._last = last
+        # For each owner that has a gain for all requests, the action that gave it.
+        self._gains: dict[str, Ordered] = {}
+        self._frozen_label = ""
+
+    def begin(self, tracked: Tracked, program: SteeringProgram | None) -> None:
+        """Steer a new request as it asked, and as the engine's state allows."""
+        if program is not None:
+            self._histories.admit(tracked, program)
+        if not self._first:  # one record is enough: the other stages have the same program
+            return
+        own = None if program is None else without_controllers(program)
+        if own is not None and own.steers:
+            first = own.first_steered(tracked.prompt_length, tracked.steered_from)
+            self._events.note(tracked, "request", "steer", tuple(sorted(own.sites)), position=first)
+        if self._histories.frozen:
+            self._events.note(tracked, "engine", "freeze", (), position=0, label=self._frozen_label)
+            return
+        for ordered in self._gains.values():
+            self._note_gain(tracked, ordered, 0)
 
     def take(self, orders: Orders) -> None:
         """Apply what the scheduler ordered."""
@@ -60,11 +90,27 @@ class Changes:
                 self._histories.act(self._requests[key], hub_owner(by), action)
             return
         assert isinstance(action, Gain)
-        self._histories.gains.pop(action.owner, None)
+        for gains in (self._histories.gains, self._gains):
+            gains.pop(action.owner, None)
         if action.scale != 1.0:
-            self._histories.gains[action.owner] = action.scale
+            self._histories.gains[action.owner], self._gains[action.owner] = action.scale, ordered
         for tracked in self._requests.values():
             self._histories.act(tracked, ENGINE, action)
+            if self._first:
+                self._note_gain(tracked, ordered, tracked.computed)
+
+    def _note_gain(self, tracked: Tracked, ordered: Ordered, position: int) -> None:
+        gain = ordered.action
+        self._events.note(
+            tracked,
+            ordered.by,
+            "gain",
+            (),
+            position=position,
+            label=gain.label,
+            target=target_of(gain),
+            scale=scale_of(gain),
+        )
 
     def _end_lease(self, lease: LeaseEnd) -> None:
         """End an action whose lease is over."""
@@ -88,7 +134,7 @@ class Changes:
         """Take every dynamic change back, or end that."""
         if self._histories.frozen == frozen:
             return
-        self._histories.frozen = frozen
+        self._histories.frozen, self._frozen_label = frozen, label
         for controllers in self._controllers:
             controllers.take_back(frozen=frozen)
         for tracked in self._requests.values():
@@ -105,10 +151,10 @@ class Changes:
         if decided.order >= len(controllers.specs):
             return
         by = f"controller {controllers.owner(decided.order).name}"
-        action, score, threshold, label = decided.action, decided.score, decided.threshold, decided.label
+        action = decided.action
         if action is None:
             position = decided.row if decided.position is None else decided.position
-            self._note_once(decided, by, "gate", (), position, score, threshold, label)
+            self._note_once(decided, by, None, position)
             return
         assert not isinstance(action, Abort)
         first = max(tracked.computed, tracked.prompt_length)
@@ -121,19 +167,30 @@ class Changes:
             controllers.done(decided.order, decided.key, e)
             return
         controllers.done(decided.order, decided.key, None)
-        kind, sites = str(action.__struct_config__.tag), sites_of(action)
-        self._note_once(decided, by, kind, sites, first, score, threshold, label)
+        self._note_once(decided, by, action, first)
 
     def _note_once(
-        self, decided: Decided, by: str, kind: str, sites: tuple[Site, ...], position: int, *cause: Any
+        self, decided: Decided, by: str, action: Steer | Unsteer | Gain | SetGate | None, position: int
     ) -> None:
         """Record a decision; of those that all stages apply, the last stage keeps the record."""
-        if self._last or not self._controllers[decided.hub].specs[decided.order].ordered:
-            score, threshold, label = cause
-            tracked = self._requests[decided.key]
-            self._events.note(
-                tracked, by, kind, sites, position=position, score=score, threshold=threshold, label=label
-            )
+        if not self._last and self._controllers[decided.hub].specs[decided.order].ordered:
+            return
+        kind = "gate" if action is None else str(action.__struct_config__.tag)
+        threshold = decided.threshold
+        if threshold is None and action is not None:
+            threshold = threshold_of(action)
+        self._events.note(
+            self._requests[decided.key],
+            by,
+            kind,
+            () if action is None else sites_of(action),
+            position=position,
+            score=decided.score,
+            threshold=threshold,
+            label=decided.label,
+            target="" if action is None else target_of(action),
+            scale=None if action is None else scale_of(action),
+        )
 
     def note_end(self, tracked: Tracked, ended: Ended, step: int | None) -> None:
         """Record that a gate, a controller or the engine itself ended a request.

@@ -36,6 +36,8 @@ class Events:
         score: float | None = None,
         threshold: float | None = None,
         label: str = "",
+        target: str = "",
+        scale: float | None = None,
         step: int | None = None,
     ) -> None:
         """Record an event of a request's steering, if its events are recorded.
@@ -45,7 +47,7 @@ class Events:
         """
         if tracked.noted:
             number = self.number if step is None else step
-            event = Acted(by, kind, sites, number, time.time_ns(), position, score, threshold, label)
+            event = Acted(by, kind, sites, number, time.time_ns(), position, score, threshold, label, target, scale)
             # A gate is decided by the row of its position, everything else by the rows before it.
             noted = Noted(tracked, event, position + (kind == "gate"))
             ((self._pending.step(number) if step is not None else None) or self._step).note(noted)

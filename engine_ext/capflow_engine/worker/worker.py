@@ -29,7 +29,6 @@ from capflow.capture.frame import Rank
 from capflow.capture.spec import Capture, Wanted, join
 from capflow.protocol.message import ControllerSpec
 from capflow.steering.action import FROZEN_TROUBLE
-from capflow.steering.compose import without_controllers
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import model as compat_model
 from capflow_engine.compat import step as compat_step
@@ -281,13 +280,7 @@ class WorkerCapture:
         )
         self.requests[key] = tracked
         self.deciding.change()
-        if options.program is not None:
-            self.histories.admit(tracked, options.program)
-            if self.rank.pp == 0:  # one record is enough: the other stages have the same program
-                own = without_controllers(options.program)
-                if own is not None and own.steers:
-                    first = own.first_steered(prompt_length, tracked.steered_from)
-                    self._events.note(tracked, "request", "steer", tuple(sorted(own.sites)), position=first)
+        self.changes.begin(tracked, options.program)
 
     def _view(self, hub: int, request: str) -> Program:
         """Return the program of the rows that controllers see of a request."""

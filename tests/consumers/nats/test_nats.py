@@ -196,8 +196,10 @@ def test_what_came_of_an_action_is_sent_once_however_long_ago_it_was(server, str
         "position": None,
         "score": None,
         "threshold": None,
+        "scale": 1.0,
         "label": None,
         "incarnation": None,
+        "target": None,
     }
     assert second.subject == f"{stream}.actions.-.gone.{abort.id}"
     body = json.loads(second.data)
