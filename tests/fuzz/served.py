@@ -99,7 +99,7 @@ class Rpc(_Named):
         address = port.address("127.0.0.1", free_port())
         self.serving = served(client.app.state, client.app.state.capflow, address)
         self.loop.run_until_complete(self._begin(address))
-        vectors = {"post_block": {"layers": {1: {"vector": VECTOR, "scale": 2.0}}}}
+        vectors = {"post_block": {"layers": {1: {"vectors": [{"vector": VECTOR, "scale": 2.0}]}}}}
         clamps = {
             "post_block": {"layers": {2: {"clamps": [{"vector": VECTOR, "max": 1}, {"vector": VECTOR, "value": 0}]}}}
         }

@@ -12,7 +12,7 @@ import capflow
 from capflow.capture.site import Site
 from capflow.plugins.configure import ConfiguredController, configure, load_plugins, parse
 from capflow.probes.probe import Probe, save_vector
-from tests.kit.engines import GREEDY, answers, engine, prompts, relative_error, vector
+from tests.kit.engines import GREEDY, answers, async_scheduling, engine, prompts, relative_error, vector
 from tests.kit.hubs import running_hub
 from tests.kit.rows import ALL, FLOAT32_BOUND, Keeper
 from tests.kit.waiting import eventually
@@ -40,24 +40,9 @@ def gates(directory, *options, steered=STEERED, probed=PROBED):
     return made
 
 
-@contextlib.contextmanager
 def ahead_of_output(ahead):
-    """Let engines schedule steps before the output of `ahead - 1` earlier ones; vLLM's CPU platform turns this off."""
-    from vllm.platforms import current_platform
-
-    platform = type(current_platform)
-    original = platform.__dict__["check_and_update_config"]
-
-    def check(cls, vllm_config):
-        original.__get__(None, cls)(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    if ahead:
-        platform.check_and_update_config = classmethod(check)
-    try:
-        yield
-    finally:
-        platform.check_and_update_config = original
+    """Let engines schedule steps before the output of `ahead - 1` earlier ones."""
+    return async_scheduling() if ahead else contextlib.nullcontext()
 
 
 def run(

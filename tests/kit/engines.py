@@ -139,32 +139,42 @@ def engine(model, *, capflow_on=True, in_process=True, **arguments):
 
 
 @contextlib.contextmanager
-def scheduled_ahead(steps):
-    """Let engines that start in the block schedule `steps` steps before the output of one is processed.
+def async_scheduling():
+    """Let engines that start in the block schedule steps before the output of earlier ones.
 
-    vLLM's CPU platform turns async scheduling off, because it brings nothing there; in the block it leaves it on.
-
-    Yields a function that makes a started engine of this process run so deep; pipeline stages are deeper than one step.
+    vLLM's CPU platform turns that off, because it brings nothing there.
     """
     from vllm.platforms import current_platform
 
     platform = type(current_platform)
-    original = platform.check_and_update_config
+    # The descriptor itself: a bound method in its place would lack the class when it is bound again.
+    original = platform.__dict__["check_and_update_config"]
 
     def check(cls, vllm_config):
-        original.__func__(cls, vllm_config)
+        original.__get__(None, cls)(vllm_config)
         vllm_config.scheduler_config.async_scheduling = True
+
+    platform.check_and_update_config = classmethod(check)
+    try:
+        yield
+    finally:
+        platform.check_and_update_config = original
+
+
+@contextlib.contextmanager
+def scheduled_ahead(steps):
+    """Let engines that start in the block schedule `steps` steps before the output of one is processed.
+
+    Yields a function that makes a started engine of this process run so deep; pipeline stages are deeper than one step.
+    """
 
     def deepen(llm):
         core = llm.llm_engine.engine_core.engine_core
         core.batch_queue_size = steps + 1
         core.batch_queue = collections.deque(maxlen=steps + 1)
 
-    platform.check_and_update_config = classmethod(check)
-    try:
+    with async_scheduling():
         yield deepen
-    finally:
-        platform.check_and_update_config = original
 
 
 def save_drafter(model, directory, noise):
