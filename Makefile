@@ -21,7 +21,7 @@ check: env  ## lint, check types and run the quick tests; three minutes
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check .
 	@log=$$(mktemp); $(PYTHON) -m mypy >$$log 2>&1 & types=$$!; trap 'kill $$types; rm -f $$log' INT TERM; \
-		$(PYTHON) -m pytest -q -m "not (engine or browser or heavy or long or slow)" --durations 5 --durations-min 2; tests=$$?; \
+		$(PYTHON) -m pytest -q -m "not (engine or browser or long or slow)" --durations 5 --durations-min 2; tests=$$?; \
 		wait $$types; types=$$?; cat $$log; rm -f $$log; \
 		[ $$tests -eq 0 ] && [ $$types -eq 0 ]
 
@@ -29,10 +29,10 @@ test-one: env  ## run one test file or test: make test-one T=tests/capture/test_
 	@[ -n "$(T)" ] || { echo "make test-one: no T given; expected a test, such as T=tests/capture/test_spec.py" >&2; exit 2; }
 	$(PYTHON) -m pytest $(T)
 
-test: env system  ## run the tests except the long ones; engine and other heavy tests run beside the rest
-	@log=$$(mktemp); $(PYTHON) -m pytest -m "not (engine or heavy or long)" --durations 25 >$$log 2>&1 & rest=$$!; \
+test: env system  ## run the tests except the long ones; those of engines run beside the rest
+	@log=$$(mktemp); $(PYTHON) -m pytest -m "not (engine or long)" --durations 25 >$$log 2>&1 & rest=$$!; \
 		trap 'kill $$rest' INT TERM; \
-		$(PYTHON) -m pytest -m "(engine or heavy) and not long" --durations 25; engine=$$?; \
+		$(PYTHON) -m pytest -m "engine and not long" --durations 25; engine=$$?; \
 		wait $$rest; rest=$$?; cat $$log; rm -f $$log; \
 		for code in $$engine $$rest; do if [ $$code -eq 5 ]; then echo "make test: no test ran" >&2; fi; done; \
 		[ $$engine -eq 0 ] && [ $$rest -eq 0 ]

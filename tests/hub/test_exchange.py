@@ -26,8 +26,6 @@ from tests.kit.exchanges import Desk
 from tests.kit.frames import BOOT, make_finished, make_frame, make_model
 from tests.kit.hubs import EVERYTHING, Recorder
 
-pytestmark = pytest.mark.heavy
-
 WRONG = CaptureSpec({"post_block": [99]})
 """Of a model with more layers than those of the tests."""
 

@@ -35,8 +35,6 @@ from tests.kit.waiting import eventually
 
 __all__ = ["address", "spills"]
 
-pytestmark = pytest.mark.heavy
-
 
 def told(done):
     """Return how many rows of a request were lost, by reason."""

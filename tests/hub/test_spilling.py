@@ -27,8 +27,6 @@ from tests.kit.waiting import eventually
 
 __all__ = ["address", "spills"]
 
-pytestmark = pytest.mark.heavy
-
 
 def test_a_frame_is_acknowledged_when_it_is_on_disk_however_slow_the_consumer(address, spills):
     slow = Recorder(held=True)

@@ -40,6 +40,12 @@ def gates(directory, *options, steered=STEERED, probed=PROBED):
     return made
 
 
+def mostly_long(cases, *quick):
+    """Return the parameters of a test by their ids: all but `quick` are marked `long`."""
+    marked = {name: () if name in quick else pytest.mark.long for name in cases}
+    return [pytest.param(*case, id=name, marks=marked[name]) for name, case in cases.items()]
+
+
 def ahead_of_output(ahead):
     """Let engines schedule steps before the output of `ahead - 1` earlier ones."""
     return async_scheduling() if ahead else contextlib.nullcontext()

@@ -13,7 +13,7 @@ import pytest
 import capflow
 from tests.kit.wheels import ROOT, build_wheel
 
-pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")

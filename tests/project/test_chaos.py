@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.chaos.run import Options, run
-
-pytestmark = pytest.mark.heavy
 
 
 def test_what_was_acknowledged_is_there_once_though_everything_was_killed():

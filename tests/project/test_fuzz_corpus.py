@@ -6,12 +6,7 @@ import importlib.util
 import subprocess
 import sys
 
-import pytest
-
 from tests.kit.sources import ROOT
-
-pytestmark = pytest.mark.heavy
-
 
 SECONDS = 16  # of CPU time; as much again is for starting the targets
 TARGETS = 16 if importlib.util.find_spec("vllm") else 13

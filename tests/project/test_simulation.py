@@ -11,9 +11,6 @@ import pytest
 
 from tests.kit.sources import ROOT
 
-pytestmark = pytest.mark.heavy
-
-
 SEEDS = 200
 MUTATIONS = {
     "D2": 20,

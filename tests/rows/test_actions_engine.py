@@ -134,7 +134,7 @@ class Run:
         return changed
 
 
-@pytest.fixture(params=["sync", "async", "preempted"])
+@pytest.fixture(params=[pytest.param("sync", marks=pytest.mark.long), "async", "preempted"])
 def run(request, tiny, tmp_path_factory):
     address = f"ipc://{tmp_path_factory.mktemp('h')}/h"
     keeper = Keeper()

@@ -6,7 +6,19 @@ import numpy as np
 import pytest
 
 import capflow
-from tests.kit.controlled import CROWDED, LENGTHS, PROBED, WEIGHT, first_above, gates, hold, hold_ends, run, scores
+from tests.kit.controlled import (
+    CROWDED,
+    LENGTHS,
+    PROBED,
+    WEIGHT,
+    first_above,
+    gates,
+    hold,
+    hold_ends,
+    mostly_long,
+    run,
+    scores,
+)
 from tests.kit.engines import GREEDY, engine, prompts, save_drafter, vector
 from tests.kit.hubs import running_hub
 from tests.kit.rows import Keeper
@@ -33,28 +45,20 @@ def threshold(tiny, reference):
 
 @pytest.mark.parametrize(
     ("mode", "more", "delay"),
-    [
-        ("replicated", {"ahead": 2}, 1),
-        ("ordered", {}, 1),
-        ("ordered", {"ahead": 2}, 2),
-        ("ordered", {"ahead": 3}, 3),
-        ("ordered", CROWDED | {}, 1),
-        ("ordered", CROWDED | {"ahead": 2}, 2),
-        ("replicated", CROWDED | {"ahead": 2}, 1),
-        ("ordered", {"ahead": 2, "resets": 7}, 2),
-        ("replicated", {"ahead": 2, "resets": 7}, 1),
-    ],
-    ids=[
-        "replicated",
-        "ordered",
-        "ordered async",
-        "ordered async deeper",
-        "ordered preempted",
-        "ordered async preempted",
-        "preempted",
-        "ordered async dropped",
-        "dropped",
-    ],
+    mostly_long(
+        {
+            "replicated": ("replicated", {"ahead": 2}, 1),
+            "ordered": ("ordered", {}, 1),
+            "ordered async": ("ordered", {"ahead": 2}, 2),
+            "ordered async deeper": ("ordered", {"ahead": 3}, 3),
+            "ordered preempted": ("ordered", CROWDED | {}, 1),
+            "ordered async preempted": ("ordered", CROWDED | {"ahead": 2}, 2),
+            "preempted": ("replicated", CROWDED | {"ahead": 2}, 1),
+            "ordered async dropped": ("ordered", {"ahead": 2, "resets": 7}, 2),
+            "dropped": ("replicated", {"ahead": 2, "resets": 7}, 1),
+        },
+        *("replicated", "ordered async deeper", "ordered async preempted", "ordered async dropped"),
+    ),
 )
 def test_a_gate_acts_at_its_position_and_rows_follow(
     tiny, reference, tmp_path, tmp_path_factory, threshold, mode, more, delay
@@ -87,17 +91,19 @@ def drafter(tiny, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("action", "more"),
-    [
-        ("stop", {}),
-        ("abort", {"ahead": 2}),
-        ("stop", {"ahead": 3}),
-        ("abort", FULL),
-        ("stop", FULL | {"ahead": 2}),
-        ("stop", {"ahead": 2, "resets": 7}),
-        ("stop", {"ahead": 3, "resets": 8}),
-        ("stop", None),
-    ],
-    ids=["sync", "async", "async deeper", "preempted", "async preempted", "dropped", "deeper dropped", "drafts"],
+    mostly_long(
+        {
+            "sync": ("stop", {}),
+            "async": ("abort", {"ahead": 2}),
+            "async deeper": ("stop", {"ahead": 3}),
+            "preempted": ("abort", FULL),
+            "async preempted": ("stop", FULL | {"ahead": 2}),
+            "dropped": ("stop", {"ahead": 2, "resets": 7}),
+            "deeper dropped": ("stop", {"ahead": 3, "resets": 8}),
+            "drafts": ("stop", None),
+        },
+        *("async", "async preempted", "deeper dropped", "drafts"),
+    ),
 )
 def test_a_request_ends_with_the_token_of_the_row_that_fired(
     tiny, reference, tmp_path, tmp_path_factory, threshold, drafter, action, more

@@ -11,7 +11,7 @@ import capflow
 from capflow.capture.site import Site
 from tests.kit.children import Run, check_answers, requests
 from tests.kit.children import run as run_child
-from tests.kit.controlled import CROWDED, LENGTHS, PROBED, WEIGHT, hold, hold_ends, run
+from tests.kit.controlled import CROWDED, LENGTHS, PROBED, WEIGHT, hold, hold_ends, mostly_long, run
 from tests.kit.engines import GREEDY, engine, prompts, save_drafter
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -70,9 +70,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_last_token_is_that_of_the_row_that_fired(tiny, reference, tmp_path_factory, threshold_at, drafter, case):
-    status, more = CASES[case]
+@pytest.mark.parametrize(
+    ("status", "more"),
+    mostly_long(CASES, "async abort", "drafts", "async preempted", "async deeper dropped", "compiled"),
+)
+def test_the_last_token_is_that_of_the_row_that_fired(
+    tiny, reference, tmp_path_factory, threshold_at, drafter, status, more
+):
     drafts = more.get("drafts", False)
     arguments = {name: value for name, value in more.items() if name != "drafts"} | (drafter if drafts else {})
     threshold = threshold_at(PROBED)
@@ -152,9 +156,8 @@ PARALLEL = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [name if name == "two ranks" else pytest.param(name, marks=pytest.mark.long) for name in PARALLEL]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("case", PARALLEL)
 @pytest.mark.parametrize("site", [FIRST, PROBED], ids=["first stage", "last stage"])
 def test_ranks_and_stages_end_a_request_at_the_same_row(tiny, reference, tmp_path_factory, threshold_at, case, site):
     threshold = threshold_at(site)

@@ -288,6 +288,7 @@ def test_cells_of_another_sampling_are_refused(finished, directory):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_a_run_that_was_killed_continues_with_the_missing_cells(directory):
     out = directory / "killed"
     path = write(directory, "killed.toml", "[arms.baseline]\n[arms.always_on]\n")
