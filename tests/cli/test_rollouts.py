@@ -104,6 +104,7 @@ def test_each_item_has_its_row_steered_as_it_says(here, model, tiny):
     assert len({row["text"] for row in answers if row["prompt_id"] == "p0"}) > 2
 
 
+@pytest.mark.long
 def test_a_killed_run_leaves_whole_lines_and_the_next_goes_on(here):
     directory, options = here
     options |= {"--max-new-tokens": "30", "--samples": "2", "--temperature": "1.0", "--seed": "3"}

@@ -113,6 +113,7 @@ print(len(model.structures(EngineArgs(model=sys.argv[1]))))
 """
 
 
+@pytest.mark.long
 def test_a_model_with_compiled_parts_is_read_also_after_the_process_compiled_something(tmp_path):
     config = transformers.CohereConfig(**SMALL, eos_token_id=2)
     model = only_a_configuration(tmp_path / "cohere", config, "CohereForCausalLM")

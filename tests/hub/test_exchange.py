@@ -352,6 +352,7 @@ class TestOneWhoTakesAllThereIs:
         desk.say(b"bad", Hello("client", "", "bad"))
         assert isinstance(desk.sent[b"bad"][-1], Welcome)
 
+    @pytest.mark.long
     def test_of_sessions_leaves_some_for_others(self, monkeypatch):
         desk = Desk(Recorder(), memory_bytes_max=64 * limits.MIB)
         answers = [desk.hello(b"%d" % number, "bad", engine=f"e{number}") for number in range(limits.SESSIONS_MAX)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.chaos.run import Options, run
 
 
@@ -18,6 +20,7 @@ def test_what_was_acknowledged_is_there_once_though_everything_was_killed():
     assert run(options) == ({}, [])
 
 
+@pytest.mark.long
 def test_two_widths_and_a_full_disk_cost_nothing():
     options = Options(
         kills={"hub": 1, "both": 1},

@@ -6,6 +6,8 @@ import importlib.util
 import subprocess
 import sys
 
+import pytest
+
 from tests.kit.sources import ROOT
 
 SECONDS = 16  # of CPU time; as much again is for starting the targets
@@ -19,6 +21,7 @@ def fuzz(*arguments):
     return ended.returncode, ended.stdout
 
 
+@pytest.mark.long
 def test_neither_what_is_kept_nor_anything_new_does_harm():
     """Each target reads its part of the corpus first."""
     code, output = fuzz("--seconds", SECONDS)

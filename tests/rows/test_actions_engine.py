@@ -21,6 +21,7 @@ from capflow.transport.address import is_listening
 from capflow.transport.client import Client
 from capflow_engine.compat import engine as compat
 from tests.kit.acted import Acted, ActedReference, act, note
+from tests.kit.driver import Driver
 from tests.kit.engines import GREEDY, LAYERS, engine, prompts, relative_error, vector
 from tests.kit.hubs import running_hub
 from tests.kit.rows import ALL, Keeper
@@ -208,6 +209,63 @@ def test_an_idle_engine_answers_by_what_it_was_sent_before(tiny, tmp_path_factor
         llm.generate(prompts(LENGTHS[:1]), capflow.sampling_params(max_tokens=2, **GREEDY), use_tqdm=False)
         assert not scheduler.capflow.actions.gains
         assert not scheduler.capflow.actions.frozen
+
+
+def test_a_freeze_that_ends_in_the_same_step_takes_everything_back(run, float64):
+    run.steps_until(12)
+    run.act(Steer("r0", (added(1),), lease_s=60.0), Gain("r1", "request", 0.0), Gain("", "request", 0.5, label="half"))
+    for name, first in run.positions(run._scheduler.capflow.step).items():
+        run.acted[name].applied.append(("client", Gain(name, "request", 0.5), first))
+    run.steps_until(25)
+    outcomes = run.act(Freeze(label="all"), Unfreeze())
+    assert outcomes[0].step == outcomes[1].step
+    for name, first in run.positions(outcomes[0].step).items():
+        run.acted[name].applied.append(("", Unfreeze(), first))
+        run.acted[name].applied.append(("client", Gain(name, "request", 0.5), first))
+    run.finish()
+    assert run.check(float64) > 50
+    kinds = [(event.kind, event.label) for event in run.keeper.events_of("r5") if event.asked_by != "request"]
+    assert kinds == [("gain", "half"), ("freeze", "all"), ("unfreeze", ""), ("gain", "half")]
+
+
+def test_a_gain_that_no_request_can_take_is_refused_and_changes_nothing(run, float64):
+    run.steps_until(12)
+    outcomes = run.act(Steer("r0", (added(1),)), Steer("r1", (added(2),)), Gain("", "client", 3e38))
+    assert isinstance(outcomes[2], Rejected)
+    assert outcomes[2].reason.startswith("request r"), outcomes[2].reason
+    run.finish()
+    assert run.check(float64) > 100
+
+
+def test_a_lease_counts_from_the_input_that_came_before_its_action(tiny, tmp_path_factory, float64):
+    """A session waits; an action comes, and more input before a step takes either."""
+    address, keeper = f"ipc://{tmp_path_factory.mktemp('h')}/h", Keeper()
+    first, second = (prompt["prompt_token_ids"] for prompt in prompts((20, 30), seed=4))
+    with running_hub(address, keeper), engine(tiny, hub=address) as llm, Client(address) as client:
+        driver = Driver(llm)
+        params = capflow.sampling_params(id="talk", capture=ALL, **GREEDY | {"max_tokens": 20})
+        one = driver.talk("talk", first, params)
+        scheduler, outcomes = llm.llm_engine.engine_core.engine_core.scheduler, []
+        action = Steer("talk", (added(1),), lease_positions=9)
+        sender = threading.Thread(target=lambda: outcomes.append(client.act(action, 60)))
+        sender.start()
+        eventually(lambda: scheduler.capflow.links._links[0]._waiting)
+        two = driver.talk("talk", second, params)
+        sender.join()
+        driver.say("talk", [0], params, more=False)
+        driver.run()
+        eventually(lambda: "talk" in keeper.done)
+    tokens = [*first, *one[:-1], *second, *two]
+    (outcome,) = outcomes
+    assert outcome.position == len(tokens) - len(two)
+    record = Acted(outcome.position, applied=[("client", action, outcome.position)])
+    expected = float64.rows(tokens[:-1], record)
+    for layer in range(LAYERS):
+        rows = keeper.rows["talk"][Site(layer, "post_block")]
+        got = np.stack([rows[p][1] for p in range(len(tokens) - 1)])
+        assert relative_error(got, expected[layer]) <= ERROR_MAX
+    (end,) = [event for event in keeper.events_of("talk") if event.kind == "lease_end"]
+    assert end.position == outcome.position + 9
 
 
 def test_bad_input_is_refused_by_its_field(run):

@@ -202,7 +202,8 @@ def test_an_ordered_gate_works_across_pipeline_stages(tiny, reference, tmp_path,
     check(keeper, outputs, reference, threshold, action)
 
 
-@pytest.mark.parametrize("action", [pytest.param("steer", marks=pytest.mark.long), "stop"])
+@pytest.mark.long
+@pytest.mark.parametrize("action", ["steer", "stop"])
 def test_an_ordered_gate_is_the_same_on_two_ranks(tiny, reference, tmp_path, tmp_path_factory, threshold, action):
     controllers = gates(tmp_path, f":threshold={threshold},mode=ordered,action={action}")
     arguments = {"tensor_parallel_size": 2, "in_process": False}

@@ -558,7 +558,11 @@ def test_256_configurations_run_in_one_batch(model, steered):
 
 @pytest.mark.parametrize(
     ("model_type", "dtype", "error"),
-    [("granite", "float32", 1e-4), ("minicpm3", "float32", 1e-4), ("deepseek_v2", "float16", 0.02)],
+    [
+        ("granite", "float32", 1e-4),
+        pytest.param("minicpm3", "float32", 1e-4, marks=pytest.mark.long),
+        pytest.param("deepseek_v2", "float16", 0.02, marks=pytest.mark.long),
+    ],
 )
 def test_a_vector_adds_to_a_scaled_stream_what_it_says(model_type, dtype, error, tmp_path):
     """The next layer gets Transformers' stream at the site plus the vector; the same for a clamp and a patch."""

@@ -35,7 +35,7 @@ from capflow.steering.action import (
 from capflow.steering.compose import fits, own
 from capflow.steering.program import SteeringProgram
 from capflow.steering.request import Steering, Tier
-from capflow_engine.scheduler.orders import LeaseEnd, Ordered, Orders
+from capflow_engine.scheduler.orders import FreezeOrder, LeaseEnd, Ordered, Orders
 from capflow_engine.steering.budget import HOLDS_MORE, Holdings, Need, needs_of
 from capflow_engine.steering.timeline import (
     ENGINE,
@@ -62,6 +62,7 @@ class RunningRequest(NamedTuple):
     program: the steering that it came with.
     split: its first position that is steered like a generated one.
     controllers: the names of the controllers that see it.
+    preempted_at: how many positions it had computed when it was preempted inside its prompt.
     """
 
     request: Any
@@ -69,12 +70,13 @@ class RunningRequest(NamedTuple):
     program: SteeringProgram | None
     split: int
     controllers: Sequence[str] = ()
+    preempted_at: int = 0
 
     @property
     def reached(self) -> int:
         """Its first position that was never computed. A preempted request has computed nothing in vLLM's eyes."""
         request = self.request
-        computed: int = request.num_computed_tokens
+        computed: int = max(request.num_computed_tokens, self.preempted_at)
         generating = request.num_tokens > request.num_prompt_tokens
         return max(computed, request.num_tokens - 1) if generating else computed
 
@@ -140,8 +142,7 @@ class EngineActions:
         # For the next step's orders: the action's id, what is ordered, and its position.
         self._ordered: list[tuple[str, Ordered, int | None]] = []
         self._ended: list[LeaseEnd] = []
-        self._order_frozen: bool | None = None
-        self._frozen_label = ""
+        self._freezes: list[FreezeOrder] = []
         # Ids of freezes and their ends that are answered with the next step.
         self._frozen_ids: list[str] = []
         # Actions for the engine that were answered while it was idle; guarded by `_lock`, as is `_taking`.
@@ -209,7 +210,7 @@ class EngineActions:
                 return None
             latched = [isinstance(each.action, Freeze) for each in self._latched if not isinstance(each.action, Gain)]
             try:
-                self._check_engine(act.action, (), frozen=[self.frozen, *latched][-1])
+                self._check_engine(act.action, (), self._gains_after_latched(), frozen=[self.frozen, *latched][-1])
             except UsageError as e:
                 return Rejected(act.id, str(e))
             self._latched.append(act)
@@ -240,7 +241,7 @@ class EngineActions:
             self._certain(key)
         self._lease(key, slot, action, entry.until, act.owner)
         self._note(key, action, first)
-        self._ordered.append((act.id, Ordered(key, act.owner, action), first))
+        self._ordered.append((act.id, Ordered(key, act.owner, action, running.request.num_prompt_tokens), first))
         return None
 
     def apply_to_all(
@@ -253,7 +254,7 @@ class EngineActions:
         action, action_id = act.action, "" if answered else act.id
         requests = dict(running())
         try:
-            self._check_engine(action, requests.values(), frozen=self.frozen)
+            self._check_engine(action, requests.values(), self.gains, frozen=self.frozen)
         except UsageError as e:
             return str(e)
         if isinstance(action, Gain):
@@ -262,8 +263,8 @@ class EngineActions:
         self._frozen_ids += [action_id] if action_id else []
         if frozen == self.frozen:
             return None
-        self.frozen = self._order_frozen = frozen
-        self._frozen_label = action.label
+        self.frozen = frozen
+        self._freezes.append(FreezeOrder(frozen, action.label))
         self._leases.clear()
         for rejected, ordered, _ in self._ordered:
             if ordered.key:  # it would hold for no position
@@ -285,8 +286,7 @@ class EngineActions:
         ordered, self._ordered = self._ordered, []
         orders.actions = [each for _, each, _ in ordered]
         orders.leases, self._ended = self._ended, []
-        orders.frozen, self._order_frozen = self._order_frozen, None
-        orders.frozen_label = self._frozen_label
+        orders.freezes, self._freezes = self._freezes, []
         frozen, self._frozen_ids = self._frozen_ids, []
         with self._lock:
             self._taking = False
@@ -295,23 +295,29 @@ class EngineActions:
     def _gain_all(self, action_id: str, by: str, action: Gain, requests: Mapping[str, RunningRequest]) -> str | None:
         after: dict[str, Timeline] = {}
         held: list[tuple[str, tuple[Need, ...]]] = []
+        slot, reason = slot_of(action, ENGINE), None
         for key, each in requests.items():
             if each.program is None and key not in self._timelines:
                 continue
             timeline = after[key] = self._timeline(key).copy()
-            slot = slot_of(action, ENGINE)
             timeline.set(each.reached, {slot: entry_of(action, ENGINE, each.reached)})
-            needs = () if key in self._waiting else self._needs(each, timeline.parts, since=each.reached)
+            try:
+                needs = self._needs(each, timeline.parts, since=each.reached)
+            except UsageError as e:
+                reason = f"request {each.name}: {e}"
+                break
+            if key in self._waiting:
+                continue
             new = needs and needs not in self._acted.get(key, {})
             if (reason := self._hold(key, needs)) is not None:
-                for other, some in held:
-                    self._held.release(self._acted[other].pop(some))
-                return reason
+                break
             held += [(key, needs)] if new else []
+        if reason is not None:
+            for other, some in held:
+                self._held.release(self._acted[other].pop(some))
+            return reason
         self._timelines |= after
-        self.gains.pop(action.owner, None)
-        if action.scale != 1.0:
-            self.gains[action.owner] = action.scale
+        _set_gain(self.gains, action)
         for key, timeline in after.items():
             self._leases.pop((key, slot_of(action, ENGINE)), None)  # a request's own gain is replaced with its lease
             self._after_all(key, requests[key], timeline)
@@ -328,14 +334,27 @@ class EngineActions:
         elif (reason := self._hold(key, needs)) is not None:
             logger.error("request %s: %s; nothing steers it", running.name, reason)
 
-    def _check_engine(self, action: Any, requests: Iterable[RunningRequest], *, frozen: bool) -> None:
-        """Raise UsageError for an action that cannot be done to the whole engine."""
+    def _gains_after_latched(self) -> dict[str, float]:
+        """Return the gains of the engine with those that were answered while it was idle."""
+        gains = dict(self.gains)
+        for act in self._latched:
+            if isinstance(act.action, Gain):
+                _set_gain(gains, act.action)
+        return gains
+
+    def _check_engine(
+        self, action: Any, requests: Iterable[RunningRequest], gains: Mapping[str, float], *, frozen: bool
+    ) -> None:
+        """Raise UsageError for an action that cannot be done to the whole engine.
+
+        gains: those of the engine before it.
+        """
         check_action(action)
         if not isinstance(action, Gain):
             return
         if frozen:
             raise UsageError(FROZEN)
-        names = {"request", "global", *self.gains} | {name for each in requests for name in self._owners("", each)}
+        names = {"request", "global", *gains} | {name for each in requests for name in self._owners("", each)}
         names |= {slot.owner.gain_name for timeline in list(self._timelines.values()) for slot in _steers(timeline)}
         if action.owner not in names and not (action.owner.startswith(_MODULE) and len(action.owner) > len(_MODULE)):
             raise UsageError(_unknown_owner(action.owner, names))
@@ -442,6 +461,12 @@ def frozen_needs(program: SteeringProgram | None, split: int) -> tuple[Need, ...
     """Return what a request needs of the bank when the engine is frozen."""
     kept = own(program)
     return () if kept is None or kept is program else needs_of(kept, split)
+
+
+def _set_gain(gains: dict[str, float], gain: Gain) -> None:
+    gains.pop(gain.owner, None)
+    if gain.scale != 1.0:
+        gains[gain.owner] = gain.scale
 
 
 def _steers(timeline: Timeline) -> list[ActionSlot]:

@@ -90,6 +90,8 @@ class Admission:
         self._keys: dict[str, str] = {}
         # The name of each running request.
         self._names: dict[str, str] = {}
+        # How many positions a request had computed that was preempted inside its prompt.
+        self._preempted_at: dict[str, int] = {}
         # The incarnation of each running request, by its name. The threads of the links read it.
         self._incarnations: dict[str, str] = {}
         self._numbers_admitted = itertools.count(1)
@@ -311,7 +313,8 @@ class Admission:
     def _as_running(self, key: str, request: Any) -> RunningRequest:
         name = self._names[key]
         controllers = tuple(spec.label for spec in self._wants[self.settings.hub_of(name)].controllers)
-        return RunningRequest(request, name, self._options[key].program, self._steered_from(request), controllers)
+        program, preempted_at = self._options[key].program, self._preempted_at.get(key, 0)
+        return RunningRequest(request, name, program, self._steered_from(request), controllers, preempted_at)
 
     def react(self, scheduler: Any) -> list[Any]:
         """React to what the processed output says of ranks that steer differently; return the aborted requests."""
@@ -389,6 +392,12 @@ class Admission:
                 end, drafts = each.drafts[key]
                 each.drafts[key] = end - count, drafts
 
+    def keep_reached(self, request: Any, computed: int) -> None:
+        """Note how many positions a request had computed that was preempted inside its prompt."""
+        if request.num_tokens <= request.num_prompt_tokens:
+            key = request.request_id
+            self._preempted_at[key] = max(computed, self._preempted_at.get(key, 0))
+
     def drop_under_way(self, request: Any) -> None:
         """Note that the output of a preempted request's steps under way is dropped."""
         key = request.request_id
@@ -408,6 +417,7 @@ class Admission:
             self.drafting.end(key)
         self._options.pop(key, None)
         self._held.release(key)
+        self._preempted_at.pop(key, None)
         name = self._names.pop(key, None)
         self.reports.end(key)
         if name is not None:

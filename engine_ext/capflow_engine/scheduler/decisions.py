@@ -49,7 +49,8 @@ class Decisions:
         frozen: whether nothing may steer. Aborts still count: they guard requests and change no position.
         """
         answer = StepAnswer.decode(compat_step.decisions_of(model_runner_output))
-        self._taken = [each for each in answer.decided if not _dropped(requests.get(each.key), each)]
+        decided = [_placed(requests.get(each.key), each) for each in answer.decided]
+        self._taken = [each for each in decided if not _dropped(requests.get(each.key), each)]
         self._marked += answer.marked
         self._diverged = answer.diverged
         if frozen:
@@ -139,6 +140,13 @@ class Decisions:
         self._ready = [each for each in self._ready if each.key != key]
         abort = self._aborts.pop(key, None)
         return None if abort is None else abort._replace(action=None, row=_fired_at(abort))
+
+
+def _placed(request: Any, decided: Decided) -> Decided:
+    """Return a decision; an end of a request that was not in the step is at its last computed row."""
+    if request is None or decided.row >= 0 or not isinstance(decided.action, Abort):
+        return decided
+    return decided._replace(row=request.num_tokens - 2, position=None)
 
 
 def _dropped(request: Any, decided: Decided) -> bool:

@@ -79,9 +79,12 @@ class Captured:
         return tokens, self.capflow.decisions.stop(request, stopped)
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        computed = request.num_computed_tokens
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
         if compat_step.drops_steps_under_way(request):
             self.capflow.drop_under_way(request)
+        else:
+            self.capflow.keep_reached(request, computed)
 
     def _handle_stopped_request(self, request: Any) -> bool:
         over: bool = super()._handle_stopped_request(request)  # type: ignore[misc]

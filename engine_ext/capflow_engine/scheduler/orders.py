@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from capflow.capture.spec import Wanted
+from capflow.limits import Name, Position
 from capflow.protocol.message import ControllerSpec
 from capflow.steering.action import Abort, Gain, SetGate, Steer, Unsteer
 from capflow_engine.request.options import RequestOptions
@@ -41,7 +42,7 @@ class Decided(NamedTuple):
     hub: the index of the request's hub.
     order: the controller's index in the hub's list.
     action: None for an event alone.
-    row: the last position on whose rows it was decided.
+    row: the last position on whose rows it was decided; -1 if the request was not in the step.
     position, score, threshold, label: as in `Decision`.
     gate: the gate of the request that ends it; else empty, as a controller decided.
     """
@@ -51,10 +52,10 @@ class Decided(NamedTuple):
     order: int
     action: Steer | Unsteer | Gain | SetGate | Abort | None
     row: int = -1
-    position: int | None = None
+    position: Position | None = None
     score: float | None = None
     threshold: float | None = None
-    label: str = ""
+    label: Name = ""
     gate: str = ""
 
 
@@ -171,11 +172,23 @@ class Ordered(NamedTuple):
 
     key: vLLM's id of the request; empty for all requests of the engine.
     by: the owner, as in `Answered.asked_by`.
+    prompt_length: of the request, with the input that workers get with a later step.
     """
 
     key: str
     by: str
     action: Steer | Unsteer | Gain | SetGate
+    prompt_length: int = 0
+
+
+class FreezeOrder(NamedTuple):
+    """The engine freezes, or that ends.
+
+    label: of the action.
+    """
+
+    frozen: bool
+    label: str
 
 
 class LeaseEnd(NamedTuple):
@@ -212,9 +225,8 @@ class Orders:
     decided: decisions of ordered controllers, whose actions hold from this step on.
     marked: what controllers of one pipeline stage steered in earlier steps, for the other stages; it applies before
         `settled`.
-    leases: leases that ended; they apply before `frozen`.
-    frozen: whether the engine is frozen from this step on; None: as before. It applies before `actions`.
-    frozen_label: the label of the action that changed `frozen`.
+    leases: leases that ended; they apply before `freezes`.
+    freezes: freezes of the engine and their ends, in order; they apply before `actions`.
     """
 
     step: int
@@ -229,8 +241,7 @@ class Orders:
     decided: list[Decided] = field(default_factory=list)
     marked: list[Marked] = field(default_factory=list)
     leases: list[LeaseEnd] = field(default_factory=list)
-    frozen: bool | None = None
-    frozen_label: str = ""
+    freezes: list[FreezeOrder] = field(default_factory=list)
 
     def attach(self, scheduler_output: Any) -> None:
         """Put the orders on a step's scheduler output."""

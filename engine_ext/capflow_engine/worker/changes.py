@@ -19,7 +19,7 @@ from capflow.steering.action import (
 )
 from capflow.steering.compose import without_controllers
 from capflow.steering.program import SteeringProgram
-from capflow_engine.scheduler.orders import Decided, Ended, LeaseEnd, Ordered, Orders
+from capflow_engine.scheduler.orders import Decided, Ended, FreezeOrder, LeaseEnd, Ordered, Orders
 from capflow_engine.steering.timeline import ENGINE, hub_owner
 from capflow_engine.taps.plan import Tracked
 from capflow_engine.worker.control.controllers import Controllers
@@ -68,26 +68,25 @@ class Changes:
             self._events.note(tracked, "request", "steer", tuple(sorted(own.sites)), position=first)
         if self._histories.frozen:
             self._events.note(tracked, "engine", "freeze", (), position=0, label=self._frozen_label)
-            return
-        for ordered in self._gains.values():
-            self._note_gain(tracked, ordered, 0)
+        else:
+            self._note_gains(tracked, 0)
 
     def take(self, orders: Orders) -> None:
         """Apply what the scheduler ordered."""
         for lease in orders.leases:
             if lease.key in self._requests:
                 self._end_lease(lease)
-        if orders.frozen is not None:
-            self._freeze(frozen=orders.frozen, label=orders.frozen_label)
+        for order in orders.freezes:
+            self._freeze(order)
         for ordered in orders.actions:
             self._order(ordered)
 
     def _order(self, ordered: Ordered) -> None:
         """Apply an action that the scheduler ordered; the scheduler has checked that it fits in the bank."""
-        key, by, action = ordered
+        key, by, action, prompt_length = ordered
         if key:
             if key in self._requests:
-                self._histories.act(self._requests[key], hub_owner(by), action)
+                self._histories.act(self._requests[key], hub_owner(by), action, prompt_length=prompt_length)
             return
         assert isinstance(action, Gain)
         for gains in (self._histories.gains, self._gains):
@@ -96,8 +95,13 @@ class Changes:
             self._histories.gains[action.owner], self._gains[action.owner] = action.scale, ordered
         for tracked in self._requests.values():
             self._histories.act(tracked, ENGINE, action)
-            if self._first:
+            if self._first and not self._histories.frozen:
                 self._note_gain(tracked, ordered, tracked.computed)
+
+    def _note_gains(self, tracked: Tracked, position: int) -> None:
+        """Record the gains of the engine that hold from a position of a request on."""
+        for ordered in self._gains.values():
+            self._note_gain(tracked, ordered, position)
 
     def _note_gain(self, tracked: Tracked, ordered: Ordered, position: int) -> None:
         gain = ordered.action
@@ -130,8 +134,9 @@ class Changes:
             if self._last or not (owner.order < len(specs) and specs[owner.order].ordered):
                 self._events.note(tracked, owner.gain_name, "lease_end", (), position=position, label=label)
 
-    def _freeze(self, *, frozen: bool, label: str) -> None:
+    def _freeze(self, order: FreezeOrder) -> None:
         """Take every dynamic change back, or end that."""
+        frozen, label = order
         if self._histories.frozen == frozen:
             return
         self._histories.frozen, self._frozen_label = frozen, label
@@ -142,6 +147,8 @@ class Changes:
             if self._first:
                 kind = "freeze" if frozen else "unfreeze"
                 self._events.note(tracked, "engine", kind, (), position=tracked.computed, label=label)
+                if not frozen:
+                    self._note_gains(tracked, tracked.computed)
 
     def decide(self, decided: Decided) -> None:
         """Apply a controller's decision if there is room for it; all ranks that apply it come to the same outcome."""
@@ -201,8 +208,9 @@ class Changes:
         if abort is None or not self._last:
             return
         by = f"gate {abort.gate}" if abort.gate else "engine"
-        if abort.order >= 0:
-            by = f"controller {self._controllers[tracked.hub].owner(abort.order).name}"
+        controllers = self._controllers[tracked.hub]
+        if 0 <= abort.order < len(controllers.specs):  # a hub that came back may have others
+            by = f"controller {controllers.owner(abort.order).name}"
         self._events.note(
             tracked,
             by,

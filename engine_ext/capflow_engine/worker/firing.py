@@ -109,17 +109,20 @@ class GatedStep:
             number = next(n for n in self.plan.gated if self.plan.batch[n].request.key == request.key)
             _, row, start, length = self.plan.batch[number]
             start -= self.shifts.get(request.key, 0)
-            mask = np.zeros(end - first, np.bool_)
-            for bit, gate in enumerate(request.gates):
-                if not gates >> bit & 1:
-                    continue
-                margins = self.margins[bit, row : row + length]
-                if gate.latched and self.carried is not None:
-                    margins = np.maximum.accumulate(margins)
-                    margins = np.maximum(margins, self.carried[bit, self.plan.latched.index(number)])
-                mine = margins[first - start : end - start]
-                mask |= (mine >= 0 if math.isinf(gate.sharpness) else mine > -np.inf) | (gate.layer > self.layer_last)
-            return mask
+            mask = np.zeros(length, np.bool_)
+            for part in self._gates[number]:
+                tokens = slice(part.first, part.end)
+                for bit in range(len(self.margins)):
+                    if gates >> bit & 1:
+                        gate = self.gate_at(number, part.first, bit)
+                        margins = self.margins[bit, row : row + length]
+                        if gate.latched and self.carried is not None:
+                            margins = np.maximum.accumulate(margins)
+                            margins = np.maximum(margins, self.carried[bit, self.plan.latched.index(number)])
+                        mine = margins[tokens]
+                        open_here = mine >= 0 if math.isinf(gate.sharpness) else mine > -np.inf
+                        mask[tokens] |= open_here | (gate.layer > self.layer_last)
+            return mask[first - start : end - start]
 
         return opened
 

@@ -124,24 +124,34 @@ class Histories:
         live = history.timeline.at(_first(history.tracked)).live
         return {slot.owner: live[slot].vectors for slot in sorted(live) if slot.kind == "steer"}
 
-    def act(self, tracked: Tracked, owner: Owner, action: Steer | Unsteer | Gain | SetGate) -> bool:
+    def act(
+        self, tracked: Tracked, owner: Owner, action: Steer | Unsteer | Gain | SetGate, *, prompt_length: int = 0
+    ) -> bool:
         """Apply an owner's action to a request from its next position on; return whether it changed anything.
 
         Vectors and clamps steer generated positions only, and controllers change no others. If what controllers do does
         not fit in the reserve, CapflowError is raised and nothing is changed. An action through a hub always fits: if
         necessary, what controllers added to the request is dropped.
+
+        prompt_length: of the request, if it may be longer than this worker knows.
         """
         steers = isinstance(action, Steer | Unsteer) or not owner.by_hub
-        first = _first(tracked) if steers else tracked.computed
+        first = max(_first(tracked), prompt_length) if steers else tracked.computed
         slot, entry = slot_of(action, owner), entry_of(action, owner, first)
         if not owner.by_hub:
             self._check(tracked.key, action)
         history = self._history(tracked)
         before = history.timeline.parts[-1].entries.get(slot)
-        if (None if before is None or not before.holds_at(first) else before.value, FOREVER) == (
-            entry.value,
-            entry.until,
-        ) and (before is None or before.until == FOREVER):
+        later = before is not None and before.first > first  # as it was planned, before drafts were rejected
+        if (
+            not later
+            and (None if before is None or not before.holds_at(first) else before.value, FOREVER)
+            == (
+                entry.value,
+                entry.until,
+            )
+            and (before is None or before.until == FOREVER)
+        ):
             return False
         kept = history.timeline.copy()
         history.timeline.set(first, {slot: entry})

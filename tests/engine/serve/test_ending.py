@@ -340,7 +340,8 @@ def test_a_job_that_is_interrupted_while_it_sends_sends_all(tiny_with_words, tmp
         assert end["consumers"]["slow"]["rows"] >= 250 * LAYERS
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_job_that_is_interrupted_says_so_and_keeps_what_was_captured(tiny_with_words, tmp_path, number):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"id": f"p{n}", "prompt": "w5 w6"}) + "\n" for n in range(3)))

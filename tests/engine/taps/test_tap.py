@@ -110,6 +110,7 @@ def test_the_triton_kernel_equals_the_reference():
     assert done.stdout.split() == ["kernel", "cases", "18"]
 
 
+@pytest.mark.long
 def test_the_gpu_benchmark_checks_graphs_whose_plans_change():
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in (".", "engine_ext"))}
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu_kernels.py"), "--smoke"]

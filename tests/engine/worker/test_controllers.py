@@ -20,7 +20,8 @@ from capflow.protocol.message import ControllerSpec
 from capflow.steering.action import Abort, Steer, Unsteer
 from capflow.steering.vector import SteeringVector
 from capflow.transport.links.worker import Staged
-from capflow_engine.scheduler.orders import Decided, decode, encode
+from capflow_engine.scheduler.decisions import Decisions
+from capflow_engine.scheduler.orders import Decided, StepAnswer, decode, encode
 from capflow_engine.taps.plan import Planner, Scheduled, Tracked
 from capflow_engine.worker.control import controllers as control
 from capflow_engine.worker.control.controllers import Controllers
@@ -185,6 +186,9 @@ REFUSED = {
     "a decision for another request": (Decision("r", Unsteer("q")), "another request than its action's"),
     "a decision with a score of NaN": (Decision("r", STEER, score=float("nan")), "score: got NaN or infinity"),
     "a decision at no position": (Decision("r", STEER, position="first"), "ValueError"),
+    "a decision at a position below 0": (Decision("r", STEER, position=-1), "position: got -1, expected a position"),
+    "a decision at a position beyond all": (Decision("r", STEER, position=1 << 40), "ValidationError"),
+    "a label that is too long": (Decision("r", STEER, label="x" * 600), "ValidationError"),
 }
 
 
@@ -395,6 +399,23 @@ def test_an_ordered_controller_runs_at_the_last_stage_and_steers_at_any(started)
     assert run(last, ordered=True) == [Steer("r", (ONE,))]
     kind.step = [Abort("r", as_="stop")]
     assert run(last, ordered=True) == [Abort("r", as_="stop")]
+
+
+def test_an_abort_ends_a_request_at_a_row_of_its_step_or_at_its_latest(started):
+    """Tokens of earlier steps are with their readers."""
+    controllers, kind = started(mode="ordered", capture=CaptureSpec({"post_block": [2]}))
+    plan = Planner(4).nothing
+    shown = step((Tracked("key", "r", 4, plan, plan), 5, 3))
+    kind.step = [Decision("r", Abort("r"), position=2)]
+    (decided,) = controllers.run(shown, {"r": "key"}, ordered=True)
+    assert (decided.position, decided.row) == (5, 7)
+    (decided,) = controllers.run(step(), {"r": "key"}, ordered=True)
+    assert decided.row == -1
+    decisions = Decisions(lambda request, first: None, lambda key, action, first: None)
+    output = SimpleNamespace(capflow_decisions=StepAnswer([decided]).encode())
+    request = SimpleNamespace(request_id="key", num_tokens=9, num_prompt_tokens=4)
+    decisions.read(output, {"key": request})
+    assert decisions.end("key").row + 1 == 8  # what its nine tokens needed
 
 
 def test_an_ordered_controller_that_reads_at_an_earlier_stage_is_refused_by_name(started):

@@ -168,7 +168,7 @@ class Controllers:
             finally:
                 each.timed(time.perf_counter() - began)
             each.succeeded()
-            rows = _last_rows(shown) if decisions else {}
+            rows = _rows_of(shown) if decisions else {}
             for decision in decisions:
                 try:
                     checked = self._decided(each, order, decision, rows, requests)
@@ -308,7 +308,12 @@ class Controllers:
                     _end(each, request, key)
 
     def _decided(
-        self, each: RunningController, order: int, decision: Any, rows: Mapping[str, int], requests: Mapping[str, str]
+        self,
+        each: RunningController,
+        order: int,
+        decision: Any,
+        rows: Mapping[str, tuple[int, int]],
+        requests: Mapping[str, str],
     ) -> list[Decided]:
         """Return a decision as other ranks get it; none if it changes nothing; raise if it is malformed."""
         if not isinstance(decision, Decision):
@@ -330,8 +335,12 @@ class Controllers:
             return []
         if steers and self._frozen:
             raise UsageError(FROZEN)
-        row = rows.get(key, -1)
-        checked = _decoder.decode(msgspec.msgpack.encode(Decided(key, self.hub, order, action, row, *_cause(decision))))
+        first, row = rows.get(key, (0, -1))
+        position, score, threshold, label = _cause(decision)
+        if isinstance(action, Abort) and position is not None:
+            position = max(position, first)  # tokens of earlier steps are with their readers
+        whole = Decided(key, self.hub, order, action, row, position, score, threshold, label)
+        checked = _decoder.decode(msgspec.msgpack.encode(whole))
         if checked.action is not None and not isinstance(checked.action, Abort):
             self._check(each, checked.action)
             each.sent(key, row, checked.action)
@@ -385,10 +394,11 @@ def _bounded(actions: Any) -> list[Any]:
     return bounded
 
 
-def _last_rows(shown: Shown) -> dict[str, int]:
-    """Return the last valid position of each request in a step, by vLLM's id."""
-    last = {part.request.key: part.start + part.length - 1 for part in shown.plan.batch}
-    return last | {key: min(end - 1, last[key]) for key, end in shown.ends.items() if key in last}
+def _rows_of(shown: Shown) -> dict[str, tuple[int, int]]:
+    """Return the first and the last valid position of each request in a step, by vLLM's id."""
+    rows = {part.request.key: (part.start, part.start + part.length - 1) for part in shown.plan.batch}
+    ends = {key: (rows[key][0], min(end - 1, rows[key][1])) for key, end in shown.ends.items() if key in rows}
+    return rows | ends
 
 
 def _end(each: RunningController, request: str, key: str) -> None:
@@ -413,6 +423,10 @@ def _cause(decision: Decision) -> tuple[int | None, float | None, float | None, 
     score, threshold = (None if n is None else float(n) for n in (decision.score, decision.threshold))
     if any(number is not None and not np.isfinite(number) for number in (score, threshold)):
         raise UsageError(explain("on_step: score", got="NaN or infinity", expected="a finite number"))
+    if position is not None and position < 0:
+        raise UsageError(
+            explain("on_step: position", got=str(position), expected="a position of the request, from 0 on")
+        )
     label = decision.label or ("" if decision.action is None else decision.action.label)
     return position, score, threshold, label
 
