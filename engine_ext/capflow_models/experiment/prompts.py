@@ -34,10 +34,13 @@ class LabelledPrompt(msgspec.Struct, frozen=True):
 def read_prompts(experiment: Experiment) -> list[LabelledPrompt]:
     """Return the prompts of all sources. Raises UsageError for an id that comes twice, and for a missing label."""
     prompts: list[LabelledPrompt] = []
+    labels: dict[str, None] = {}
     for source in experiment.prompts:
         counts: Counter[str] = Counter()
         for number, (place, row) in enumerate(read_rows(experiment.relative(source.path), source.split)):
-            label = _label(source, _field(row, source.label, place))
+            text = str(_field(row, source.label, place))
+            labels[text] = None
+            label = _label(source, text)
             if label is None or (source.limit is not None and counts[label] >= source.limit):
                 continue
             counts[label] += 1
@@ -49,8 +52,10 @@ def read_prompts(experiment: Experiment) -> list[LabelledPrompt]:
             raise experiment.wrong(("prompts",), got=f"the id {name} {count} times", expected="each once")
     for wanted in ("target", "benign"):
         if not any(prompt.label == wanted for prompt in prompts):
+            listed = json.dumps(list(labels)[:8], ensure_ascii=False)[1:-1] or "none"
             do = f'write {wanted} = ["…"], the labels of the file that count as {wanted}'
-            raise experiment.wrong(("prompts",), got=f"no {wanted} prompts", expected="prompts of both kinds", do=do)
+            got = f"no {wanted} prompts; the labels found: {listed}"
+            raise experiment.wrong(("prompts",), got=got, expected="prompts of both kinds", do=do)
     return prompts
 
 
@@ -126,7 +131,7 @@ def _field(row: dict[str, Any], name: str, place: str) -> Any:
     return row[name]
 
 
-def _label(source: PromptSource, value: Any) -> Label | None:
-    if str(value) in source.target:
+def _label(source: PromptSource, value: str) -> Label | None:
+    if value in source.target:
         return "target"
-    return "benign" if str(value) in source.benign else None
+    return "benign" if value in source.benign else None

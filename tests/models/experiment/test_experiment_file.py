@@ -25,6 +25,7 @@ from capflow_models.experiment.file import (
 )
 from capflow_models.experiment.places import line_of, lines_of
 from capflow_models.experiment.program import ExperimentJob, run
+from capflow_models.experiment.prompts import read_prompts
 from tests.kit.sources import ROOT
 
 GOOD = """\
@@ -123,6 +124,12 @@ def test_a_layer_that_cannot_be_is_refused_before_an_engine_starts(write, tiny, 
         run(ExperimentJob(str(path), dry_run=layer == 1))
     assert str(e.value).startswith(f"{path}, line 15: sweep.layer: got {layer}, expected ")
     assert words in str(e.value)
+
+
+def test_labels_of_which_none_is_a_target_are_refused_with_those_of_the_file(write):
+    experiment = Experiment.read(write(GOOD.replace("[prompts]", '[prompts]\ntarget = ["code"]')))
+    with pytest.raises(UsageError, match='no target prompts; the labels found: "target", "benign".*write target = '):
+        read_prompts(experiment)
 
 
 def test_a_file_of_another_kind_is_refused_before_an_engine_starts(write, tmp_path):
