@@ -29,13 +29,17 @@ test-one: env  ## run one test file or test: make test-one T=tests/capture/test_
 	@[ -n "$(T)" ] || { echo "make test-one: no T given; expected a test, such as T=tests/capture/test_spec.py" >&2; exit 2; }
 	$(PYTHON) -m pytest $(T)
 
-test: env system  ## run the tests except the long ones; those of engines run beside the rest
-	@log=$$(mktemp); $(PYTHON) -m pytest -m "not (engine or long)" --durations 25 >$$log 2>&1 & rest=$$!; \
-		trap 'kill $$rest' INT TERM; \
-		$(PYTHON) -m pytest -m "engine and not long" --durations 25; engine=$$?; \
-		wait $$rest; rest=$$?; cat $$log; rm -f $$log; \
-		for code in $$engine $$rest; do if [ $$code -eq 5 ]; then echo "make test: no test ran" >&2; fi; done; \
-		[ $$engine -eq 0 ] && [ $$rest -eq 0 ]
+# They wait for time to pass rather than for the processor, so they run beside the others.
+WAITING := tests/hub tests/consumers tests/transport
+test: env system  ## run the tests except the long ones: those of engines, those that wait and the rest side by side
+	@waiting=$$(mktemp); $(PYTHON) -m pytest -m "not (engine or long)" $(WAITING) --durations 25 >$$waiting 2>&1 & first=$$!; \
+		rest=$$(mktemp); \
+		$(PYTHON) -m pytest -m "not (engine or long)" $(WAITING:%=--ignore=%) --durations 25 >$$rest 2>&1 & second=$$!; \
+		trap 'kill $$first $$second' INT TERM; \
+		$(PYTHON) -m pytest -m "engine and not long" --durations 25; engines=$$?; \
+		wait $$first; first=$$?; wait $$second; second=$$?; cat $$waiting $$rest; rm -f $$waiting $$rest; \
+		for code in $$engines $$first $$second; do if [ $$code -eq 5 ]; then echo "make test: no test ran" >&2; fi; done; \
+		[ $$engines -eq 0 ] && [ $$first -eq 0 ] && [ $$second -eq 0 ]
 
 proof: env system  ## run the long tests, minutes each
 	@# pip accepts no file in which only some packages have hashes. Each of the two packages below is for one test.

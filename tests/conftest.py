@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, settings
 # Threads of a model's kernels that wait, wait without a core: they would take it from the other tests, by the minute.
 # It is read when torch is imported, here and in every process that the tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# One thread is a tenth faster for models as small as those of the tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")  # how long an example takes says something of the machine only

@@ -63,7 +63,7 @@ def test_a_server_finds_the_hub_and_either_may_leave_first(tiny_with_words, refe
             ("--hub", f"tcp://{'ab' * 32}@203.0.113.1:9000"), "--key: got none, expected a key", marks=pytest.mark.long
         ),
         pytest.param(("--key", "gpu"), "--key: got the address ipc://", marks=pytest.mark.long),
-        (("--sites", "post_block:99"), "post_block:99"),
+        pytest.param(("--sites", "post_block:99"), "post_block:99", marks=pytest.mark.long),
         (("--colour", "red"), "unrecognized arguments: --colour red; see `capflow serve --help=all`"),
         pytest.param(("--consumer", "filesystem:root={home}/rows,layers=99"), "layer 99", marks=pytest.mark.long),
         pytest.param(("--port", "{port}"), "--port: got :{port}, address already in use", marks=pytest.mark.long),

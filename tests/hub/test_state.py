@@ -185,7 +185,12 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+LARGE = ("gaps of many sites", "specs of many windows", "blocks of many shapes")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.long if kind in LARGE else ()) for kind in KINDS]
+)
 def test_is_at_most_so_much_for_each_byte_on_the_wire(kind, caplog, monkeypatch):
     caplog.set_level(logging.CRITICAL)
     monkeypatch.setattr(limits, "OFFENCES_MAX", 10**9)

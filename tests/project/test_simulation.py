@@ -47,7 +47,13 @@ def test_a_seed_makes_the_same_steps_each_time():
     assert digests[0] != re.findall(r"digest: ([0-9a-f]{16})", simulate("--seeds", 12, "--first", 12, "--jobs", 1)[1])
 
 
-@pytest.mark.parametrize(("mutation", "first"), MUTATIONS.items())
+@pytest.mark.parametrize(
+    ("mutation", "first"),
+    [
+        pytest.param(mutation, first, marks=pytest.mark.long if mutation == "D12" else ())
+        for mutation, first in MUTATIONS.items()
+    ],
+)
 def test_a_mend_that_is_undone_is_found(mutation, first):
     seeds = ("--first", first, "--seeds", SEEDS - first)
     code, output = simulate("--mutate", mutation, *seeds, "--jobs", 1, "--until-failure")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import subprocess
 import sys
@@ -106,6 +107,15 @@ class Run:
         outcomes = act(self.core, self.client, actions, self.step)
         note(self.acted, owner, actions, outcomes)
         return outcomes
+
+    def act_together(self, *actions):
+        """Send actions that one step takes: none runs before all have come."""
+        (link,) = self._scheduler.capflow.links._links
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            sent = pool.submit(self.client.act, list(actions), 60)
+            eventually(lambda: len(link._waiting) == len(actions))
+            self.step()
+            return sent.result()
 
     def positions(self, step):
         """Return the next position of each request at a step."""
@@ -217,7 +227,7 @@ def test_a_freeze_that_ends_in_the_same_step_takes_everything_back(run, float64)
     for name, first in run.positions(run._scheduler.capflow.step).items():
         run.acted[name].applied.append(("client", Gain(name, "request", 0.5), first))
     run.steps_until(25)
-    outcomes = run.act(Freeze(label="all"), Unfreeze())
+    outcomes = run.act_together(Freeze(label="all"), Unfreeze())
     assert outcomes[0].step == outcomes[1].step
     for name, first in run.positions(outcomes[0].step).items():
         run.acted[name].applied.append(("", Unfreeze(), first))

@@ -277,7 +277,7 @@ def test_the_command_fits_a_file(model, tiny, tmp_path):
         (("--layers", "9"), "--layers"),
         (("--out", "v.txt"), "--out: got v.txt, expected a .safetensors file"),
         (("--pairs", "missing.jsonl"), "--pairs missing.jsonl: got No such file"),
-        (("--model-arg", "colour=red"), "colour"),
+        pytest.param(("--model-arg", "colour=red"), "colour", marks=pytest.mark.long),
         (("--model", "nowhere/at/all"), "nowhere/at/all"),
     ],
 )

@@ -128,7 +128,7 @@ def test_a_layer_that_cannot_be_is_refused_before_an_engine_starts(write, tiny, 
 
 def test_labels_of_which_none_is_a_target_are_refused_with_those_of_the_file(write):
     experiment = Experiment.read(write(GOOD.replace("[prompts]", '[prompts]\ntarget = ["code"]')))
-    with pytest.raises(UsageError, match='no target prompts; the labels found: "target", "benign".*write target = '):
+    with pytest.raises(UsageError, match=r'no target prompts; the labels found: "target", "benign".*write target = '):
         read_prompts(experiment)
 
 
