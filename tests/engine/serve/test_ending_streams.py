@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from typing import NamedTuple
 
 import pytest
@@ -19,6 +17,8 @@ import torch
 import capflow
 from capflow.capture.site import Site
 from capflow.probes.probe import Probe, save_vector
+from capflow.steering.action import Abort, ActionApplied
+from capflow.transport.client import Client
 from capflow_engine.serve.rpc import capflow_pb2 as pb
 from capflow_engine.serve.rpc.capflow_pb2_grpc import GenerateStub
 from tests.kit.doors import PROMPT, TOKENS, words
@@ -187,20 +187,16 @@ def test_a_stream_ends_with_the_token_of_the_row_that_fired(server, reference, f
 
 
 @pytest.mark.parametrize(("status", "reason"), [("stop", "capflow:someone"), ("abort", "")])
-def test_an_action_ends_a_stream_and_its_rows_come(server, reference, tmp_path, status, reason):
-    name, file, answers = f"acted-{status}", tmp_path / "actions.jsonl", []
-    file.write_text(json.dumps({"type": "abort", "request": name, "as": status, "reason": reason}) + "\n")
+def test_an_action_ends_a_stream_and_its_rows_come(server, reference, status, reason):
+    name, outcomes = f"acted-{status}", []
 
     def act(parts):
         if parts == 5:
-            command = [sys.executable, "-m", "capflow", "act", str(file)]
-            acted = subprocess.run(
-                command, env=environment(server.home), capture_output=True, text=True, timeout=120, check=True
-            )
-            answers.append(acted.stdout)
+            with Client(f"ipc://{server.home}/capflow/hub.sock") as client:
+                outcomes.append(client.act(Abort(name, as_=status, reason=reason), 60))
 
     ended = completion(server, name, on_part=act, length=LONG)
-    assert len(answers) == 1
+    assert [type(outcome) for outcome in outcomes] == [ActionApplied], outcomes
     assert 5 <= len(ended.tokens) < LONG
     assert words(ended.text) == ended.tokens
     assert ended.finishes == [None] * (len(ended.finishes) - 1) + [status]
