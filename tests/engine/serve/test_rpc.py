@@ -104,11 +104,12 @@ def test_an_answer_is_that_of_http_whole_or_streamed(served, generate, prompt):
     assert (output.finish_reason, answer.model, list(answer.prompt_token_ids)) == ("length", "tiny", TOKENS)
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 6)
     *parts, last = generate.GenerateStream(asked(**prompt), metadata=AUTHORIZED)
-    assert len(parts) == 6
+    # vLLM joins the tokens that a busy reader has not yet taken.
+    assert 1 < len(parts) <= 6
     assert "".join(part.outputs[0].text for part in parts) == choice["text"]
     assert [token for part in parts for token in part.outputs[0].token_ids] == choice["token_ids"]
-    assert [part.outputs[0].finish_reason for part in parts] == [""] * 5 + ["length"]
-    assert [list(part.prompt_token_ids) for part in parts] == [TOKENS] + [[]] * 5
+    assert [part.outputs[0].finish_reason for part in parts] == [""] * (len(parts) - 1) + ["length"]
+    assert [list(part.prompt_token_ids) for part in parts] == [TOKENS] + [[]] * (len(parts) - 1)
     assert (last.usage, list(last.outputs)) == (answer.usage, [])
 
 
