@@ -25,12 +25,12 @@ def test_the_cpu_tap_scores_and_gates_as_the_reference_does(stages):
     assert min(counts[state, latched] for state in ("open", "shut") for latched in (False, True)) > 100
 
 
-def test_the_triton_kernel_scores_and_gates_as_the_reference_does():
+@pytest.mark.parametrize("seeds", [1, pytest.param(4, marks=pytest.mark.long)])
+def test_the_triton_kernel_scores_and_gates_as_the_reference_does(seeds):
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(["."])}
-    done = subprocess.run(
-        [sys.executable, str(KIT / "gate_cases.py")], env=env, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, str(KIT / "gate_cases.py"), str(seeds)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     *words, cases, opened, opened_latched, shut, shut_latched = done.stdout.split()
-    assert [*words, cases] == ["gated", "kernel", "cases", str(3 * len(GATE_CASES))]
+    assert [*words, cases] == ["gated", "kernel", "cases", str(seeds * len(GATE_CASES))]
     assert min(int(opened), int(opened_latched), int(shut), int(shut_latched)) > 20

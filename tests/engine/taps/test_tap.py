@@ -101,13 +101,13 @@ def test_the_cases_do_every_kind_of_thing():
     assert any(len(block.runs) >= 8 for plan in plans for block in plan.blocks)
 
 
-def test_the_triton_kernel_equals_the_reference():
+@pytest.mark.parametrize("seeds", [1, pytest.param(4, marks=pytest.mark.long)])
+def test_the_triton_kernel_equals_the_reference(seeds):
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, str(KIT / "tap_cases.py")], env=env, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, str(KIT / "tap_cases.py"), str(seeds)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["kernel", "cases", "18"]
+    assert done.stdout.split() == ["kernel", "cases", str(seeds * len(CASES))]
 
 
 @pytest.mark.long
