@@ -3,11 +3,10 @@
 The rows of a step lie in the step's buffer, `[rows, hidden]` in the model's dtype; on a GPU, in the staging buffer on
 the device. Only the scores leave it, 4 bytes a row.
 
-Invariant: a score depends on its row and on its probe, and on nothing else. On the CPU, rows are scored in whole
-portions of two heights; products are formed in float32, and each row's sum is torch's pairwise sum along a contiguous
-row, whose order of additions depends on the row's length alone. On a GPU, one Triton program reduces one
-row, in an order that depends on the width alone. A matrix product would be no faster and its order would depend on the
-batch.
+Invariant: a score depends on its row and on its probe, and on nothing else. On the CPU, `numpy.vecdot` calls BLAS' dot
+product of float32 once for each row, so the order of additions depends on the row's length alone. On a GPU, one Triton
+program reduces one row, in an order that depends on the width alone. The order of a matrix product would depend on the
+batch, and it takes as long.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ DOT, COSINE, CAST = range(len(SCORES))
 
 Scores = npt.NDArray[np.float32]
 
-# Rows of a portion on the CPU: few rows, or as many as a processor's second-level cache holds with few calls.
-_FEW_ROWS = 8
+# The numbers of a portion of rows on the CPU: as many as a processor's second-level cache holds with few calls.
 _PORTION_NUMBERS = 1 << 18
 
 
@@ -64,13 +62,17 @@ class ProbeScorer:
             self.at.setdefault(site, []).append(number)
         given = [np.asarray(probe.weight, np.float32) for _, probe in probes]
         weights = np.stack(given) if given else np.empty((0, hidden), np.float32)
+        self._rows = weights
         self._weights = torch.from_numpy(weights).to(device)
         self._kinds = [SCORES.index(probe.score) for _, probe in probes]
         self._bias = np.array([probe.bias for _, probe in probes], np.float32)
         squares = np.square(weights, dtype=np.float64).sum(axis=1)
         self._squares = squares.astype(np.float32)
         self._norms = np.sqrt(squares).astype(np.float32)
-        if device.type != "cpu":
+        if device.type == "cpu":
+            # Kept from step to step: new memory costs more than the scores.
+            self._portion = torch.empty((max(1, _PORTION_NUMBERS // hidden), hidden))
+        else:
             self._kinds_there = torch.tensor(self._kinds, dtype=torch.int32, device=device)
             self._numbers_there = torch.from_numpy(np.stack([self._bias, self._norms, self._squares], 1)).to(device)
 
@@ -114,34 +116,23 @@ class ProbeScorer:
 
     def _on_cpu(self, numbers: Sequence[int], rows: torch.Tensor) -> list[Scores]:
         """Return the scores of some rows by each of these probes."""
-        height = _FEW_ROWS if len(rows) <= _FEW_ROWS else max(_FEW_ROWS, _PORTION_NUMBERS // self._hidden)
-        portions = -(-len(rows) // height)
-        sums = torch.empty((len(numbers), 4, portions * height))
-        wide = torch.zeros((height, self._hidden))
-        product = torch.empty_like(wide)
-        norms = any(self._kinds[number] != DOT for number in numbers)
-        for begin in range(0, portions * height, height):
-            end = begin + height
-            wide[: len(rows) - begin].copy_(rows[begin:end])
-            for order, number in enumerate(numbers):
-                out = sums[order]
-                alone = len(numbers) == 1 and not norms
-                torch.mul(wide, self._weights[number], out=wide if alone else product)
-                if alone:
-                    torch.sum(wide, 1, out=out[0, begin:end])
-                    continue
-                torch.sum(product, 1, out=out[0, begin:end])
-                if norms:
-                    torch.mul(wide, wide, out=product)
-                    torch.sum(product, 1, out=out[1, begin:end])
+        height = len(self._portion)
+        sums = np.empty((len(numbers), 4, len(rows)), np.float32)
+        portion = self._portion
+        for begin in range(0, len(rows), height):
+            here = slice(begin, min(begin + height, len(rows)))
+            portion[: here.stop - begin].copy_(rows[here])
+            wide = portion[: here.stop - begin].numpy()
+            for number, out in zip(numbers, sums, strict=True):
+                np.vecdot(wide, self._rows[number], out=out[0, here])
+                if self._kinds[number] != DOT:
+                    np.vecdot(wide, wide, out=out[1, here])
                 if self._kinds[number] == CAST:
-                    factor = out[0, begin:end] / float(self._squares[number] or 1.0)
-                    along = torch.outer(factor, self._weights[number]).tanh_()
-                    torch.mul(wide, along, out=product)
-                    torch.sum(product, 1, out=out[2, begin:end])
-                    along.mul_(along)
-                    torch.sum(along, 1, out=out[3, begin:end])
-        return [self._finish(number, sums[order, :, : len(rows)].numpy()) for order, number in enumerate(numbers)]
+                    factor = out[0, here] / (self._squares[number] or np.float32(1))
+                    along = torch.outer(torch.from_numpy(factor), self._weights[number]).tanh_().numpy()
+                    np.vecdot(wide, along, out=out[2, here])
+                    np.vecdot(along, along, out=out[3, here])
+        return [self._finish(number, out) for number, out in zip(numbers, sums, strict=True)]
 
     def _finish(self, number: int, sums: npt.NDArray[np.float32]) -> Scores:
         """Return scores, given the sums of `x · weight`, `x · x`, and for `cast` those of `x · t` and `t · t`."""
