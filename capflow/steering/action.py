@@ -5,7 +5,8 @@ its *owner*: the controller, the consumer, or the client by its key. What severa
 controllers first, in their order, then consumers by name, clients last.
 
 Each action gets one answer: `ActionApplied`, `Rejected`, or `Unknown` if the engine got it and did not answer. An
-action that was not answered with `ActionApplied` takes no effect after its answer.
+action that was not answered with `ActionApplied` takes no effect after its answer. An action for all engines is answered
+with `ActionApplied` if any engine applied it; the reason in the answer names the engines that did not.
 
 An action on a request applies from the request's next position on. Positions that were computed before it stay as they
 were, also if a preempted request computes them again.
@@ -234,26 +235,35 @@ def _check_number(field: str, number: float) -> None:
 class ActionApplied(msgspec.Struct, frozen=True, tag="applied", omit_defaults=True):
     """The action took effect in step `step` of the engine's scheduler.
 
+    Of an action for several engines, at least one applied it, and it holds there.
+
+    step: of several engines, that of the last one that applied it.
     position: the first position of the request at which it holds; None if it is for no single request.
+    incarnation: that of the request; empty if it is for no single request, and from earlier versions.
+    reason: which engines did not apply it, and why; empty if all did. An engine that left is not named by a `Freeze`.
     """
 
     id: Name
     step: Count
     position: Count | None = None
+    incarnation: Name = ""
+    reason: Text = ""
 
 
-class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
-    """The action changed nothing and will change nothing.
+class Rejected(msgspec.Struct, frozen=True, tag="rejected", omit_defaults=True):
+    """The action changed nothing and will change nothing, on any engine.
 
     reason: a message in the form of `capflow.errors`.
+    incarnation: that of the request that the action was for; empty if none ran.
     """
 
     id: Name
     reason: Text
+    incarnation: Name = ""
 
 
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
-    """The engine may have got the action and did not answer.
+    """The engine may have got the action and did not answer. Of several engines, none applied it for certain.
 
     It may have taken effect, and will not take effect any more.
 
@@ -312,7 +322,7 @@ class Answered(msgspec.Struct, frozen=True):
         the worker `controller NAME`, or `request` for the steering that it came with.
     time_ns: the wall clock of the answer.
     step: the step in which it was applied; None if it was rejected or this is unknown.
-    reason: why `step` is None; else empty.
+    reason: why `step` is None; else empty, or which replicas of the engine did not apply it.
     position: the first position of the request at which it holds; None if it does not hold or this is unknown.
     score: the score that caused it, if a score did.
     threshold: the threshold that the score was compared with, or that an action gives a gate.
@@ -320,6 +330,7 @@ class Answered(msgspec.Struct, frozen=True):
     incarnation: differs between requests that use the same id one after another; empty if it is unknown.
     target: the owner whose contribution a gain scales, or the gate that an action sets.
     scale: the factor of a gain or of added vectors and clamps.
+    outcome: `applied`, `rejected` or `unknown`. Records of earlier versions lack it: without a step it is `rejected`.
     """
 
     id: str
@@ -338,6 +349,12 @@ class Answered(msgspec.Struct, frozen=True):
     incarnation: str = ""
     target: str = ""
     scale: float | None = None
+    outcome: str = ""
+
+    def __post_init__(self) -> None:
+        """Fill an outcome that is not given."""
+        if not self.outcome:
+            msgspec.structs.force_setattr(self, "outcome", "rejected" if self.step is None else "applied")
 
     @classmethod
     def of(cls, action: Action, outcome: Outcome, *, engine: str, asked_by: str) -> Answered:
@@ -351,11 +368,12 @@ class Answered(msgspec.Struct, frozen=True):
             asked_by,
             time.time_ns(),
             outcome.step if isinstance(outcome, ActionApplied) else None,
-            "" if isinstance(outcome, ActionApplied) else outcome.reason,
+            outcome.reason,
             position=outcome.position if isinstance(outcome, ActionApplied) else None,
             threshold=threshold_of(action),
             label=action.label,
-            incarnation=action.incarnation,
+            incarnation=action.incarnation or ("" if isinstance(outcome, Unknown) else outcome.incarnation),
             target=target_of(action),
             scale=scale_of(action),
+            outcome=str(outcome.__struct_config__.tag),
         )

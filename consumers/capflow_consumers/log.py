@@ -71,7 +71,7 @@ class LogConsumer(Consumer):
         """Log an event."""
         if self.config.events:
             names = ["engine", "request", "kind", "asked_by", "step", "position", "score", "threshold", "label"]
-            names += ["target", "scale", "reason", "incarnation"]
+            names += ["target", "scale", "reason", "incarnation", "outcome"]
             fields = {name: getattr(answered, name) for name in names}
             fields |= {"event": "steering", "sites": list(map(str, answered.sites))}
             target = f" of {answered.target}" if answered.target else ""

@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from capflow.steering.action import ActionApplied, Steer
+from capflow.steering.action import ActionApplied, Rejected, Steer
 from capflow.transport.client import Client
-from tests.kit.frames import make_finished, make_frame
+from tests.kit.answers import answering
+from tests.kit.frames import make_finished, make_frame, make_hello
 from tests.kit.hubs import address, free_port, scheduler_link, worker_link
 from tests.kit.waiting import eventually
 
@@ -566,6 +567,21 @@ class TestOtherCommands:
             refused(capflow("steer", "r1", "--vector", tmp_path / "junk", *options), 2, "expected a safetensors file")
         eventually(lambda: not link.connected)
         refused(capflow("abort", "r1", "--address", address), 1, "action: no engine is connected to this hub")
+        end(process, signal.SIGINT)
+
+    def test_an_action_that_one_engine_rejects_fails_and_names_it(self, hub, capflow, address, tmp_path):
+        process = hub("--consumer", f"keep:path={tmp_path}/kept")
+        hellos = [make_hello(name, f"s-{name}", role="scheduler") for name in ("one", "two")]
+        with scheduler_link(address, hellos[0]) as one, scheduler_link(address, hellos[1]) as two:
+            threads = [
+                answering(one, [lambda act: ActionApplied(act.id, 41)]),
+                answering(two, [lambda act: Rejected(act.id, "busy")]),
+            ]
+            result = capflow("freeze", "--address", address)
+            for thread in threads:
+                thread.join(LIMIT_S)
+        assert (result.returncode, result.stdout) == (1, "applied in step 41\n")
+        assert result.stderr == "capflow: not applied by every engine: two: busy\n"
         end(process, signal.SIGINT)
 
     def test_plugins(self, capflow):

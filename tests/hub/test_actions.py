@@ -93,10 +93,21 @@ def test_an_action_is_for_the_request_that_ran_when_it_came(address, link, runni
     assert link.actions() == []
 
 
-def test_an_action_that_names_another_incarnation_is_rejected(address, link):
+def test_an_action_that_names_another_incarnation_is_rejected_by_that_field(address, link):
     with Client(address) as client:
-        assert isinstance(client.act(Abort("r1", incarnation="before"), 20), Rejected)
+        outcome = client.act(Abort("r1", incarnation="before"), 20)
+    assert isinstance(outcome, Rejected)
+    assert outcome.reason == "incarnation: got before, expected first, that of the request r1 that is running"
     assert link.actions() == []
+
+
+@pytest.mark.parametrize("kind", [lambda id: ActionApplied(id, 3), lambda id: Rejected(id, "no")])
+def test_an_outcome_names_the_incarnation_of_its_request(address, link, kind):
+    with asking(address, Steer("r1", ())) as outcomes:
+        came(link)
+        link.outcome(kind(link.actions()[0].id))
+        eventually(lambda: outcomes)
+    assert outcomes[0].incarnation == "first"
 
 
 def test_an_action_that_is_taken_is_answered_by_who_took_it(address, link):
@@ -186,9 +197,9 @@ def test_an_action_that_comes_twice_is_done_once_and_answered_alike(address, run
         taken = []
         eventually(lambda: taken.extend(link.actions()) or taken)
         link.outcome(ActionApplied("7", 9))
-        assert outcome_from(hub) == ActionApplied("7", 9)
+        assert outcome_from(hub) == ActionApplied("7", 9, incarnation="first")
         hub.send_multipart([peer, act])
-        assert outcome_from(hub) == ActionApplied("7", 9)
+        assert outcome_from(hub) == ActionApplied("7", 9, incarnation="first")
         assert link.actions() == []
         assert len(taken) == 1
 
@@ -211,14 +222,14 @@ def test_an_action_that_is_sent_again_over_another_connection_is_done_once(addre
         eventually(lambda: taken.extend(link.actions()) or taken)
         if answered:
             link.outcome(ActionApplied(taken[0].id, 3, 8))
-            assert message.decode(answer(first)[0]).outcome == ActionApplied("a", 3, 8)
+            assert message.decode(answer(first)[0]).outcome == ActionApplied("a", 3, 8, "first")
     with client_peer(address) as again:
         again.send(message.encode(Act("b", Abort("r1"), sender="s", number=1)))
         if not answered:
             again.send(message.encode(Act("other", Abort("r1"), sender="s", number=2)))
             eventually(lambda: taken.extend(link.actions()) or len(taken) == 2)
             link.outcome(ActionApplied(taken[0].id, 3, 8))
-        assert message.decode(answer(again)[0]).outcome == ActionApplied("b", 3, 8)
+        assert message.decode(answer(again)[0]).outcome == ActionApplied("b", 3, 8, "first")
     assert link.actions() == []
     assert [act.number for act in taken] == ([1] if answered else [1, 2])
 

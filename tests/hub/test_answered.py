@@ -9,7 +9,7 @@ import pytest
 
 from capflow.capture.frame import Acted, ActedOn
 from capflow.capture.site import Site
-from capflow.steering.action import Abort, ActionApplied, Answered, Gain, Rejected, SetGate, Steer, Unsteer
+from capflow.steering.action import Abort, ActionApplied, Answered, Gain, Rejected, SetGate, Steer, Unknown, Unsteer
 from capflow.steering.vector import SteeringVector
 from capflow.transport.client import Client
 from capflow_consumers.duckdb.consumer import DuckdbConfig, DuckdbConsumer
@@ -133,6 +133,25 @@ def test_actions_are_in_the_store_when_they_are_told_and_once(tmp_path):
     again.close()
     assert query(tmp_path, "SELECT count(*), count(DISTINCT id) FROM actions") == [(4, 4)]
     assert query(tmp_path, "SELECT count(*) FROM actions JOIN requests USING (capture)") == [(3,)]
+
+
+def test_the_store_tells_the_unknown_from_the_rejected(tmp_path):
+    probe_file(tmp_path, "p")
+    consumer = opened(tmp_path, "p")
+    for outcome in (Unknown("u", "no answer"), Rejected("r", "not running")):
+        consumer.on_action(Answered.of(Abort("r1"), outcome, engine="engine-1", asked_by="client"))
+    consumer.close()
+    stored = query(tmp_path, "SELECT outcome, step, reason FROM actions ORDER BY outcome")
+    assert stored == [("rejected", None, "not running"), ("unknown", None, "no answer")]
+
+
+def test_records_of_earlier_versions_have_an_outcome():
+    """They lie in the inboxes of consumers."""
+    answered = Answered.of(STEER, ActionApplied("x", 7), engine="engine-1", asked_by="client")
+    for outcome, step in (("applied", 7), ("rejected", None)):
+        record = msgspec.to_builtins(msgspec.structs.replace(answered, step=step, outcome="unknown"))
+        del record["outcome"]
+        assert msgspec.convert(record, Answered).outcome == outcome
 
 
 def test_a_hub_brings_actions_to_the_store(address, tmp_path):

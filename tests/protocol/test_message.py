@@ -18,7 +18,7 @@ from capflow.protocol.message import (
     WatchRequest,
     Welcome,
 )
-from capflow.steering.action import Abort, ActionApplied, Freeze, Gain, SetGate
+from capflow.steering.action import Abort, ActionApplied, Freeze, Gain, Rejected, SetGate
 from tests.kit.messages import MESSAGES
 
 
@@ -88,6 +88,10 @@ def test_round_trip(sent):
                 "82a474797065a76f7574636f6d65a76f7574636f6d6584a474797065a76170706c696564a26964a131a47374657005a8"
                 "706f736974696f6e09"
             ),
+        ),
+        (
+            ActionOutcome(Rejected("1", "no")),
+            "82a474797065a76f7574636f6d65a76f7574636f6d6583a474797065a872656a6563746564a26964a131a6726561736f6ea26e6f",
         ),
     ],
     ids=lambda value: type(value).__name__,

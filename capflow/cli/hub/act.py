@@ -121,7 +121,8 @@ def unfreeze(engine: str, **hub: Any) -> None:
 def act(file: Any, **hub: Any) -> None:
     """Send the actions in FILE (- for standard input): one a line, as JSON, in the fields of docs/wire.md.
 
-    Prints the outcome of each, as JSON lines in the same order. Exits with 1 if one was not applied.
+    Prints the outcome of each, as JSON lines in the same order. Exits with 1 if one was not applied by every engine that
+    it was for.
     """
     import msgspec
 
@@ -143,7 +144,7 @@ def act(file: Any, **hub: Any) -> None:
         outcomes = client.act(actions)
     for outcome in outcomes:
         click.echo(msgspec.json.encode(outcome).decode())
-    if not all(isinstance(outcome, ActionApplied) for outcome in outcomes):
+    if not all(isinstance(outcome, ActionApplied) and not outcome.reason for outcome in outcomes):
         raise SystemExit(1)
 
 
@@ -188,3 +189,5 @@ def _act(action: Action, hub: dict[str, Any]) -> None:
         raise CapflowError(outcome.reason)
     position = "" if outcome.position is None else f", from position {outcome.position} on"
     click.echo(f"applied in step {outcome.step}{position}")
+    if outcome.reason:
+        raise CapflowError(f"not applied by every engine: {outcome.reason}")

@@ -8,7 +8,7 @@ from capflow.buffers.shares import Shares
 from capflow.errors import UsageError
 from capflow.hub.effects import AnswerLane, Effects, TellOutcome
 from capflow.hub.exchange.action_rates import ActionRates
-from capflow.hub.exchange.relay import Ask, Relay, Settled, asked_of
+from capflow.hub.exchange.relay import Ask, Heard, Relay, Settled, asked_of
 from capflow.hub.peers.roster import Peer, Roster
 from capflow.hub.requests.index import RequestIndex
 from capflow.protocol.message import Act, ActionOutcome
@@ -47,8 +47,7 @@ class Actions:
 
     def outcome(self, scheduler: str, outcome: Outcome) -> None:
         """Take the answer of a scheduler. scheduler: its boot."""
-        settled = self.relay.outcome(scheduler, outcome)
-        self._settle([] if settled is None else [settled])
+        self._settle(self.relay.outcome(scheduler, outcome))
 
     def again(self, peer: bytes, scheduler: str) -> None:
         """Send a scheduler that is back the actions that it has not answered."""
@@ -69,19 +68,19 @@ class Actions:
             self._settle(repeated)
             return
         if (reason := self._refusal(ask)) is not None:
-            self._settle([self.relay.refuse(ask, reason)])
+            self._settle(self.relay.refuse(ask, reason))
             return
         schedulers = {hello.boot: (peer, hello) for peer, hello in self._roster.schedulers()}
         named = self._index.named(ask.action.request, ask.action.engine)
         boots, reason = asked_of(ask.action, named, [hello for _, hello in schedulers.values()])
         if reason is not None:
-            self._settle([self.relay.refuse(ask, reason)])
+            self._settle(self.relay.refuse(ask, reason))
             return
         engines = {boot: schedulers[boot][1].engine for boot in boots}
         every = not ask.action.request
         act = self.relay.ask(ask, engines, self._effects.now, has_request=bool(named), every=every)
-        if isinstance(act, Settled):
-            self._settle([act])
+        if not isinstance(act, Act):
+            self._settle(act)
             return
         for boot in boots:
             self._effects.say(schedulers[boot][0], act)
@@ -96,13 +95,15 @@ class Actions:
             return None
         return self.rates.refusal(ask.asked_by, ask.action.request, self._effects.now)
 
-    def _settle(self, settled: Iterable[Settled]) -> None:
+    def _settle(self, decided: Iterable[Heard | Settled]) -> None:
         """Tell every lane the outcome of actions, and answer those who asked."""
-        settled = [*settled, *self.relay.repeats]
+        decided = [*decided, *self.relay.repeats]
         self.relay.repeats.clear()
-        for ask, outcome, engine, again in settled:
-            if not again:
-                self._effects.add(TellOutcome(ask.action, outcome, engine, ask.asked_by))
+        for each in decided:
+            if isinstance(each, Heard):
+                self._effects.add(TellOutcome(each.ask.action, each.outcome, each.engine, each.ask.asked_by))
+                continue
+            ask, outcome = each
             if ask.lane is not None:
                 self._effects.add(AnswerLane(ask.lane, outcome))
                 continue

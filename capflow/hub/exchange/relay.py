@@ -1,14 +1,18 @@
 """The relay: actions on their way to schedulers, and outcomes on their way back.
 
-An action goes to one scheduler or to several. The first `ActionApplied` is its outcome, or else the last `Rejected`. A
-scheduler whose connection was lost gets the action again when it is back; it applies the action once, and repeats its
-first answer. Invariant: schedulers ignore an expired action, and the relay gives an outcome of its own only after that.
+An action goes to one scheduler or to several. An action on a request has the first `ActionApplied` as its outcome, or
+else the last `Rejected`. An action for whole engines is over when all their schedulers answered: it is applied if any
+applied it, and its reason names the engines that did not. A scheduler whose connection was lost gets the action again
+when it is back; it applies the action once, and repeats its first answer.
+
+Invariant: an action that any scheduler applied is answered with `ActionApplied`. Schedulers ignore an expired action,
+and the relay gives an outcome of its own only after that.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,7 +24,7 @@ from capflow.errors import RoomError, explain
 from capflow.hub.peers.roster import Peer
 from capflow.hub.requests.request import Request
 from capflow.protocol.message import Act, Hello
-from capflow.steering.action import NO_ENGINE, Action, ActionApplied, Outcome, Rejected, Unknown
+from capflow.steering.action import NO_ENGINE, Action, ActionApplied, Freeze, Outcome, Rejected, Unknown
 from capflow.text.engine_name import is_of, name_of
 
 # The memory of an action that waits: a fixed part, and so many bytes for each byte on the wire.
@@ -58,44 +62,85 @@ class Ask(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """An action with its outcome.
+    """An action with its outcome, for who asked for it. The outcome has the id that the asker gave the action."""
 
-    outcome: it has the id that the asker gave the action.
+    ask: Ask
+    outcome: Outcome
+
+
+class Heard(NamedTuple):
+    """What became of an action on one engine, for consumers. Each engine has one, also if the action was sent again.
+
     engine: the engine that runs the request; "" if that is not known.
-    again: whether this is the answer to an action that was sent again.
     """
 
     ask: Ask
     outcome: Outcome
     engine: str = ""
-    again: bool = False
 
 
 @dataclass(slots=True)
 class _Waiting:
     """An action whose outcome is not known.
 
-    engines: the engines of the schedulers that were asked.
+    engines: the engine of each scheduler that was asked, by its boot.
     has_request: whether the hub knows the request.
     asked: boots of schedulers that have not answered.
     until: when the action expires.
     nbytes: the memory that it takes.
     act: the message to the schedulers.
-    reason: the reason of the last rejection.
-    every: whether all schedulers have to apply it.
+    every: whether all schedulers have to answer it.
+    answers: the answers so far, by boot, in their order.
+    left: boots of schedulers that left before they answered.
     repeats: the same action, sent again.
     """
 
     ask: Ask
-    engines: frozenset[str]
+    engines: Mapping[str, str]
     has_request: bool
     asked: tuple[str, ...]
     until: float
     nbytes: int
     act: Act
-    reason: str = ""
     every: bool = False
+    answers: dict[str, Outcome] = field(default_factory=dict)
+    left: set[str] = field(default_factory=set)
     repeats: list[Ask] = field(default_factory=list)
+
+    def of(self, engine: str) -> Outcome | None:
+        """Return what became of the action on one engine; None if one of its schedulers has not answered."""
+        boots = [boot for boot, name in self.engines.items() if name == engine]
+        return None if any(boot in self.asked for boot in boots) else self._joined(boots)
+
+    def of_all(self) -> Outcome:
+        """Return what became of the action, when every scheduler has answered."""
+        return self._joined(self.engines)
+
+    def _joined(self, boots: Collection[str]) -> Outcome:
+        """Return one outcome for the answers of some schedulers: applied if it holds anywhere."""
+        answers = {boot: answer for boot, answer in self.answers.items() if boot in boots}
+        applied = [answer for answer in answers.values() if isinstance(answer, ActionApplied)]
+        if applied and isinstance(self.ask.action, Freeze):
+            answers = {boot: answer for boot, answer in answers.items() if boot not in self.left}
+        others = {boot: answer for boot, answer in answers.items() if not isinstance(answer, ActionApplied)}
+        several = len({self.engines[boot] for boot in boots}) > 1
+        reason = self._reason(others, several=several)[: limits.TEXT_LENGTH_MAX]
+        if applied:
+            return msgspec.structs.replace(applied[-1], reason=reason)
+        kind = Unknown if any(isinstance(answer, Unknown) for answer in others.values()) else Rejected
+        return kind(self.ask.own_id, reason)
+
+    def _reason(self, others: Mapping[str, Outcome], *, several: bool) -> str:
+        """Return why some schedulers did not apply the action; each engine is named if there are several."""
+        reasons: dict[str, str] = {}
+        # A replica that left says less than one that rejected the action.
+        for boot, answer in sorted(others.items(), key=lambda item: item[0] not in self.left):
+            reasons[self.engines[boot]] = answer.reason
+        if not several:
+            return next(iter(reasons.values()), "")
+        listed = [f"{name_of(engine)}: {reason}" for engine, reason in reasons.items()]
+        more = len(listed) - limits.ENGINES_TOLD_MAX
+        return "; ".join(listed[: limits.ENGINES_TOLD_MAX]) + (f"; and {more} more engines" if more > 0 else "")
 
 
 class Relay:
@@ -129,17 +174,16 @@ class Relay:
         if answer is None:
             return None
         if not isinstance(answer, str):
-            return [Settled(ask, msgspec.structs.replace(answer, id=ask.own_id), again=True)]
+            return [Settled(ask, msgspec.structs.replace(answer, id=ask.own_id))]
         self._waiting[answer].repeats.append(ask)
         return []
 
     def ask(
         self, ask: Ask, schedulers: Mapping[str, str], now: float, *, has_request: bool, every: bool = False
-    ) -> Act | Settled:
+    ) -> Act | list[Heard | Settled]:
         """Return the message for the schedulers, or the outcome when there is no room for the action.
 
-        every: whether all schedulers have to apply the action.
-
+        every: whether all schedulers have to answer the action.
         schedulers: the engine of each scheduler, by its boot.
         has_request: whether the hub knows the request.
         """
@@ -150,69 +194,85 @@ class Relay:
                 self._state.give(owner, memory)
                 self._count.take(owner, 1)
         except RoomError as e:
-            engine = _engine_of(set(schedulers.values()), has_request=has_request)
-            return self._settled(ask, Rejected(ask.own_id, str(e)), engine)
+            engine = _engine_of(schedulers.values(), has_request=has_request)
+            outcome = Rejected(ask.own_id, str(e))
+            return [Heard(ask, outcome, engine), self._settled(ask, outcome)]
         until = now + limits.ACTION_S_MAX
         action = msgspec.structs.replace(ask.action, engine="")
         act_id = f"{self._hub_id}-{next(self._ids)}"
         act = Act(act_id, action, until, ask.sender, ask.number, ask.asked_by)
-        engines, boots = frozenset(schedulers.values()), tuple(schedulers)
+        engines, boots = dict(schedulers), tuple(schedulers)
         self._waiting[act.id] = _Waiting(ask, engines, has_request, boots, until, memory, act, every=every)
         self._keep(ask, act.id)
         return act
 
-    def refuse(self, ask: Ask, reason: str) -> Settled:
+    def refuse(self, ask: Ask, reason: str) -> list[Heard | Settled]:
         """Return the rejection of an action that no scheduler is asked to do; sent again, it is looked at again."""
         self.rejected += 1
-        return Settled(ask, Rejected(ask.own_id, reason))
+        outcome = Rejected(ask.own_id, reason)
+        return [Heard(ask, outcome), Settled(ask, outcome)]
 
     def again(self, scheduler: str, now: float) -> list[Act]:
         """Return the messages for a scheduler that is back: actions that have no answer of it and are not expired."""
         waits = (waiting for waiting in self._waiting.values() if scheduler in waiting.asked and now < waiting.until)
         return [waiting.act for waiting in waits]
 
-    def outcome(self, scheduler: str, outcome: Outcome) -> Settled | None:
-        """Take a scheduler's answer; return the outcome if this answer decides it."""
-        waiting = self._waiting.get(outcome.id)
+    def outcome(self, scheduler: str, outcome: Outcome) -> list[Heard | Settled]:
+        """Take a scheduler's answer; return what it decides: the outcome on its engine, and that of the action."""
+        hub_id = outcome.id
+        waiting = self._waiting.get(hub_id)
         if waiting is None or scheduler not in waiting.asked:
-            return None
+            return []
         waiting.asked = tuple(boot for boot in waiting.asked if boot != scheduler)
-        if isinstance(outcome, Rejected):
-            waiting.reason = outcome.reason
-        if waiting.asked and (waiting.every or not isinstance(outcome, ActionApplied)):
-            return None
-        if waiting.every and waiting.reason:
-            outcome = Rejected(outcome.id, waiting.reason)
-        return self._end(outcome.id, msgspec.structs.replace(outcome, id=waiting.ask.own_id))
+        answer = msgspec.structs.replace(outcome, id=waiting.ask.own_id)
+        waiting.answers[scheduler] = answer
+        engine = waiting.engines[scheduler]
+        if not waiting.every:
+            if waiting.asked and not isinstance(answer, ActionApplied):
+                return []
+            if isinstance(answer, ActionApplied):
+                return [Heard(waiting.ask, answer, engine), self._end(hub_id, answer)]
+            answers = [each for boot, each in waiting.answers.items() if boot not in waiting.left]
+            answer = answers[-1] if answers else answer
+            engine = _engine_of(waiting.engines.values(), has_request=waiting.has_request)
+            return [Heard(waiting.ask, answer, engine), self._end(hub_id, answer)]
+        heard = waiting.of(engine)
+        decided: list[Heard | Settled] = [] if heard is None else [Heard(waiting.ask, heard, engine)]
+        return decided if waiting.asked else [*decided, self._end(hub_id, waiting.of_all())]
 
-    def gone(self, scheduler: str) -> list[Settled]:
-        """Note that a scheduler left; return the outcomes that this decides."""
-        reason = "action: the engine left before it answered"
+    def gone(self, scheduler: str) -> list[Heard | Settled]:
+        """Note that a scheduler left; return what this decides. Nothing steers its requests any more."""
         asked = [hub_id for hub_id, waiting in self._waiting.items() if scheduler in waiting.asked]
-        settled = [
-            self.outcome(scheduler, Rejected(hub_id, self._waiting[hub_id].reason or reason)) for hub_id in asked
-        ]
-        return [each for each in settled if each is not None]
+        decided: list[Heard | Settled] = []
+        for hub_id in asked:
+            self._waiting[hub_id].left.add(scheduler)
+            decided += self.outcome(scheduler, Rejected(hub_id, "action: the engine left before it answered"))
+        return decided
 
-    def expire(self, now: float) -> list[Settled]:
-        """Return the outcomes of actions that expired a while ago without an answer."""
+    def expire(self, now: float) -> list[Heard | Settled]:
+        """Return what is decided about actions that expired a while ago without an answer."""
         due = now - limits.ACTION_ANSWER_S_MAX
         reason = explain(
             f"action: the engine did not answer in {limits.ACTION_S_MAX:g} s; whether it did it is not known",
             do="see `capflow status` for whether the engine runs",
         )
-        overdue = [(hub_id, waiting) for hub_id, waiting in self._waiting.items() if due >= waiting.until]
-        return [self._end(hub_id, Unknown(waiting.ask.own_id, reason)) for hub_id, waiting in overdue]
+        decided: list[Heard | Settled] = []
+        for hub_id, waiting in [(hub_id, each) for hub_id, each in self._waiting.items() if due >= each.until]:
+            if waiting.every:
+                for boot in waiting.asked:
+                    decided += self.outcome(boot, Unknown(hub_id, reason))
+                continue
+            unknown = Unknown(waiting.ask.own_id, reason)
+            engine = _engine_of(waiting.engines.values(), has_request=waiting.has_request)
+            decided += [Heard(waiting.ask, unknown, engine), self._end(hub_id, unknown)]
+        return decided
 
     def _end(self, hub_id: str, outcome: Outcome) -> Settled:
         waiting = self._waiting.pop(hub_id)
         self._count.give(waiting.ask.owner, 1)
         self._state.give(waiting.ask.owner, waiting.nbytes)
-        has_request = waiting.has_request or isinstance(outcome, ActionApplied)
-        self.repeats += (
-            Settled(ask, msgspec.structs.replace(outcome, id=ask.own_id), again=True) for ask in waiting.repeats
-        )
-        return self._settled(waiting.ask, outcome, _engine_of(waiting.engines, has_request=has_request))
+        self.repeats += (Settled(ask, msgspec.structs.replace(outcome, id=ask.own_id)) for ask in waiting.repeats)
+        return self._settled(waiting.ask, outcome)
 
     def _keep(self, ask: Ask, answer: str | Outcome) -> None:
         """Keep the answer to an action for the case that it is sent again."""
@@ -224,7 +284,7 @@ class Relay:
             if not isinstance(self._answers[oldest], str):
                 del self._answers[oldest]
 
-    def _settled(self, ask: Ask, outcome: Outcome, engine: str = "") -> Settled:
+    def _settled(self, ask: Ask, outcome: Outcome) -> Settled:
         self._keep(ask, outcome)
         match outcome:
             case ActionApplied():
@@ -233,7 +293,7 @@ class Relay:
                 self.rejected += 1
             case Unknown():
                 self.unknown += 1
-        return Settled(ask, outcome, engine)
+        return Settled(ask, outcome)
 
 
 def _engine_of(engines: Iterable[str], *, has_request: bool) -> str:

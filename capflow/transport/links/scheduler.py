@@ -20,7 +20,7 @@ from capflow.capture.frame import Frame
 from capflow.errors import explain
 from capflow.protocol.message import Act, ActionOutcome, Beat, Hello, Message, Welcome
 from capflow.protocol.session import Parts, State
-from capflow.steering.action import Freeze, Outcome, Rejected, Unfreeze
+from capflow.steering.action import ActionApplied, Freeze, Outcome, Rejected, Unfreeze
 from capflow.transport.links.link import Link
 from capflow.transport.sockets import Dealer
 
@@ -70,8 +70,8 @@ class SchedulerLink(Link):
         self._waiting: dict[_Key, Act] = {}
         # All actions that have not expired or whose answers are kept, by key, oldest first; guarded by `_lock`.
         self._pending: dict[_Key, _Pending] = {}
-        # The key of each action that the scheduler took and has not answered, by id; guarded by `_lock`.
-        self._taken: dict[str, _Key] = {}
+        # The action that the scheduler took and has not answered, by id; guarded by `_lock`.
+        self._taken: dict[str, Act] = {}
         # The hub of the last Welcome; guarded by `_lock`.
         self._hub = ""
         # Outcomes to be sent by the thread.
@@ -95,13 +95,15 @@ class SchedulerLink(Link):
             taken = {key: act for key, act in self._waiting.items() if now < self._pending[key].until and ready(act)}
             for key, act in taken.items():
                 del self._waiting[key]
-                self._taken[act.id] = key
+                self._taken[act.id] = act
         return list(taken.values())
 
     def outcome(self, outcome: Outcome) -> None:
-        """Answer an action; never waits."""
+        """Answer an action, with the incarnation of its request; never waits."""
         with self._lock:
-            self._answer(self._taken.pop(outcome.id, (outcome.id,)), outcome)
+            act = self._taken.pop(outcome.id, None)
+            key = (outcome.id,) if act is None else act.key
+            self._answer(key, outcome if act is None else _with_incarnation(outcome, act.action.incarnation))
         self._waker.wake()
 
     def report(self, troubles: Sequence[str]) -> None:
@@ -170,8 +172,11 @@ class SchedulerLink(Link):
                 reason = explain("actions of the engine", got=len(self._pending) + 1, expected="fewer; try again later")
             elif not now < until:
                 reason = _expired()
-            elif incarnation is None or act.action.incarnation not in ("", incarnation):
+            elif incarnation is None:
                 reason = _not_running(act)
+            elif act.action.incarnation not in ("", incarnation):
+                expected = f"{incarnation}, that of the request {act.action.request} that is running"
+                reason = explain("incarnation", got=act.action.incarnation, expected=expected)
             else:
                 self._pending[act.key] = _Pending(until, kept, [act.id], now)
                 self._waiting[act.key] = _of_incarnation(act, incarnation)
@@ -194,11 +199,11 @@ class SchedulerLink(Link):
     def _idle_outcome(self, act: Act, pending: _Pending, now: float) -> Outcome | None:
         """Return the answer to a waiting action that needs no step; None if there is none."""
         if not now < pending.until:
-            return Rejected(act.id, _expired())
+            return Rejected(act.id, _expired(), act.action.incarnation)
         if not act.action.request:
             return self._at_once(act) if now >= pending.arrived + limits.ACTION_IDLE_S else None
         if self._running(act.action.request) != act.action.incarnation:
-            return Rejected(act.id, _not_running(act))
+            return Rejected(act.id, _not_running(act), act.action.incarnation)
         return None
 
     def _forget(self, now: float, *, all_expired: bool = False) -> None:
@@ -221,6 +226,13 @@ def _of_incarnation(act: Act, incarnation: str) -> Act:
     if isinstance(act.action, Freeze | Unfreeze):
         return act
     return msgspec.structs.replace(act, action=msgspec.structs.replace(act.action, incarnation=incarnation))
+
+
+def _with_incarnation(outcome: Outcome, incarnation: str) -> Outcome:
+    """Return the outcome of an action on a request of this incarnation."""
+    if isinstance(outcome, ActionApplied | Rejected) and incarnation:
+        return msgspec.structs.replace(outcome, incarnation=incarnation)
+    return outcome
 
 
 def _expired() -> str:

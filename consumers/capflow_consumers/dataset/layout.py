@@ -106,6 +106,7 @@ class SteeringEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     """An event of the request's steering; the fields are those of `capflow.Answered`.
 
     sites: as `HOOK:LAYER`.
+    outcome: sidecars of earlier versions lack it; without a step it is `rejected`, which may have been `unknown`.
     """
 
     id: str
@@ -121,11 +122,17 @@ class SteeringEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: str = ""
     target: str = ""
     scale: float | None = None
+    outcome: str = ""
+
+    def __post_init__(self) -> None:
+        """Fill an outcome that is not stored."""
+        if not self.outcome:
+            msgspec.structs.force_setattr(self, "outcome", "rejected" if self.step is None else "applied")
 
     @classmethod
     def of(cls, answered: Answered) -> SteeringEvent:
         """Return an event as it is stored."""
-        names = ("step", "position", "score", "threshold", "label", "reason", "target", "scale")
+        names = ("step", "position", "score", "threshold", "label", "reason", "target", "scale", "outcome")
         about = {name: getattr(answered, name) for name in names}
         sites = [str(site) for site in answered.sites]
         return cls(answered.id, answered.kind, answered.asked_by, answered.time_ns, sites=sites, **about)

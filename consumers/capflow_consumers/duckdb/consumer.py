@@ -300,7 +300,7 @@ class DuckdbConsumer(Consumer):
             "kind": [answered.kind],
             "sites": pa.array([[str(site) for site in answered.sites]], pa.list_(pa.string())),
             "asked_by": [answered.asked_by],
-            "outcome": ["rejected" if answered.step is None else "applied"],
+            "outcome": [answered.outcome],
             "step": pa.array([answered.step], pa.int64()),
             "reason": pa.array([answered.reason or None], pa.string()),
             "position": pa.array([answered.position], pa.int64()),

@@ -140,7 +140,7 @@ def action_message(prefix: str, answered: Answered) -> Message:
     """Return the message of an answered action. Its subject is unique."""
     about = {name: getattr(answered, name) for name in ("id", "engine", "request", "kind", "asked_by", "time_ns")}
     about["sites"] = [str(site) for site in answered.sites]
-    about["outcome"] = "rejected" if answered.step is None else "applied"
+    about["outcome"] = answered.outcome
     about |= {"step": answered.step, "reason": answered.reason or None}
     about |= {name: getattr(answered, name) for name in ("position", "score", "threshold", "scale")}
     about |= {name: getattr(answered, name) or None for name in ("label", "incarnation", "target")}

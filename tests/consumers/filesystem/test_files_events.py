@@ -10,7 +10,8 @@ import pytest
 import capflow
 from capflow import limits
 from capflow.capture.frame import Finished
-from capflow.steering.action import Answered
+from capflow.steering.action import ActionApplied, Answered, Rejected, Steer, Unknown
+from capflow_consumers.dataset.layout import SteeringEvent
 from tests.kit.captured import run
 from tests.kit.frames import make_finished, make_frame
 from tests.kit.stored import SITES, done, opened
@@ -89,6 +90,24 @@ def test_a_data_set_that_is_replayed_says_it_again(tmp_path):
     first, second = (capflow.open(tmp_path / name)["r1"] for name in ("first", "second"))
     assert second.steered(SITES[0]).tolist() == first.steered(SITES[0]).tolist()
     assert [(e.kind, e.by, e.position, e.score) for e in second.events] == [("gate", "gate rude", 1, 1.5)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_data_set_tells_the_unknown_from_the_rejected(tmp_path, layout):
+    consumer = opened(tmp_path, SITES, layout=layout)
+    consumer.on_frame(make_frame([("r1", 4, 0, 6)], SITES, seq=1, steered={}))
+    for outcome in (ActionApplied("a", 7), Rejected("r", "no"), Unknown("u", "no answer")):
+        consumer.on_action(Answered.of(Steer("r1", ()), outcome, engine="engine-1", asked_by="client"))
+    consumer.on_request_done(ended())
+    consumer.close()
+    facts = [(event.outcome, event.step, event.reason) for event in capflow.open(tmp_path)["r1"].events]
+    assert facts == [("applied", 7, ""), ("rejected", None, "no"), ("unknown", None, "no answer")]
+
+
+def test_events_of_earlier_data_sets_have_an_outcome():
+    rejected = {"id": "e", "kind": "steer", "by": "client", "time_ns": 1, "reason": "no"}
+    assert msgspec.convert(rejected, SteeringEvent).outcome == "rejected"
+    assert msgspec.convert(rejected | {"step": 3}, SteeringEvent).outcome == "applied"
 
 
 def test_many_events_are_counted(tmp_path):

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from capflow.capture.frame import Frame, Rank
 from capflow.capture.site import Site
 from capflow.probes.kinds import load_probe
-from capflow.steering.action import Abort, ActionApplied, Answered, Rejected, Steer
+from capflow.steering.action import Abort, ActionApplied, Answered, Rejected, Steer, Unknown
 from capflow.steering.vector import SteeringVector
 from capflow.transport.client import Client
 from capflow_consumers.filesystem.consumer import FilesystemConfig
@@ -204,6 +204,15 @@ def test_what_came_of_an_action_is_sent_once_however_long_ago_it_was(server, str
     assert second.subject == f"{stream}.actions.-.gone.{abort.id}"
     body = json.loads(second.data)
     assert (body["outcome"], body["step"], body["reason"], body["sites"]) == ("rejected", None, "not running", [])
+
+
+@pytest.mark.parametrize(
+    ("outcome", "name"), [(Unknown("z", "no answer"), "unknown"), (Rejected("z", "no"), "rejected")]
+)
+def test_a_message_tells_the_unknown_from_the_rejected(outcome, name):
+    answered = Answered.of(Abort("r1"), outcome, engine="engine-1", asked_by="client")
+    body = json.loads(natsmessages.action_message("p", answered).body)
+    assert (body["outcome"], body["reason"]) == (name, outcome.reason)
 
 
 def test_a_hub_brings_engines_and_actions_to_the_stream(server, stream, address, tmp_path):
