@@ -21,7 +21,7 @@ def lines_of(text: str) -> dict[Key, int]:
     table: Key = ()
     counts: Counter[Key] = Counter()
     inside = False
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         quotes = len(_LONG_STRING.findall(line))
         if inside:
             inside = quotes % 2 == 0

@@ -7,9 +7,11 @@ and the sampling. A run that finds a cell with another digest refuses the direct
 from __future__ import annotations
 
 import hashlib
+import math
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -18,6 +20,26 @@ from capflow_models.experiment.schedule import CellKey
 from capflow_models.lines import LineFile
 
 CELLS = "cells.jsonl"
+
+ROWS = ".capflow-experiment-"
+"""How the names of directories for captured rows begin."""
+
+
+def remove_leftovers(out: Path) -> None:
+    """Remove the captured rows of runs that were killed. The caller holds the lock of the output."""
+    for rows in out.glob(f"{ROWS}*"):
+        shutil.rmtree(rows, ignore_errors=True)
+
+
+class OutputLines(LineFile):
+    """A file of a run's output. Raises UsageError if another run writes it."""
+
+    def __enter__(self) -> Self:
+        try:
+            return super().__enter__()
+        except UsageError as e:
+            do = "wait for it, or choose another directory with --out"
+            raise UsageError(explain(f"{self.path}: another run writes it", do=do)) from e
 
 
 class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,7 +100,7 @@ def digest_of(parts: Mapping[str, Any]) -> str:
 
 
 def read_cells(file: LineFile) -> list[Cell]:
-    """Return the cells of a file; a sharpness of inf is text there. Raises UsageError for a line that is no cell."""
+    """Return the cells of a file; NaN and infinities are text there. Raises UsageError for a line that is no cell."""
     cells = []
     for number, line in enumerate(file.lines(), 1):
         try:
@@ -90,14 +112,25 @@ def read_cells(file: LineFile) -> list[Cell]:
 
 
 def encoded(cells: Iterable[Cell]) -> list[bytes]:
-    """Return cells as lines. JSON has no infinity, so it is written as text."""
+    """Return cells as lines. JSON has no NaN and no infinity, so they are written as text."""
     lines = []
     for cell in cells:
         fields = msgspec.to_builtins(cell)
-        if cell.sharpness is not None:
-            fields["sharpness"] = str(cell.sharpness)
+        fields |= {name: _as_json(fields[name]) for name in _FLOATS}
         lines.append(msgspec.json.encode(fields))
     return lines
+
+
+_FLOATS = (
+    "threshold", "sharpness", "scale", "scores", "steered", "kl", "nll", "held_out", "ttft_ms", "tpot_ms",
+    "tokens_per_s",
+)  # fmt: skip
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_as_json(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def done_of(cells: Iterable[Cell], digests: Mapping[CellKey, str], where: Path) -> dict[CellKey, Cell]:

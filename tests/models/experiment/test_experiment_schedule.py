@@ -14,7 +14,7 @@ from capflow_models.experiment.arms import Setting
 from capflow_models.experiment.file import ArmOptions, GateOptions
 from capflow_models.experiment.gating import first_firing, steered_positions
 from capflow_models.experiment.prompts import LabelledPrompt, read_rows
-from capflow_models.experiment.records import Cell, done_of, encoded, read_cells
+from capflow_models.experiment.records import ROWS, Cell, OutputLines, done_of, encoded, read_cells, remove_leftovers
 from capflow_models.experiment.schedule import blocks, key_of
 from capflow_models.lines import LineFile
 
@@ -108,6 +108,29 @@ def test_rows_come_from_json_lines_csv_and_hugging_face_data_sets(tmp_path):
         list(read_rows(tmp_path / "bad.jsonl"))
 
 
+def test_files_of_excel_and_texts_with_any_line_separator_are_read(tmp_path):
+    texts = ["a\u2028b\x85c", "d\ne, f"]
+    rows = [{"prompt": text, "label": "target"} for text in texts]
+    (tmp_path / "a.jsonl").write_text("\ufeff" + "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    (tmp_path / "a.csv").write_text(f'\ufeffprompt,label\n{texts[0]},target\n"{texts[1]}",target\nlast,target\n')
+    assert [row for _, row in read_rows(tmp_path / "a.jsonl")] == rows
+    read = list(read_rows(tmp_path / "a.csv"))
+    assert [row["prompt"] for _, row in read] == [*texts, "last"]
+    assert [place.rpartition(" ")[2] for place, _ in read] == ["2", "3", "5"]
+    assert list(read[0][1]) == ["prompt", "label"]
+
+
+def test_a_row_of_csv_that_cannot_be_read_is_refused_with_its_line(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,label\nhello, you,target\n")
+    with pytest.raises(
+        UsageError, match=r"line 2: got 3 fields, expected at most 2; put a text with a comma in quotes"
+    ):
+        list(read_rows(tmp_path / "a.csv"))
+    (tmp_path / "a.csv").write_text(f"prompt,label\n{'a' * 200_000},target\n")
+    with pytest.raises(UsageError, match=r"line 2: got field larger than field limit"):
+        list(read_rows(tmp_path / "a.csv"))
+
+
 def make_cell(**fields):
     base = {
         "arm": "in_graph", "kind": "in_graph", "threshold": 0.5, "sharpness": float("inf"), "scale": 1.0, "layer": 2,
@@ -122,6 +145,31 @@ def test_cells_come_back_as_they_were_written_a_hard_sharpness_too(tmp_path):
     with LineFile(tmp_path / "cells.jsonl") as file:
         file.add(encoded(cells))
         assert read_cells(file) == cells
+
+
+def test_values_that_are_no_numbers_come_back(tmp_path):
+    cell = make_cell(kl=[float("nan"), float("inf"), 0.5], scores=[-float("inf")], held_out=float("nan"))
+    with LineFile(tmp_path / "cells.jsonl") as file:
+        file.add(encoded([cell]))
+        (read,) = read_cells(file)
+    assert np.array_equal(read.kl, cell.kl, equal_nan=True)
+    assert read.scores == cell.scores
+    assert np.isnan(read.held_out)
+
+
+def test_only_the_rows_of_killed_runs_are_removed_from_an_output(tmp_path):
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "thesis.txt").write_text("mine")
+    (tmp_path / f"{ROWS}x" / "rows").mkdir(parents=True)
+    remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["work"]
+    assert (tmp_path / "work" / "thesis.txt").read_text() == "mine"
+
+
+def test_an_output_that_another_run_writes_is_refused_with_what_to_do(tmp_path):
+    with OutputLines(tmp_path / "cells.jsonl"), pytest.raises(UsageError) as e, OutputLines(tmp_path / "cells.jsonl"):
+        pass
+    assert str(e.value).endswith("another run writes it; wait for it, or choose another directory with --out")
 
 
 def test_cells_with_other_settings_are_refused_and_those_of_other_arms_left_out(tmp_path):
