@@ -7,8 +7,9 @@ from logits as the model computes them, before any temperature. So both have the
 
 A request asks for it in `extra_args["capflow_forced"]`: `{"tokens": […], "request": name, "group": name, "reference":
 name}`. References of one group are kept until another group comes. Results are lines of JSON in the file that
-`CAPFLOW_FORCED_OUT` names: `request`, `position` in the answer, `kl`, and `logprob` of the forced token. A position
-that is computed again has another line; the last one counts. The processor does nothing without the variable.
+`CAPFLOW_FORCED_OUT` names: `request`, `position` in the answer, `kl`, and `logprob` of the forced token. NaN and
+infinities are written as Python's `json` reads them. A position that is computed again has another line; the last one
+counts. The processor does nothing without the variable.
 """
 
 from __future__ import annotations
@@ -92,5 +93,14 @@ class ForcedTokens(LogitsProcessor):  # type: ignore[misc]
             self._references[forced.reference, position] = logprobs
         else:
             reference = self._references[forced.reference, position]
-            kl = float((reference.exp() * (reference - logprobs)).nansum())
+            kl = divergence(reference, logprobs)
         return {"request": forced.request, "position": position, "kl": kl, "logprob": float(logprobs[token])}
+
+
+def divergence(reference: torch.Tensor, logprobs: torch.Tensor) -> float:
+    """Return KL(reference || other) of two rows of log probabilities `[vocabulary]`.
+
+    A token that the reference excludes (-inf) adds nothing. NaN in either row gives NaN: a broken model is not near.
+    """
+    terms = reference.exp() * (reference - logprobs)
+    return float(terms.masked_fill(reference == -torch.inf, 0.0).sum())

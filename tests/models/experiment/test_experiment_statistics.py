@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from scipy.stats import bootstrap
+from scipy.stats import binomtest, bootstrap, norm
 from sklearn.metrics import roc_auc_score
 
 from capflow_models.experiment.results import statistics
@@ -43,6 +43,15 @@ def test_intervals_cover_the_mean_about_as_often_as_they_say():
         low, high = statistics.interval(statistics.means(values, statistics.draw(["target"] * 40, 400)), 0.9)
         hits += low <= 2.0 <= high
     assert 0.82 < hits / 300 < 0.95
+
+
+def test_a_rate_has_the_interval_of_scipy_also_if_all_values_are_alike():
+    """24 of 24: the score test rejects rates below 24 / (24 + z²)."""
+    z = norm.ppf(0.975)
+    assert statistics.wilson(1.0, 24, 0.95) == pytest.approx((24 / (24 + z * z), 1.0))
+    assert statistics.wilson(0.0, 24, 0.95) == pytest.approx((0.0, z * z / (24 + z * z)))
+    theirs = binomtest(7, 20).proportion_ci(method="wilson")
+    assert statistics.wilson(7 / 20, 20, 0.95) == pytest.approx((theirs.low, theirs.high))
 
 
 def test_prompts_without_a_value_are_left_out():

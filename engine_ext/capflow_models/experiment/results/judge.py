@@ -1,4 +1,4 @@
-"""The judge: a program that scores answers. Its scores are kept, so that an answer is judged once."""
+"""The judge: a program that scores answers. Its scores are kept, so that an answer is judged once by each judge."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import msgspec
 from capflow.errors import CapflowError, explain
 from capflow_models.experiment.file import Experiment
 from capflow_models.experiment.prompts import LabelledPrompt
-from capflow_models.experiment.records import Cell
+from capflow_models.experiment.records import Cell, OutputLines, digest_of
+from capflow_models.experiment.results.manifest import hash_of
 from capflow_models.experiment.results.metrics import judge_id
-from capflow_models.lines import LineFile
 
 JUDGED = "judged.jsonl"
 
@@ -26,32 +26,48 @@ class JudgedLine(msgspec.Struct, frozen=True):
 
 
 class Judged(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A kept score, with the text that it is of."""
+    """A kept score, with the text that it is of.
+
+    judge: the digest of the judge that gave it.
+    """
 
     id: str
     text: str
     score: float
+    judge: str = ""
 
 
 def judged_scores(
     experiment: Experiment, cells: Sequence[Cell], prompts: Sequence[LabelledPrompt], out: Path
 ) -> dict[str, float]:
-    """Return the score of each cell, by `judge_id`; run the judge on the cells that have none.
+    """Return the score of each cell, by `judge_id`; run the judge on the cells that have none of this judge.
 
     Raises CapflowError if the judge fails, takes too long, or leaves an answer out.
     """
     if experiment.judge is None or "judge" not in experiment.metrics:
         return {}
     texts = {prompt.id: prompt.prompt for prompt in prompts}
-    with LineFile(out / JUDGED) as file:
+    judge = judge_digest(experiment)
+    with OutputLines(out / JUDGED) as file:
         kept = [msgspec.json.decode(line, type=Judged) for line in file.lines()]
-        scores = {(line.id, line.text): line.score for line in kept}
+        scores = {(line.id, line.text): line.score for line in kept if line.judge == judge}
         todo = [cell for cell in cells if (judge_id(cell), cell.text) not in scores]
         if todo:
             made = _run(experiment, todo, texts)
-            file.add([msgspec.json.encode(Judged(judge_id(c), c.text, made[judge_id(c)])) for c in todo])
+            file.add([msgspec.json.encode(Judged(judge_id(c), c.text, made[judge_id(c)], judge)) for c in todo])
             scores |= {(judge_id(cell), cell.text): made[judge_id(cell)] for cell in todo}
     return {judge_id(cell): scores[judge_id(cell), cell.text] for cell in cells}
+
+
+def judge_digest(experiment: Experiment) -> str:
+    """Return a digest of the judge's command and of the files that it names."""
+    assert experiment.judge is not None
+    files = {}
+    for part in experiment.judge.command:
+        path = experiment.relative(part)
+        if path.is_file():
+            files[part] = hash_of(path)
+    return digest_of({"command": experiment.judge.command, "files": files})
 
 
 def _run(experiment: Experiment, cells: Sequence[Cell], texts: dict[str, str]) -> dict[str, float]:

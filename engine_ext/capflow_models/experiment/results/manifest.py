@@ -48,9 +48,9 @@ def manifest_of(experiment: Experiment, out: Path, directions: Sequence[Path], s
     named = [source.path for source in experiment.prompts]
     parts = (experiment.probe, experiment.held_out, experiment.vector)
     named += [part.file or part.fit or "" for part in parts if part is not None]
-    files = {experiment.path.name: _hash(experiment.path)}
-    files |= {name: _hash(experiment.relative(name)) for name in named}
-    files |= {f"directions/{path.name}": _hash(path) for path in directions}
+    files = {experiment.path.name: hash_of(experiment.path)}
+    files |= {name: hash_of(experiment.relative(name)) for name in named}
+    files |= {f"directions/{path.name}": hash_of(path) for path in directions}
     command = ["capflow", "experiment", "run", str(experiment.path), "--out", str(out)]
     machine = f"{platform.machine()}, {os.cpu_count()} CPUs"
     ended = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -62,7 +62,7 @@ def write_manifest(manifest: Manifest, out: Path) -> None:
     write_whole(out / RUN, msgspec.json.format(msgspec.json.encode(manifest)))
 
 
-def _hash(path: Path) -> str:
+def hash_of(path: Path) -> str:
     """Return the SHA-256 of a file, or of a directory's files in the order of their names."""
     digest = hashlib.sha256()
     for each in sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]:

@@ -49,7 +49,7 @@ class MetricRow(msgspec.Struct, frozen=True):
     """One metric of one setting for one label.
 
     prompts: how many have a value.
-    low, high: the interval of the mean; NaN for `SPEEDS`.
+    low, high: the interval of the mean; NaN for `SPEEDS` and for fewer than `statistics.PROMPTS_MIN` prompts.
     difference, difference_low, difference_high: of the setting minus the baseline, paired by prompt.
     """
 
@@ -72,7 +72,7 @@ class MetricRow(msgspec.Struct, frozen=True):
 
 
 class Separation(msgspec.Struct, frozen=True):
-    """How well the gate's score separates the labels, by the highest score of each request.
+    """How well the gate's score separates the labels, by the highest score of each request, prompt and seed.
 
     thresholds, false, true: the ROC curve.
     """
@@ -88,6 +88,8 @@ class Separation(msgspec.Struct, frozen=True):
 
 class Match(msgspec.Struct, frozen=True):
     """The harm of a setting on benign prompts, beside that of another arm at the same effect on target prompts.
+
+    All intervals are NaN with fewer than `statistics.PROMPTS_MIN` prompts of a label.
 
     effect: of the setting, the difference to the baseline, with its interval.
     harm: of the setting; of the other arm at this effect; and the difference, each with its interval.
@@ -112,7 +114,7 @@ class ResultTables(msgspec.Struct, frozen=True):
 
 
 def value_of(cell: Cell, metric: str, judged: Mapping[str, float]) -> float:
-    """Return a metric of one cell; NaN if it has none.
+    """Return a metric of one cell; NaN if it has none, or if one of its values is no number.
 
     judged: the judge's scores, by `judge_id`.
     """
@@ -125,13 +127,13 @@ def value_of(cell: Cell, metric: str, judged: Mapping[str, float]) -> float:
     if metric == "duty":
         return _mean(cell.steered)
     if metric == "score_max":
-        return max(cell.scores, default=math.nan)
+        return math.nan if not np.isfinite(cell.scores).all() else max(cell.scores, default=math.nan)
     if metric == "judge":
         return judged.get(judge_id(cell), math.nan)
     if metric == "kl":
         return _mean(cell.kl)
     if metric == "perplexity":
-        return math.exp(min(_mean(cell.nll), 700.0)) if cell.nll else math.nan
+        return math.exp(min(_mean(cell.nll), 700.0))
     if metric in ("distinct_1", "distinct_2"):
         return distinct(cell.tokens, int(metric[-1]))
     if metric == "length":
@@ -148,7 +150,7 @@ def distinct(tokens: Sequence[int], n: int) -> float:
 
 def judge_id(cell: Cell) -> str:
     """Return the name of a cell for the judge."""
-    axes = [f"{value:g}" for value in (cell.threshold, cell.sharpness, cell.scale, cell.layer) if value is not None]
+    axes = [repr(value) for value in (cell.threshold, cell.sharpness, cell.scale, cell.layer) if value is not None]
     return "/".join([cell.arm, *axes, cell.prompt_id, str(cell.seed)])
 
 
@@ -174,8 +176,8 @@ def tables_of(
                 if np.isfinite(mine).any():
                     theirs = np.where(mask, values[baseline, metric], np.nan)
                     rows.append(_row(setting, label, metric, mine, mine - theirs, drawn, general.confidence))
-    return ResultTables(rows, _separations(experiment, settings, labels, values, drawn),
-                  _matches(experiment, settings, baseline, masks, values, drawn))  # fmt: skip
+    separations = _separations(experiment, settings, prompts, cells, drawn)
+    return ResultTables(rows, separations, _matches(experiment, settings, baseline, masks, values, drawn))
 
 
 def by_prompt(
@@ -186,12 +188,12 @@ def by_prompt(
     judged: Mapping[str, float],
 ) -> dict[tuple[str, str], Floats]:
     """Return the values `[prompts]` by setting and metric, each the mean over the seeds; NaN for none."""
-    names = {_point(setting): setting.name for setting in settings}
+    names = {point_of(setting): setting.name for setting in settings}
     places = {prompt.id: place for place, prompt in enumerate(prompts)}
-    metrics = {*experiment.metrics, *(["score_max"] if experiment.probe is not None else [])}
+    metrics = experiment.metrics
     taken: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     for cell in cells:
-        name = names.get(_point(cell))
+        name = names.get(point_of(cell))
         if name is not None and cell.prompt_id in places:
             for metric in metrics:
                 taken[name, metric, places[cell.prompt_id]].append(value_of(cell, metric, judged))
@@ -201,7 +203,8 @@ def by_prompt(
     return values
 
 
-def _point(one: Setting | Cell) -> tuple[object, ...]:
+def point_of(one: Setting | Cell) -> tuple[object, ...]:
+    """Return what a setting and its cells have in common."""
     return one.arm, one.threshold, one.sharpness, one.scale, one.layer
 
 
@@ -209,15 +212,18 @@ def _row(
     setting: Setting, label: str, metric: str, mine: Floats, difference: Floats, drawn: Drawn, confidence: float
 ) -> MetricRow:
     resamples = None if metric in SPEEDS else drawn
+    count = int(np.isfinite(mine).sum())
+    own = _estimate(mine, resamples, confidence)
+    if metric == "gate_rate" and own[0] in (0.0, 1.0):
+        own = own[0], *statistics.wilson(own[0], count, confidence)
     return MetricRow(
         setting.name, setting.arm, setting.kind, setting.threshold, setting.sharpness, setting.scale, setting.layer,
-        label, metric, int(np.isfinite(mine).sum()), *_estimate(mine, resamples, confidence),
-        *_estimate(difference, resamples, confidence),
+        label, metric, count, *own, *_estimate(difference, resamples, confidence),
     )  # fmt: skip
 
 
 def _estimate(values: Floats, drawn: Drawn | None, confidence: float) -> tuple[float, float, float]:
-    if drawn is None:
+    if drawn is None or np.isfinite(values).sum() < statistics.PROMPTS_MIN:
         return statistics.mean(values), math.nan, math.nan
     resampled = statistics.means(values, drawn)
     return statistics.mean(values), *statistics.interval(resampled, confidence)
@@ -226,24 +232,32 @@ def _estimate(values: Floats, drawn: Drawn | None, confidence: float) -> tuple[f
 def _separations(
     experiment: Experiment,
     settings: Sequence[Setting],
-    labels: Sequence[str],
-    values: Mapping[tuple[str, str], Floats],
+    prompts: Sequence[LabelledPrompt],
+    cells: Sequence[Cell],
     drawn: Drawn,
 ) -> list[Separation]:
-    """Return the ROC of the first shadow arm, or of the baseline: nothing steers there."""
+    """Return the ROC of the first shadow arm, or of the baseline: nothing steers there.
+
+    Each seed of a prompt counts, as its gate fires by itself. Resamples are of prompts, with all their seeds.
+    """
     if experiment.probe is None:
         return []
     chosen = min(settings, key=lambda s: {"shadow": 0, "baseline": 1}.get(s.kind, 2))
-    scores = values[chosen.name, "score_max"]
-    positive = np.array([label == "target" for label in labels])
+    places = {prompt.id: place for place, prompt in enumerate(prompts)}
+    columns = {seed: column for column, seed in enumerate(experiment.general.seeds)}
+    scores = np.full((len(prompts), len(columns)), np.nan)
+    for cell in cells:
+        if point_of(cell) == point_of(chosen) and cell.prompt_id in places and cell.seed in columns:
+            scores[places[cell.prompt_id], columns[cell.seed]] = value_of(cell, "score_max", {})
+    positive = np.repeat(np.array([[prompt.label == "target"] for prompt in prompts]), len(columns), axis=1)
     present = np.isfinite(scores)
     if not present[positive].any() or not present[~positive].any():
         return []
     thresholds, false, true = statistics.roc(scores[present], positive[present])
-    resampled = np.array([
-        statistics.auc(scores[places], positive[places]) for row in drawn for places in [row[present[row]]]
-    ])  # fmt: skip
-    low, high = statistics.interval(resampled, experiment.general.confidence)
+    low, high = math.nan, math.nan
+    if min(present[:, 0][positive[:, 0]].sum(), present[:, 0][~positive[:, 0]].sum()) >= statistics.PROMPTS_MIN:
+        resampled = np.array([statistics.auc(scores[row][present[row]], positive[row][present[row]]) for row in drawn])
+        low, high = statistics.interval(resampled, experiment.general.confidence)
     area = statistics.auc(scores[present], positive[present])
     return [Separation(chosen.name, area, low, high, thresholds.tolist(), false.tolist(), true.tolist())]
 
@@ -256,7 +270,11 @@ def _matches(
     values: Mapping[tuple[str, str], Floats],
     drawn: Drawn,
 ) -> list[Match]:
-    """Compare each gated setting with the always-on settings of its layer, in the order of their scales."""
+    """Compare each gated setting with the always-on settings of its layer, in the order of their scales.
+
+    Only scales of the setting's sign are on a curve. An arm that acts at other positions is another curve: the arm
+    with the setting's own positions is taken, or else each.
+    """
     effect, harm = experiment.effect, experiment.harm
     if effect is None or harm is None:
         return []
@@ -266,32 +284,55 @@ def _matches(
         mine = np.where(masks[label], change, np.nan)
         return np.concatenate([[statistics.mean(mine)], statistics.means(mine, drawn)])
 
+    def is_enough(name: str, metric: str, label: str) -> bool:
+        change = (values[name, metric] - values[baseline, metric])[masks[label]]
+        return bool(np.isfinite(change).sum() >= statistics.PROMPTS_MIN)
+
     matches = []
     for setting in settings:
         if setting.kind not in ("gated_sync", "gated_async", "in_graph"):
             continue
-        curve = sorted(
-            (s for s in settings if s.kind == "always_on" and s.layer == setting.layer), key=lambda s: s.scale or 0.0
-        )
-        if not curve:
-            continue
         own_effect, own_harm = resampled(setting.name, effect, "target"), resampled(setting.name, harm, "benign")
         nothing = np.zeros_like(own_effect)
-        effects = np.array([nothing, *(resampled(s.name, effect, "target") for s in curve)])
-        harms = np.array([nothing, *(resampled(s.name, harm, "benign") for s in curve)])
-        theirs = np.array([
-            statistics.at_effect(effects[:, n], harms[:, n], own_effect[n]) for n in range(len(own_effect))
-        ])  # fmt: skip
-        confidence = experiment.general.confidence
-        estimates = [
-            (float(each[0]), *statistics.interval(each[1:], confidence))
-            for each in (own_effect, own_harm, theirs, own_harm - theirs)
-        ]
-        reached = float(np.isfinite(theirs[1:]).mean())
-        own, mine, other, difference = estimates
-        matches.append(Match(setting.name, curve[0].arm, own, mine, other, difference, reached))
+        enough = is_enough(setting.name, effect, "target") and is_enough(setting.name, harm, "benign")
+        for arm, curve in _curves(experiment, settings, setting).items():
+            effects = np.array([nothing, *(resampled(s.name, effect, "target") for s in curve)])
+            harms = np.array([nothing, *(resampled(s.name, harm, "benign") for s in curve)])
+            theirs = np.array([
+                statistics.at_effect(effects[:, n], harms[:, n], own_effect[n]) for n in range(len(own_effect))
+            ])  # fmt: skip
+            confidence = experiment.general.confidence
+            own, mine, other, difference = (
+                (float(each[0]), *(statistics.interval(each[1:], confidence) if enough else (math.nan, math.nan)))
+                for each in (own_effect, own_harm, theirs, own_harm - theirs)
+            )
+            reached = float(np.isfinite(theirs[1:]).mean())
+            matches.append(Match(setting.name, arm, own, mine, other, difference, reached))
     return matches
 
 
+def _curves(experiment: Experiment, settings: Sequence[Setting], setting: Setting) -> dict[str, list[Setting]]:
+    """Return the settings of each always-on arm that a gated setting is compared with, by arm."""
+    curves: dict[str, list[Setting]] = defaultdict(list)
+    for other in settings:
+        same_sign = (other.scale or 0.0) * (setting.scale or 0.0) > 0
+        if other.kind == "always_on" and other.layer == setting.layer and same_sign:
+            curves[other.arm].append(other)
+    at = experiment.arms[setting.arm].at
+    alike = {arm: curve for arm, curve in curves.items() if experiment.arms[arm].at == at}
+    return {arm: sorted(curve, key=lambda s: abs(s.scale or 0.0)) for arm, curve in (alike or curves).items()}
+
+
+def broken(cells: Sequence[Cell]) -> dict[tuple[object, ...], int]:
+    """Return how many answers of a setting have a NaN or infinite value, by `point_of`; none for settings without."""
+    counts: dict[tuple[object, ...], int] = defaultdict(int)
+    for cell in cells:
+        held = [] if cell.held_out is None else [cell.held_out]
+        if not np.isfinite([*cell.scores, *cell.kl, *cell.nll, *held]).all():
+            counts[point_of(cell)] += 1
+    return counts
+
+
 def _mean(values: Sequence[float]) -> float:
-    return statistics.mean(np.array(values, np.float64)) if values else math.nan
+    """Return the mean of all values; NaN for none, and if one is no number."""
+    return float(np.mean(values)) if values and np.isfinite(values).all() else math.nan

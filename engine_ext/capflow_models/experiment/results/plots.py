@@ -28,6 +28,10 @@ TRAJECTORIES_MAX = 24
 """Requests of each label whose scores are drawn."""
 
 
+PICTURES = ("effect", "gate", "scores", "kl", "costs")
+"""The names of all pictures."""
+
+
 def pictures(
     experiment: Experiment, settings: Sequence[Setting], cells: Sequence[Cell], tables: ResultTables
 ) -> dict[str, tuple[str, bytes]]:
@@ -43,8 +47,8 @@ def pictures(
         "costs": lambda: _costs(settings, tables),
     }
     drawn = {}
-    for name, draw in draws.items():
-        picture = draw()
+    for name in PICTURES:
+        picture = draws[name]()
         if picture is not None:
             stream = io.BytesIO()
             picture[1].savefig(stream, format="png", dpi=110, metadata={"Software": None})
@@ -219,6 +223,8 @@ def _kl(settings: Sequence[Setting], cells: Sequence[Cell]) -> tuple[str, Any] |
             setting.arm not in largest or _scale(setting) > _scale(largest[setting.arm])
         ):
             largest[setting.arm] = setting
+    if not largest:
+        return None
     figure, panels = _figure(10.5, 4.0, 2)
     for axes, label in zip(panels, ("target", "benign"), strict=True):
         for setting in largest.values():

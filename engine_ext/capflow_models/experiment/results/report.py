@@ -14,12 +14,16 @@ from capflow_models.experiment.file import Experiment
 from capflow_models.experiment.fits import DirectionFit
 from capflow_models.experiment.prompts import LabelledPrompt
 from capflow_models.experiment.records import Cell
+from capflow_models.experiment.results import statistics
 from capflow_models.experiment.results.manifest import Manifest
-from capflow_models.experiment.results.metrics import MEANINGS, Match, ResultTables
-from capflow_models.experiment.results.plots import pictures
+from capflow_models.experiment.results.metrics import MEANINGS, SPEEDS, Match, ResultTables, broken, point_of
+from capflow_models.experiment.results.plots import PICTURES, pictures
 
 ANSWERS_SHOWN = 3
 """Prompts of each label whose answers are shown."""
+
+REACHED_MIN = 0.5
+"""The share of resamples in which the other arm must reach an effect, as intervals need it."""
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -44,12 +48,15 @@ def write_report(
     """Write `report.html` and `plots/*.png`."""
     drawn = pictures(experiment, settings, cells, tables)
     make_directory(out / "plots")
+    for name in PICTURES:
+        (out / "plots" / f"{name}.png").unlink(missing_ok=True)
     for name, (_, picture) in drawn.items():
         write_whole(out / "plots" / f"{name}.png", picture)
     name = experiment.path.stem
     body = [
         f"<h1>{_text(name)}</h1>",
         f"<p>{_text(_summary(experiment, settings, prompts, cells))}</p>",
+        *(f"<p><b>{_text(line)}</b></p>" for line in broken_lines(settings, cells)),
         *_matches(experiment, settings, tables),
         *(_figure(name, drawn[name]) for name in drawn),
         "<h2>By arm</h2>",
@@ -82,8 +89,19 @@ def _summary(
         f"{len(cells)} answers of {general.model}: {len(settings)} settings of {len(experiment.arms)} arms on {target} "
         f"target and {len(prompts) - target} benign prompts, seeds {', '.join(map(str, general.seeds))}. Intervals are "
         f"{general.confidence:.0%} bootstrap intervals over prompts ({general.resamples} resamples, the same ones for "
-        "every arm)."
+        f"every arm); a mean of fewer than {statistics.PROMPTS_MIN} prompts has none."
     )
+
+
+def broken_lines(settings: Sequence[Setting], cells: Sequence[Cell]) -> list[str]:
+    """Return a line for each setting with answers that have a NaN or infinite value."""
+    counts = broken(cells)
+    total = len(cells) // max(1, len(settings))
+    return [
+        f"{setting.title}: {count} of {total} answers have NaN or infinite values, which are in no mean"
+        for setting in settings
+        if (count := counts.get(point_of(setting)))
+    ]
 
 
 def _matches(experiment: Experiment, settings: Sequence[Setting], tables: ResultTables) -> Iterable[str]:
@@ -95,23 +113,29 @@ def _matches(experiment: Experiment, settings: Sequence[Setting], tables: Result
     yield (
         f"<p>Effect is the change of {_text(effect)} on target prompts against the baseline; harm is the change of "
         f"{_text(harm)} on benign ones. The other arm's harm is read off its line through its scales at the same "
-        "effect, in every resample.</p>"
+        "effect, in every resample. It has none where its line does not reach the effect: those resamples are left "
+        "out, and reached is the share of the others.</p>"
     )
-    columns = ["setting", "effect", "harm", "harm of", "at this effect", "difference", "verdict"]
+    columns = ["setting", "effect", "harm", "harm of", "at this effect", "difference", "reached", "verdict"]
     yield _table(columns, [
         [_text(titles[m.setting]), _number(*m.effect), _number(*m.harm), _text(m.other), _number(*m.other_harm),
-         _number(*m.difference), _text(verdict(m))]
+         _number(*m.difference), f"<b>{m.reached:.0%}</b>", _text(verdict(m))]
         for m in tables.matches
     ])  # fmt: skip
 
 
 def verdict(match: Match) -> str:
-    """Return what the interval of the difference of harms says."""
-    if math.isnan(match.difference[1]):
+    """Return what the difference of harms says: nothing if the other arm reaches the effect by chance only."""
+    point, low, high = match.difference
+    if math.isnan(point):
         return f"{match.other} does not reach the effect"
-    if match.difference[2] < 0:
+    if match.reached < REACHED_MIN:
+        return f"{match.other} reaches the effect in {match.reached:.0%} of the resamples only"
+    if math.isnan(low):
+        return "too few prompts"
+    if high < 0:
         return "less harm"
-    return "more harm" if match.difference[1] > 0 else "no difference shown"
+    return "more harm" if low > 0 else "no difference shown"
 
 
 def _figure(name: str, picture: tuple[str, bytes]) -> str:
@@ -132,8 +156,26 @@ def _metrics(experiment: Experiment, settings: Sequence[Setting], tables: Result
             row = rows.get((setting.name, metric))
             line.append("" if row is None else _number(row.mean, row.low, row.high))
         lines.append(line)
-    titles = [f'<span title="{_text(MEANINGS[m][1])}">{_text(MEANINGS[m][0])}</span>' for m in experiment.metrics]
-    return f"<h3>{label} prompts</h3>" + _table(["setting", *titles], lines)
+    differences = [m for m in experiment.metrics if m not in SPEEDS]
+    changes = [
+        [_text(setting.title)]
+        + [
+            "" if (row := rows.get((setting.name, metric))) is None
+            else _number(row.difference, row.difference_low, row.difference_high)
+            for metric in differences
+        ]
+        for setting in settings if setting.kind != "baseline"
+    ]  # fmt: skip
+    return (
+        f"<h3>{label} prompts</h3>"
+        + _table(["setting", *map(_title, experiment.metrics)], lines)
+        + "<p>Difference to the baseline, paired by prompt:</p>"
+        + _table(["setting", *map(_title, differences)], changes)
+    )
+
+
+def _title(metric: str) -> str:
+    return f'<span title="{_text(MEANINGS[metric][1])}">{_text(MEANINGS[metric][0])}</span>'
 
 
 def _answers(settings: Sequence[Setting], prompts: Sequence[LabelledPrompt], cells: Sequence[Cell]) -> Iterable[str]:
@@ -143,17 +185,11 @@ def _answers(settings: Sequence[Setting], prompts: Sequence[LabelledPrompt], cel
             yield f"<h3>{label}: {_text(prompt.prompt)}</h3>"
             lines = []
             for setting in settings:
-                cell = next((c for c in cells if c.prompt_id == prompt.id and _same(c, setting)), None)
+                cell = next((c for c in cells if c.prompt_id == prompt.id and point_of(c) == point_of(setting)), None)
                 if cell is not None:
                     fired = "" if cell.first_firing is None else f"fired at {cell.first_firing:+d}"
                     lines.append([_text(setting.title), _text(cell.text), fired])
             yield _table(["setting", "answer", "gate"], lines)
-
-
-def _same(cell: Cell, setting: Setting) -> bool:
-    return (cell.arm, cell.threshold, cell.sharpness, cell.scale, cell.layer) == (
-        setting.arm, setting.threshold, setting.sharpness, setting.scale, setting.layer
-    )  # fmt: skip
 
 
 def _fits(fits: Sequence[DirectionFit]) -> str:

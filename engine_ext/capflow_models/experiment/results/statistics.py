@@ -8,6 +8,8 @@ anew for each statistic, so it is not used.
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,6 +17,9 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Drawn = npt.NDArray[np.int64]
+
+PROMPTS_MIN = 2
+"""With fewer prompts, a mean has no interval: all resamples are alike."""
 
 
 def draw(labels: Sequence[str], count: int, seed: int = 0) -> Drawn:
@@ -36,6 +41,17 @@ def interval(values: Floats, confidence: float) -> tuple[float, float]:
     tail = (1 - confidence) / 2
     low, high = np.quantile(usable, (tail, 1 - tail))
     return float(low), float(high)
+
+
+def wilson(rate: float, count: int, confidence: float) -> tuple[float, float]:
+    """Return Wilson's interval of a rate. Unlike a bootstrap, it has a width if all values are alike.
+
+    Wilson 1927, Journal of the American Statistical Association 22.
+    """
+    z = statistics.NormalDist().inv_cdf((1 + confidence) / 2)
+    middle = (rate + z * z / (2 * count)) / (1 + z * z / count)
+    half = z * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count)) / (1 + z * z / count)
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def means(values: Floats, drawn: Drawn) -> Floats:
