@@ -101,7 +101,7 @@ def test_an_action_that_names_another_incarnation_is_rejected_by_that_field(addr
     assert link.actions() == []
 
 
-@pytest.mark.parametrize("kind", [lambda id: ActionApplied(id, 3), lambda id: Rejected(id, "no")])
+@pytest.mark.parametrize("kind", [lambda act_id: ActionApplied(act_id, 3), lambda act_id: Rejected(act_id, "no")])
 def test_an_outcome_names_the_incarnation_of_its_request(address, link, kind):
     with asking(address, Steer("r1", ())) as outcomes:
         came(link)

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from capflow.capture.frame import Acted, ActedOn
+from capflow.capture.frame import Acted, ActedOn, Frame
 from capflow.capture.site import Site
 from capflow.steering.action import Abort, ActionApplied, Answered, Gain, Rejected, SetGate, Steer, Unknown, Unsteer
 from capflow.steering.vector import SteeringVector
@@ -133,6 +133,34 @@ def test_actions_are_in_the_store_when_they_are_told_and_once(tmp_path):
     again.close()
     assert query(tmp_path, "SELECT count(*), count(DISTINCT id) FROM actions") == [(4, 4)]
     assert query(tmp_path, "SELECT count(*) FROM actions JOIN requests USING (capture)") == [(3,)]
+
+
+def of_incarnation(incarnation, kind="steer"):
+    """Return the event of a client's action that named no incarnation, as a hub gives it."""
+    action = {"steer": STEER, "unsteer": Unsteer("r1")}[kind]
+    outcome = ActionApplied(kind, 7, 44, incarnation)
+    return Answered.of(action, outcome, engine="engine-1", asked_by="client")
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_events_before_the_rows_are_of_the_capture_of_their_own_request(tmp_path, killed):
+    probe_file(tmp_path, "p")
+    consumer = opened(tmp_path, "p")
+    consumer.on_action(of_incarnation("first"))  # of a request that nobody captures
+    consumer.on_action(of_incarnation("second", "unsteer"))
+    if killed:
+        consumer.close()
+        consumer = opened(tmp_path, "p")
+    rows = make_frame(sites=SITES)
+    part = msgspec.structs.replace(rows.header.requests[0], incarnation="second")
+    header = msgspec.structs.replace(rows.header, requests=(part,))
+    consumer.on_frame(Frame.seal(header, rows.payload))
+    consumer.on_action(of_incarnation("third"))  # the next one of the id
+    finished = msgspec.structs.replace(make_finished(), incarnation="second")
+    assert consumer.on_request_done(msgspec.structs.replace(done(rows=12), finished=(finished,))).status == "ok"
+    consumer.close()
+    stored = query(tmp_path, "SELECT incarnation, kind, capture FROM actions ORDER BY incarnation")
+    assert stored == [("first", "steer", None), ("second", "unsteer", 1), ("third", "steer", None)]
 
 
 def test_the_store_tells_the_unknown_from_the_rejected(tmp_path):

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 import msgspec
 
 from capflow import limits
+from capflow.buffers.newest import keep_newest
 from capflow.buffers.policy import WhenFull
 from capflow.capture.frame import Block, Frame, FrameHeader
 from capflow.capture.model import ModelInfo
@@ -55,6 +56,8 @@ logger = logging.getLogger("capflow.consumer")
 
 # Vectors that wait in memory; more are written at once.
 _VECTOR_BYTES_MAX = 64 * limits.MIB
+# Requests whose events may wait for a capture.
+_EARLY_MAX = 4096
 
 
 class DuckdbConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,6 +106,8 @@ class DuckdbConsumer(Consumer):
         self._requests: dict[tuple[str, str], ScoredRequest] = {}
         # Captures that the file already had when it was opened, by engine and request, until their request continues.
         self._stored: dict[str, dict[str, list[Stored]]] = {}
+        # Requests with events that came before their first row, by engine, id and incarnation; the newest.
+        self._early: dict[tuple[str, str, str], None] = {}
         self._captures = 0
         # Rows that wait for the next transaction; set by `open`.
         self._pending: PendingRows
@@ -175,6 +180,7 @@ class DuckdbConsumer(Consumer):
         except CapflowError as e:
             logger.warning("consumer %s: its database cannot be queried while it runs: %s", self.instance, e)
         self._captures = database.last_capture
+        self._early = dict.fromkeys(database.early(_EARLY_MAX))
         self._database = database
 
     def on_session(self, engine: str, model: ModelInfo) -> None:
@@ -225,6 +231,7 @@ class DuckdbConsumer(Consumer):
         for rows in header.requests:
             if wants is None or wants(rows):
                 request = self._request(header, rows.id)
+                request.incarnation = rows.incarnation
                 stored = not request.take(worker, header)
                 owners[rows.id] = request, stored
                 pending.add_tokens(request, rows, stored=stored)
@@ -282,15 +289,26 @@ class DuckdbConsumer(Consumer):
             "capture_status": [status],
             "tag": pa.array([done.tag or None], pa.string()),
         }
+        incarnation = next((finished.incarnation for finished in done.finished), request.incarnation)
+        if (early := (*key, incarnation)) in self._early:
+            assert self._database is not None
+            self._database.adopt(request.capture, *early)
+            del self._early[early]
         self._flush({"requests": pa.table(line)})
         del self._requests[key]
         return CaptureResult(status, "; ".join(problems) or None, payload)
 
     def on_action(self, answered: Answered) -> None:
-        """Commit an event, once."""
+        """Commit an event, once. The end of its request numbers the capture of an event that came before the rows."""
         import pyarrow as pa
 
-        request = self._requests.get((answered.engine, answered.request))
+        key, incarnation = (answered.engine, answered.request), answered.incarnation
+        request = self._requests.get(key)
+        if request is not None and incarnation and request.incarnation not in ("", incarnation):
+            request = None
+        if request is None and incarnation:
+            self._early[*key, incarnation] = None
+            keep_newest(self._early, _EARLY_MAX)
         line = {
             "capture": pa.array([request.capture if request is not None else None], pa.int64()),
             "engine": [answered.engine],

@@ -42,6 +42,18 @@ FROM (
 GROUP BY capture, run
 ORDER BY ALL
 """
+_EARLY = """
+SELECT engine, request_id, incarnation
+FROM actions
+WHERE capture IS NULL AND incarnation IS NOT NULL
+GROUP BY ALL
+ORDER BY max(rowid) DESC
+LIMIT ?
+"""
+_ADOPT = """
+UPDATE actions SET capture = ?
+WHERE capture IS NULL AND engine = ? AND request_id = ? AND incarnation = ?
+"""
 _DEAD = (duckdb.FatalException, duckdb.InternalException, duckdb.ConnectionException)
 """Errors of DuckDB after which the database must be reopened."""
 _REMEDIES = {
@@ -174,6 +186,21 @@ class Database:
                 self._connection.execute("CHECKPOINT")
         except (duckdb.Error, OSError) as e:
             raise self._failed(e, FatalError) from e
+
+    def early(self, count: int) -> list[tuple[str, str, str]]:
+        """Return the newest requests with events of no capture: engine, id and incarnation, oldest first."""
+        requests: list[tuple[str, str, str]] = self._connection.execute(_EARLY, [count]).fetchall()
+        return requests[::-1]
+
+    def adopt(self, capture: int, engine: str, request: str, incarnation: str) -> None:
+        """Number the capture of a request's events that have none. Raises RetryError when none was changed."""
+        try:
+            self._check()
+            self._connection.execute(_ADOPT, [capture, engine, request, incarnation])
+        except _DEAD as e:
+            raise self._failed(e, FatalError) from e
+        except (duckdb.Error, OSError) as e:
+            raise self._failed(e, RetryError) from e
 
     def query(self, sql: str) -> SqlQuery:
         """Return a query on the committed rows. Callable on any thread."""

@@ -11,6 +11,7 @@ class ScoredRequest:
     """One request from its first row to its result.
 
     capture: its number in the file.
+    incarnation: differs between requests of the same id; empty until a frame or the end of the request says it.
     positions: positions whose tokens are in the file or pending.
     stored: frames whose rows are in the file.
     pending: frames whose rows wait for the next transaction.
@@ -26,6 +27,7 @@ class ScoredRequest:
         "engine",
         "error",
         "id",
+        "incarnation",
         "pending",
         "positions",
         "rows",
@@ -44,6 +46,7 @@ class ScoredRequest:
         self.status: str | None = None
         self.error: str | None = None
         self.id = request_id
+        self.incarnation = ""
         self.started_ns = started_ns
         self.positions = Intervals()
         self.rows = 0

@@ -117,8 +117,8 @@ class FilesystemConsumer(Consumer):
         # When rows of running requests were last written, on the monotonic clock.
         self._tailed_at = 0.0
         self._requests: dict[tuple[str, str], FiledRequest] = {}
-        # Events of requests without rows so far.
-        self._early: dict[tuple[str, str], EventLog] = {}
+        # Events of requests without rows so far, by engine, id and incarnation.
+        self._early: dict[tuple[str, str, str], EventLog] = {}
         self._models: dict[str, ModelInfo] = {}
         self._buffered_bytes = 0
         self._context: Context | None = None
@@ -259,13 +259,16 @@ class FilesystemConsumer(Consumer):
                         self._make_room()
 
     def on_action(self, answered: Answered) -> None:
-        """Keep an event for the sidecar of its request, whose rows may come later."""
-        key = answered.engine, answered.request
-        request = self._requests.get(key)
-        if request is not None:
+        """Keep an event for the sidecar of its request, whose rows may come later.
+
+        An event is for one incarnation of an id. One that names none is for the request whose rows come now.
+        """
+        engine, request_id, incarnation = answered.engine, answered.request, answered.incarnation
+        request = self._requests.get((engine, request_id))
+        if request is not None and (not (incarnation and request.incarnation) or incarnation == request.incarnation):
             request.events.add(answered)
             return
-        self._early.setdefault(key, EventLog()).add(answered)
+        self._early.setdefault((engine, request_id, incarnation), EventLog()).add(answered)
         keep_newest(self._early, _EARLY_MAX)
 
     def on_request_done(self, done: RequestDone) -> CaptureResult | Future[CaptureResult]:
@@ -280,7 +283,9 @@ class FilesystemConsumer(Consumer):
         if request is None:
             endings.wait(done.request)
             request = self._requests[key] = self._empty(done.engine)
-            request.events = self._early.pop(key, request.events)
+        request.incarnation = next((finished.incarnation for finished in done.finished), request.incarnation)
+        if (early := self._early.pop((*key, request.incarnation), None)) is not None:
+            request.events.join(early)
         if not request.appended:
             self._append(request)
         if request.published is None and request.error is None:
@@ -342,8 +347,8 @@ class FilesystemConsumer(Consumer):
         if request is None:
             self._parts.endings.wait(rows.id)
             wanted = frame.wants(rows) if frame.wants is not None else self._wanted(header.engine, rows)
-            request = FiledRequest(self._files(header.dtype, header.hidden_size, wanted), wanted)
-            request.events = self._early.pop(key, request.events)
+            files = self._files(header.dtype, header.hidden_size, wanted)
+            request = FiledRequest(files, wanted, rows.incarnation)
             request.published = self._published(header, rows.id)
             request.files.about = self._about(header, rows, request.files) if self.config.layout == "per_file" else None
             self._requests[key] = request

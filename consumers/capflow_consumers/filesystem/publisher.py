@@ -131,7 +131,7 @@ class Publisher:
             capture=capture,
             tag=done.tag,
             steered=request.steered_runs,
-            events=request.events.take(next((f.incarnation for f in done.finished), "")),
+            events=request.events.take(request.incarnation),
             events_lost=request.events.lost,
         )
         return store.put(files, sidecar, layout.write_sidecar(sidecar), on_collision)

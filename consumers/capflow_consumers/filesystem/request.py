@@ -34,6 +34,13 @@ class EventLog:
         else:
             self._events[answered.id] = answered
 
+    def join(self, early: EventLog) -> None:
+        """Take the events of another log; they come first."""
+        later, self._events = self._events, early._events
+        self.lost += early.lost
+        for answered in later.values():
+            self.add(answered)
+
     def take(self, incarnation: str) -> list[layout.SteeringEvent]:
         """Return the events of a request of this incarnation, in order; `""`: of any."""
         events = [
@@ -46,6 +53,7 @@ class FiledRequest:
     """One request from its first row to its result.
 
     error: why its rows are no longer taken.
+    incarnation: differs between requests of the same id; empty until a frame or the end of the request says it.
     published: its path and its sidecar, if it was written before this consumer was opened. Then its
         frames are repeats, and its rows are not taken either.
     """
@@ -60,13 +68,14 @@ class FiledRequest:
         "events",
         "files",
         "frames",
+        "incarnation",
         "published",
         "steered",
         "tokens",
         "wanted",
     )
 
-    def __init__(self, files: RequestFiles, wanted: Wanted | None) -> None:
+    def __init__(self, files: RequestFiles, wanted: Wanted | None, incarnation: str = "") -> None:
         self.files = files
         self.wanted = wanted
         self.buffer = RowBuffer()
@@ -80,6 +89,7 @@ class FiledRequest:
         # The steered positions; None once a frame did not say them.
         self.steered: Intervals | None = Intervals()
         self.events = EventLog()
+        self.incarnation = incarnation
         self.error: str | None = None
         self.frames = FrameLog()
         self.published: tuple[Path, layout.Sidecar] | None = None

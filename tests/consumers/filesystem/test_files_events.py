@@ -9,7 +9,7 @@ import pytest
 
 import capflow
 from capflow import limits
-from capflow.capture.frame import Finished
+from capflow.capture.frame import Finished, Frame
 from capflow.steering.action import ActionApplied, Answered, Rejected, Steer, Unknown
 from capflow_consumers.dataset.layout import SteeringEvent
 from tests.kit.captured import run
@@ -108,6 +108,32 @@ def test_events_of_earlier_data_sets_have_an_outcome():
     rejected = {"id": "e", "kind": "steer", "by": "client", "time_ns": 1, "reason": "no"}
     assert msgspec.convert(rejected, SteeringEvent).outcome == "rejected"
     assert msgspec.convert(rejected | {"step": 3}, SteeringEvent).outcome == "applied"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rows_say_it", [True, False])
+def test_an_event_of_another_request_of_the_id_is_not_in_a_sidecar(tmp_path, layout, rows_say_it):
+    """A client steers without an incarnation, so only the outcome has it; and none if no request ran."""
+    consumer = opened(tmp_path, SITES, layout=layout)
+
+    def client(incarnation, position):
+        outcome = ActionApplied("a", 7, position, incarnation)
+        consumer.on_action(Answered.of(Steer("r1", ()), outcome, engine="engine-1", asked_by="client"))
+
+    client("b-0", 1)  # of a request that was not captured
+    client("", 2)
+    client("b-1", 3)
+    frame = make_frame([("r1", 4, 0, 6)], SITES, seq=1, steered={})
+    if rows_say_it:
+        part = msgspec.structs.replace(frame.header.requests[0], incarnation="b-1")
+        frame = Frame.seal(msgspec.structs.replace(frame.header, requests=(part,)), frame.payload)
+    consumer.on_frame(frame)
+    client("b-1", 4)
+    client("b-2", 5)
+    consumer.on_request_done(ended())
+    client("b-1", 6)  # after the end
+    consumer.close()
+    assert [event.position for event in capflow.open(tmp_path)["r1"].events] == [3, 4]
 
 
 def test_many_events_are_counted(tmp_path):
