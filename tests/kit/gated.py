@@ -139,13 +139,14 @@ def scored_positions(positions, prompt_length, count):
     }[positions]
 
 
-def cases(reference, combinations, lengths, max_tokens, seed=0, *, opening="half"):
+def cases(reference, combinations, lengths, max_tokens, seed=0, *, opening="half", layer=1):
     """Return a case for each combination of score kind, sharpness, latch and positions, each with its own operations.
 
     Thresholds lie in the middle of the reference's scores, in gaps, so that gates open and shut.
 
     opening: `half`; `early`, at few scored positions, all in their first half, so that a latch that is lost stays lost;
         or `never`, though nearly.
+    layer: that of the probes.
     """
     made = []
     for number, (kind, sharpness, latch, positions) in enumerate(combinations):
@@ -153,7 +154,7 @@ def cases(reference, combinations, lengths, max_tokens, seed=0, *, opening="half
         (prompt,) = (one["prompt_token_ids"] for one in prompts((length,), seed=seed + number))
         name = f"{number} {kind} {sharpness} {'latched' if latch else 'each'} {positions}"
         for attempt in range(40):
-            fields = _fields(number, kind, sharpness, latch, positions, length, attempt)
+            fields = _fields(number, kind, sharpness, latch, positions, length, attempt, layer)
             case = _tried(reference, name, prompt, fields, max_tokens, number, opening)
             if case is not None:
                 made.append(case)
@@ -163,19 +164,19 @@ def cases(reference, combinations, lengths, max_tokens, seed=0, *, opening="half
     return made
 
 
-def _fields(number, kind, sharpness, latch, positions, length, attempt):
+def _fields(number, kind, sharpness, latch, positions, length, attempt, probe):
     hook, other = HOOKS[number % len(HOOKS)], HOOKS[(number // 2 + 1) % len(HOOKS)]
     gate = {
         "hook": hook,
-        "layer": 1,
+        "layer": probe,
         "vector": vector(100 + number + 50 * attempt, 1.0),
         "score": kind,
         "threshold": 0.0,
     }
     gate |= {"sharpness": sharpness, "latch": latch, "positions": positions}
-    layer = 2 + number % 2
+    layer = min(probe + 1 + number % 2, 3)
     if not latch and number % 3 == 0:
-        other, layer = hook, 1  # the site of the probe
+        other, layer = hook, probe  # the site of the probe
     strong = {"vector": vector(200 + number, 4.0), "gate": "g"}
     patched = sorted({-1, *range(0, length + 8, 3)} - {length - 1})
     operation = [
@@ -269,11 +270,34 @@ def prove(llm, root, reference, given, max_tokens, prefix="r"):
     for number, (case, output) in enumerate(zip(given, outputs, strict=True)):
         assert list(output.outputs[0].token_ids) == case.tokens, case.name
         tokens = [*case.prompt, *case.tokens[:-1]]
-        expected, seen, _, _ = reference.run(tokens, len(case.prompt), case.fields)
+        expected, seen, margins, _ = reference.run(tokens, len(case.prompt), case.fields)
         hold(data[f"{prefix}{number}"], seen, len(tokens), case.name)
+        marks = steered_of(case, margins["g"])
+        for site in seen:
+            assert data[f"{prefix}{number}"].steered(site).tolist() == marks.tolist(), f"{case.name}: marks at {site}"
         error = relative_error(logits(output), expected[len(case.prompt) - 1 :])
         assert error < BOUND, f"{case.name}: logits are off by {error:.1e}"
     return outputs
+
+
+def steered_of(case, margins):
+    """Return at which positions a case is steered: where an operation acts, whatever its amount."""
+    (gate,) = case.fields["steering_gates"].values()
+    margins = np.maximum.accumulate(margins) if gate["latch"] else margins
+    mask = margins >= 0 if gate["sharpness"] is None else margins > -np.inf
+    given = [
+        (field, one)
+        for field in case.fields.keys() - {"steering_gates"}
+        for layers in case.fields[field].values()
+        for some in layers.values()
+        for one in some
+    ]
+    if any("gate" not in one for _, one in given):
+        return np.ones(len(margins), bool)
+    if all(field == "steering_patches" for field, _ in given):
+        patched = {at % len(case.prompt) if at < 0 else at for _, one in given for at in one["positions"]}
+        mask = mask & np.isin(np.arange(len(margins)), list(patched))
+    return mask
 
 
 def hold(capture, seen, count, name):

@@ -93,6 +93,16 @@ def test_a_gate_of_one_pipeline_stage_gates_operations_of_the_next(model, refere
             prove(llm, tmp_path / "rows", reference, [case], TOKENS, prefix=f"alone{number} ")
 
 
+@pytest.mark.long
+def test_rows_of_each_pipeline_stage_are_marked_by_gates_of_the_last(model, reference, tmp_path):
+    """Each probe is at layer 2, on the second stage."""
+    given = cases(reference, ALL_MODES[::3], LENGTHS, TOKENS, layer=2)
+    given += cases(reference, [("dot", None, False, "all")], LENGTHS, TOKENS, opening="never", layer=2)
+    arguments = {"pipeline_parallel_size": 2, "in_process": False, "enforce_eager": False}
+    with engine(model, max_num_seqs=64, **arguments, **consumer(tmp_path)) as llm:
+        prove(llm, tmp_path / "rows", reference, given, TOKENS)
+
+
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 # Room for about four requests of 160 tokens, so six that grow to it preempt each other.
 CROWDED = {"block_size": 32, "num_gpu_blocks_override": 22, "max_model_len": 192}

@@ -60,7 +60,7 @@ class Decided(NamedTuple):
 
 
 class Marked(NamedTuple):
-    """Positions of a step that controllers of one pipeline stage steer.
+    """Positions of a step that controllers of one pipeline stage steer, or that gates of later stages opened.
 
     key: vLLM's id of the request.
     runs: `first, end, first, end, …`, counted from the first position that the step computes of the request.

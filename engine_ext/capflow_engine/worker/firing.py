@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,9 +19,9 @@ import numpy.typing as npt
 
 from capflow.steering.action import Abort
 from capflow.steering.program import ProgramGate
-from capflow_engine.scheduler.orders import Decided, Rejection
+from capflow_engine.scheduler.orders import Decided, Marked, Rejection
 from capflow_engine.steering.timeline import FOREVER
-from capflow_engine.taps.acting import Mask, Opened
+from capflow_engine.taps.acting import Mask, Opened, steered_runs
 from capflow_engine.taps.plan import Plan, Scheduled, Tracked
 
 
@@ -53,7 +54,7 @@ class GatedStep:
     margins: float32 `[gates, tokens]`, in the host's memory; valid after `ready` returned.
     carried: what latched gates carried into the step, in the order of `plan.latched`, as `margins`; None if there are
         none.
-    layer_last: the last layer of this pipeline stage. The scores of later layers are unknown here.
+    layer_last: the last layer of this pipeline stage; scores of later layers are unknown. The last stage knows all.
     limits: by vLLM's id, the end of the positions that belong to the request; without an entry, all do.
     shifts: by vLLM's id, by how much the request's positions are lower than planned.
     """
@@ -99,32 +100,51 @@ class GatedStep:
         return gates[bit] if bit < len(gates) else self.plan.batch[number].request.gates[bit]
 
     def opened(self, request: Tracked) -> Opened:
-        """Return a function that returns where a request's gates are open; a gate without known scores counts as open.
+        """Return a function that returns where a request's gates are open, as far as this pipeline stage knows.
 
+        Gates of later stages count as closed; `marked` of the last stage adds what they open.
         The function waits for the device.
         """
 
         def opened(gates: int, first: int, end: int) -> Mask:
-            self.ready()
             number = next(n for n in self.plan.gated if self.plan.batch[n].request.key == request.key)
-            _, row, start, length = self.plan.batch[number]
-            start -= self.shifts.get(request.key, 0)
-            mask = np.zeros(length, np.bool_)
-            for part in self._gates[number]:
-                tokens = slice(part.first, part.end)
-                for bit in range(len(self.margins)):
-                    if gates >> bit & 1:
-                        gate = self.gate_at(number, part.first, bit)
-                        margins = self.margins[bit, row : row + length]
-                        if gate.latched and self.carried is not None:
-                            margins = np.maximum.accumulate(margins)
-                            margins = np.maximum(margins, self.carried[bit, self.plan.latched.index(number)])
-                        mine = margins[tokens]
-                        open_here = mine >= 0 if math.isinf(gate.sharpness) else mine > -np.inf
-                        mask[tokens] |= open_here | (gate.layer > self.layer_last)
-            return mask[first - start : end - start]
+            return self._opened(number, self.shifts.get(request.key, 0), gates, first, end)
 
         return opened
+
+    def marked(self) -> Iterator[Marked]:
+        """Yield where requests are steered whose rows consumers want; waits for the device.
+
+        Only the last pipeline stage knows all scores. The positions of rejected drafts are among these.
+        """
+        for number, history in self.plan.histories.items():
+            if number in self._gates:
+                request, _, start, length = self.plan.batch[number]
+                runs = steered_runs(history, start, start + length, partial(self._opened, number, 0))
+                if runs:
+                    yield Marked(self.number, request.key, tuple(edge - start for edge in runs))
+
+    def _opened(self, number: int, shift: int, gates: int, first: int, end: int) -> Mask:
+        """Return at which of the positions `first .. end` one of a request's gates is open, as `Opened`.
+
+        number: the place of the request in the batch.
+        shift: by how much the positions are lower than planned.
+        """
+        self.ready()
+        _, row, start, length = self.plan.batch[number]
+        mask = np.zeros(length, np.bool_)
+        for part in self._gates[number]:
+            tokens = slice(part.first, part.end)
+            for bit in range(len(self.margins)):
+                gate = self.gate_at(number, part.first, bit) if gates >> bit & 1 else None
+                if gate is not None and gate.layer <= self.layer_last:
+                    margins = self.margins[bit, row : row + length]
+                    if gate.latched and self.carried is not None:
+                        margins = np.maximum.accumulate(margins)
+                        margins = np.maximum(margins, self.carried[bit, self.plan.latched.index(number)])
+                    mine = margins[tokens]
+                    mask[tokens] |= mine >= 0 if math.isinf(gate.sharpness) else mine > -np.inf
+        return mask[first - start + shift : end - start + shift]
 
 
 class Firing:

@@ -60,7 +60,7 @@ class Pending:
                 step.shift(rejection.key, rejection.drafts)
 
     def mark(self, marked: Sequence[Marked]) -> None:
-        """Note what controllers of other pipeline stages steered."""
+        """Note what controllers and gates of other pipeline stages steered."""
         for number, key, runs in marked:
             if (step := self.step(number)) is not None:
                 step.marks[key] = merged(step.marks.get(key, ()), runs)

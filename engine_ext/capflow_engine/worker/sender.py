@@ -74,7 +74,7 @@ class Computed:
     events: the events of the step, in order.
     events_lost: by request, how many events of the step had no room.
     opened: where hard gates were open in the step; None where that is unknown.
-    marks: by vLLM's id, what controllers of other pipeline stages steered, as in `orders.Marked`.
+    marks: by vLLM's id, what controllers and gates of other pipeline stages steered, as in `orders.Marked`.
     """
 
     number: int

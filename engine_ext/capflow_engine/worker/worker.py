@@ -480,6 +480,7 @@ class WorkerCapture:
             if self._reports_gates:
                 self.firing.add(self.gated_step)
                 self.deciding.guarded = self.gated_step if self.gated_step.guards else None
+                self.deciding.marking = self.gated_step if self.info.stages > 1 and plan.histories else None
 
     def _to_host(self, tensors: Sequence[torch.Tensor | None]) -> tuple[list[Any], Callable[[], None]]:
         """Start to copy tensors to the host; return the copies, and a function that waits for them."""

@@ -59,6 +59,7 @@ class Deciding:
     ranks: the number of tensor-parallel ranks.
     drafts: the number of draft tokens of each request in the step that begins or runs, by vLLM's id.
     guarded: the launched step, until its output is taken, if a gate may end a request; in the rank that reports gates.
+    marking: the same if other pipeline stages need to know where its gates opened.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Deciding:
     ) -> None:
         self.drafts: Mapping[str, int] = {}
         self.guarded: GatedStep | None = None
+        self.marking: GatedStep | None = None
         self._requests = requests
         self._controllers = controllers
         self._info = info
@@ -83,7 +85,7 @@ class Deciding:
 
     def begin(self, drafts: Mapping[str, int], cuts: Mapping[str, int]) -> list[Decided]:
         """Show the previous step to the replicated controllers; return their decisions, the same on each rank."""
-        self._unanswered = self.guarded = None
+        self._unanswered = self.guarded = self.marking = None
         self.drafts = drafts
         viewed, self._viewed = self._viewed, None
         decided: list[Decided] = []
@@ -114,14 +116,17 @@ class Deciding:
         """
         viewed, self._unanswered = self._unanswered, None
         guarded, self.guarded = self.guarded, None
+        marking, self.marking = self.marking, None
         if not any(controllers.ordered for controllers in self._controllers):
             viewed = None
-        if viewed is None and guarded is None and not marked and diverged is None:
+        if viewed is None and guarded is None and marking is None and not marked and diverged is None:
             return output
         running, drafts = tuple(self._controllers), self.drafts
 
         def decide(taken: Any) -> bytes:
-            return StepAnswer(self._decide(viewed, guarded, drafts, running, taken), marked, diverged).encode()
+            decided = self._decide(viewed, guarded, drafts, running, taken)
+            marks = marked if marking is None else (*marked, *marking.marked())
+            return StepAnswer(decided, marks, diverged).encode()
 
         return compat_step.with_decisions(output, decide)
 
