@@ -133,6 +133,8 @@ def gated_program(rng, sites, width, stream):
         probe, site = int(rng.integers(4)), int(rng.integers(sites))
         latched = bool(rng.random() < 0.5 and site + 1 < sites)
         sharpness = math.inf if rng.random() < 0.6 else float(rng.uniform(0.5, 4))
+        if sharpness < 0.8:
+            sharpness = 1e-46  # 0 in float32
         threshold = _threshold(rng, score_of(kind, rows[probe].astype(np.float64), stream))
         gates.append(ProgramGate(f"g{number}", sharpness, latched, threshold, site, "post_block"))
         score = Op(kind, probe, -threshold, gate=number)

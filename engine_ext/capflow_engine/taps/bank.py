@@ -32,6 +32,10 @@ OP_WIDTH = 4
 """The number of columns of `op_ints`, and of `op_floats`."""
 
 
+SHARPNESS_MIN = 1.2e-38
+"""The smallest sharpness, a normal float32: the margin of a position without a score is -inf, and 0 · -inf is NaN."""
+
+
 class Steered(NamedTuple):
     """The slots of one request; `NONE` where this worker does nothing.
 
@@ -216,7 +220,7 @@ def _gating(program: SteeringProgram, op: Op) -> tuple[int, float]:
     if op.gate == UNGATED:
         return NONE, 0.0
     gate = program.gates[op.gate]
-    return 2 * op.gate + gate.latched, gate.sharpness
+    return 2 * op.gate + gate.latched, max(gate.sharpness, SHARPNESS_MIN)
 
 
 class _Free:
