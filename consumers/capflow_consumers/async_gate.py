@@ -4,11 +4,17 @@ It decides as the `gate` does, by the latest row that fires or releases. But its
 engine, so they hold some positions later, and how many depends on time. Use it where the engine's own time matters more
 than the delay, and as the place to begin a controller that cannot run inside a worker.
 
-Invariant: an action is sent only when the decision changes, for the request of the frame that decided.
+An action that was rejected is sent again by a later row that decides the same, at most once in `RETRY_S`. A freeze takes
+back what the gate did; then nothing is sent until the engine is not frozen any more.
+
+Invariant: an action is sent only when the decision differs from what holds, for the request of the frame that decided.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import ClassVar, Literal
@@ -23,8 +29,25 @@ from capflow.capture.spec import CaptureSpec
 from capflow.errors import UsageError, explain
 from capflow.plugins.consumer import Consumer, Context, hookimpl
 from capflow.probes.probe import Probe, as_float32, load_vector
-from capflow.steering.action import Steer, Unsteer
+from capflow.steering.action import Answered, Steer, Unsteer
 from capflow.steering.vector import SteeringVector
+
+
+RETRY_S = 1.0
+"""The least time between a rejection and the next action on a request, seconds."""
+
+
+@dataclass
+class _Decision:
+    """What the gate did to a request.
+
+    steers: whether the latest action steers; None if what became of it is unknown.
+    rejected_at: when an action was rejected last, on the gate's clock.
+    """
+
+    incarnation: str
+    steers: bool | None = False
+    rejected_at: float = float("-inf")
 
 
 class AsyncGateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,12 +80,15 @@ class AsyncGate(Consumer):
     name = "async_gate"
     Config: ClassVar[type[msgspec.Struct]] = AsyncGateConfig
 
-    def __init__(self, config: AsyncGateConfig) -> None:
+    def __init__(self, config: AsyncGateConfig, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(config)
         self.config: AsyncGateConfig = config
         self.context: Context | None = None
-        # Whether the latest action of a request steers, by engine and id, until the request ends.
-        self.steers: dict[tuple[str, str], bool] = {}
+        self._clock = clock
+        # By engine and id, until the request ends.
+        self._decisions: dict[tuple[str, str], _Decision] = {}
+        # Engines that a freeze through this hub holds.
+        self._frozen: set[str] = set()
 
     @cached_property
     def probe(self) -> Probe:
@@ -102,7 +128,8 @@ class AsyncGate(Consumer):
     def open(self, context: Context) -> None:
         """Keep the way to act."""
         self.context = context
-        self.steers.clear()
+        self._decisions.clear()
+        self._frozen.clear()
 
     def on_session(self, engine: str, model: ModelInfo) -> None:  # noqa: ARG002 - a consumer's signature
         """Raise UsageError, which the hub logs, unless probe and vector fit the model."""
@@ -130,18 +157,50 @@ class AsyncGate(Consumer):
 
     def on_request_done(self, done: RequestDone) -> CaptureResult | None:
         """Forget the request."""
-        self.steers.pop((done.engine, done.request), None)
+        self._decisions.pop((done.engine, done.request), None)
         return None
 
     def on_engine_gone(self, engine: str) -> None:
         """Forget its requests."""
-        self.steers = {key: steers for key, steers in self.steers.items() if key[0] != engine}
+        self._decisions = {key: decision for key, decision in self._decisions.items() if key[0] != engine}
+        self._frozen.discard(engine)
+
+    def on_action(self, answered: Answered) -> None:
+        """Note what became of an own action, and what a freeze took back."""
+        engine, request, kind = answered.engine, answered.request, answered.kind
+        if kind in ("freeze", "unfreeze"):
+            if answered.outcome == "applied":
+                self._freeze(engine, request, frozen=kind == "freeze")
+            return
+        decision = self._decisions.get((engine, request))
+        if decision is None or answered.asked_by != self.instance or answered.incarnation != decision.incarnation:
+            return
+        if answered.outcome == "rejected":
+            decision.steers = kind == "unsteer"
+            decision.rejected_at = self._clock()
+        elif answered.outcome == "unknown":
+            decision.steers = None
+
+    def _freeze(self, engine: str, request: str, *, frozen: bool) -> None:
+        """Forget what a freeze took back: of one request, which its worker reports, or of a whole engine."""
+        if request:
+            if frozen:
+                self._decisions.pop((engine, request), None)
+            return
+        if not frozen:
+            self._frozen.discard(engine)
+            return
+        self._frozen.add(engine)
+        self._decisions = {key: decision for key, decision in self._decisions.items() if key[0] != engine}
 
     def _decide(self, engine: str, request: str, incarnation: str, *, steers: bool) -> None:
         assert self.context is not None
-        if steers == self.steers.get((engine, request), False):
+        decision = self._decisions.get((engine, request))
+        if decision is None or decision.incarnation != incarnation:
+            decision = self._decisions[engine, request] = _Decision(incarnation)
+        if steers == decision.steers or engine in self._frozen or self._clock() < decision.rejected_at + RETRY_S:
             return
-        self.steers[engine, request] = steers
+        decision.steers = steers
         if steers:
             self.context.act(Steer(request, (self.vector,), incarnation))
         else:

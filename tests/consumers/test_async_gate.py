@@ -6,8 +6,8 @@ import pytest
 from capflow.capture.site import Site
 from capflow.errors import UsageError
 from capflow.probes.probe import Probe, save_vector
-from capflow.steering.action import Steer, Unsteer
-from capflow_consumers.async_gate import AsyncGate, AsyncGateConfig
+from capflow.steering.action import ActionApplied, Answered, Freeze, Rejected, Steer, Unfreeze, Unknown, Unsteer
+from capflow_consumers.async_gate import RETRY_S, AsyncGate, AsyncGateConfig
 from tests.kit.frames import make_frame
 
 SITE = Site(1, "post_block")
@@ -34,8 +34,17 @@ def files(tmp_path):
     return {"probe": str(tmp_path / "probe.safetensors"), "vector": str(tmp_path / "vector.safetensors")}
 
 
-def opened(files, **options):
-    gate = AsyncGate(AsyncGateConfig(**files, **options))
+class Clock:
+    """Stands still until a test moves it."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def opened(files, clock=None, **options):
+    gate = AsyncGate(AsyncGateConfig(**files, **options), clock or Clock())
     gate.check()
     context = Context()
     gate.open(context)
@@ -95,6 +104,78 @@ def test_a_later_request_of_the_same_id_is_decided_anew(files):
     gate.on_engine_gone(header.engine)
     give(gate, "a", 0, 9.0)
     assert kinds(actions) == [(Steer, "a")] * 2
+
+
+def answer(gate, action, outcome, asked_by="async_gate"):
+    gate.on_action(Answered.of(action, outcome, engine="engine-1", asked_by=asked_by))
+
+
+def test_it_acts_again_after_a_rejection_and_not_for_every_row(files):
+    clock = Clock()
+    gate, actions = opened(files, clock)
+    for start in range(20):
+        give(gate, "a", start, 3.0)
+        if len(actions) == 1 and start == 3:
+            answer(gate, actions[0], Rejected("i", "engine: got frozen"))
+        if start in (9, 14):
+            clock.now += RETRY_S
+        if len(actions) == 2 and start == 12:
+            answer(gate, actions[1], ActionApplied("i", 7, start + 1))
+    assert kinds(actions) == [(Steer, "a")] * 2
+
+
+def test_after_a_rejected_end_it_ends_the_steering_again(files):
+    clock = Clock()
+    gate, actions = opened(files, clock, release=1.0)
+    give(gate, "a", 0, 3.0)
+    give(gate, "a", 1, 0.0)
+    answer(gate, actions[1], Rejected("i", "steering bank: no room"))
+    clock.now += RETRY_S
+    give(gate, "a", 2, 0.0)
+    assert kinds(actions) == [(Steer, "a"), (Unsteer, "a"), (Unsteer, "a")]
+
+
+@pytest.mark.parametrize(("value", "kind"), [(3.0, Steer), (0.0, Unsteer)])
+def test_after_an_unknown_outcome_any_decision_is_sent(files, value, kind):
+    gate, actions = opened(files, release=1.0)
+    give(gate, "a", 0, 3.0)
+    answer(gate, actions[0], Unknown("i", "no answer"))
+    give(gate, "a", 1, value)
+    assert kinds(actions) == [(Steer, "a"), (kind, "a")]
+
+
+def test_it_is_still_while_the_engine_is_frozen_and_acts_again_afterwards(files):
+    gate, actions = opened(files)
+    give(gate, "a", 0, 3.0)
+    answer(gate, Freeze(), ActionApplied("i", 7), "client")
+    give(gate, "a", 1, 3.0)
+    give(gate, "b", 0, 3.0)
+    answer(gate, Unfreeze(), Rejected("i", "busy"), "client")
+    give(gate, "a", 2, 3.0)
+    assert kinds(actions) == [(Steer, "a")]
+    answer(gate, Unfreeze(), ActionApplied("i", 9), "client")
+    give(gate, "a", 3, 3.0)
+    give(gate, "b", 1, 3.0)
+    assert kinds(actions) == [(Steer, "a"), (Steer, "a"), (Steer, "b")]
+
+
+def test_it_acts_again_after_a_freeze_that_only_the_worker_reports(files):
+    """A freeze over HTTP goes by no hub; each request has an event of it."""
+    gate, actions = opened(files)
+    give(gate, "a", 0, 3.0)
+    gate.on_action(Answered("i", "engine-1", "a", "freeze", (), "engine", 1, 7, "", 1))
+    give(gate, "a", 1, 3.0)
+    assert kinds(actions) == [(Steer, "a")] * 2
+
+
+def test_outcomes_of_others_and_of_other_requests_change_nothing(files):
+    gate, actions = opened(files)
+    give(gate, "a", 0, 3.0)
+    answer(gate, Steer("a", ()), Rejected("i", "no"), "client")
+    answer(gate, Steer("a", (), "another"), Rejected("i", "no"))
+    answer(gate, Steer("b", ()), Rejected("i", "no"))
+    give(gate, "a", 1, 3.0)
+    assert kinds(actions) == [(Steer, "a")]
 
 
 def test_it_captures_every_request_or_what_requests_ask_for(files):
