@@ -25,6 +25,7 @@ from capflow.errors import UsageError, explain
 from capflow.hub.cache_reads import notice
 from capflow.hub.counts import Snapshot, age_s
 from capflow.hub.dispatch import Dispatch
+from capflow.hub.effects import Tell
 from capflow.hub.health import HubState, problems
 from capflow.hub.lanes import leftover
 from capflow.hub.lanes.lane import Lane
@@ -33,6 +34,7 @@ from capflow.hub.peers.turns import Turns
 from capflow.plugins.configure import ConfiguredConsumer, ConfiguredController
 from capflow.protocol.message import Beat, encode
 from capflow.protocol.session import Parts
+from capflow.steering.action import Answered
 from capflow.system import runtime
 from capflow.transport.address import check_address, held, hub_key, is_local, with_key
 from capflow.transport.keys import AllowList, find_key, read_key
@@ -236,6 +238,10 @@ class Hub:
     def receive(self, peer: bytes, parts: Parts) -> None:
         """Take a message of a peer in this process; those of one thread are taken in order."""
         self.post(functools.partial(self._dispatch.receive, peer, parts))
+
+    def tell(self, answered: Answered) -> None:
+        """Tell each consumer an event of steering, behind what the same thread gave before."""
+        self.post(functools.partial(self._dispatch.do, [Tell(answered)]))
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Return how much memory each part of the budget takes, and its bound."""

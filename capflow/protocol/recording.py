@@ -1,4 +1,4 @@
-"""A recording: a hub's frames on disk in the order of arrival, with their engines and the ends of their requests.
+"""A recording: a hub's frames on disk in the order of arrival, with their engines, events and ends of requests.
 
 A recording is a spool in which nothing is ever acknowledged (`capflow.buffers.spool` defines its files: segments of
 records with checksums). The head of a record begins with its kind, one byte:
@@ -7,10 +7,11 @@ records with checksums). The head of a record begins with its kind, one byte:
 |---|---|---|
 | `E` | `RecordedEngine`: an engine connected, with this model | |
 | `F` | a frame's header, sealed | its payload |
+| `A` | `Answered`: an event of steering that no recorded frame has, such as the outcome of an action | |
 | `D` | `RequestDone`: a request is over; every frame that names it lies before | |
 
-Records lie in the order in which one consumer got them. Invariant: a frame of one boot of one worker is recorded once.
-An incomplete record is never returned; readers get a `Lost` for it.
+Records lie in the order in which one consumer got them. Invariant: a frame of one boot of one worker is recorded once, and so is
+an event. Recordings of earlier versions have no events but those of their frames. An incomplete record is never returned; readers get a `Lost` for it.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ from typing import Any, Self
 import msgspec
 
 from capflow import limits
+from capflow.buffers.newest import keep_newest
 from capflow.buffers.spool import FullError, Lost, Spool, records
 from capflow.capture.frame import Frame, FrameHeader, WorkerBoot
 from capflow.capture.intervals import Intervals
 from capflow.capture.model import ModelInfo
 from capflow.capture.result import RequestDone
 from capflow.errors import CapflowError, RetryError, UsageError, explain
+from capflow.steering.action import Answered
+from capflow.steering.events import events_of
 
 
 class RecordedEngine(msgspec.Struct, frozen=True, array_like=True):
@@ -39,7 +43,7 @@ class RecordedEngine(msgspec.Struct, frozen=True, array_like=True):
     model: ModelInfo
 
 
-Entry = RecordedEngine | Frame | RequestDone | Lost
+Entry = RecordedEngine | Frame | Answered | RequestDone | Lost
 """An entry of a recording."""
 
 # The time that the disk may take for the end of a request before a retry.
@@ -49,6 +53,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[bytes, Any] = {
     b"E": msgspec.msgpack.Decoder(RecordedEngine),
     b"F": msgspec.msgpack.Decoder(FrameHeader),
+    b"A": msgspec.msgpack.Decoder(Answered),
     b"D": msgspec.msgpack.Decoder(RequestDone),
 }
 
@@ -74,6 +79,8 @@ class Recorder:
         self._frames: defaultdict[WorkerBoot, Intervals] = defaultdict(Intervals)
         # The engine and id of each request that ended before `open`; its end may come again.
         self._done: set[tuple[str, str]] = set()
+        # The ids of the newest recorded events, in frames or alone.
+        self._events: dict[str, None] = {}
 
     def _new_spool(self) -> Spool:
         segment_bytes = min(limits.SEGMENT_BYTES_MAX, self._bytes_max)
@@ -87,6 +94,7 @@ class Recorder:
         self._spool, self._ended = self._new_spool(), None
         self._frames.clear()
         self._done.clear()
+        self._events.clear()
         self._spool.open()
         try:
             self._recall()
@@ -95,11 +103,13 @@ class Recorder:
             raise
 
     def _recall(self) -> None:
-        """Read which frames and ends are recorded."""
+        """Read which frames, events and ends are recorded."""
         for _, head in self._spool.heads():
             match _decode(head):
                 case FrameHeader() as header:
                     self._frame(header)
+                case Answered() as answered:
+                    self._note(answered)
                 case RequestDone(engine, request):
                     self._done.add((engine, request))
 
@@ -115,6 +125,12 @@ class Recorder:
         self._append(b"F" + header, payload)
         self._frame(frame.header)
         return True
+
+    def event(self, answered: Answered) -> None:
+        """Record an event of steering, unless a recorded frame has it or it is recorded already."""
+        if answered.id not in self._events:
+            self._append(b"A" + _encoder.encode(answered))
+            self._note(answered)
 
     def done(self, done: RequestDone, *, sync: bool) -> None:
         """Record that a request is over, once.
@@ -144,7 +160,13 @@ class Recorder:
                 raise
             raise RetryError(str(e)) from e
 
+    def _note(self, answered: Answered) -> None:
+        self._events[answered.id] = None
+        keep_newest(self._events, limits.ACTIONS_KNOWN_MAX)
+
     def _frame(self, header: FrameHeader) -> None:
+        for answered in events_of(header):
+            self._note(answered)
         self._frames[header.source].add(header.seq, header.seq)
         self._done.difference_update([(header.engine, part.id) for part in header.requests])
 
@@ -194,6 +216,6 @@ def read(path: Path) -> Iterator[Entry]:
         yield Frame(entry, memoryview(record.body).cast("B")) if isinstance(entry, FrameHeader) else entry
 
 
-def _decode(head: bytes) -> RecordedEngine | FrameHeader | RequestDone:
-    entry: RecordedEngine | FrameHeader | RequestDone = _decoders[head[:1]].decode(head[1:])
+def _decode(head: bytes) -> RecordedEngine | FrameHeader | Answered | RequestDone:
+    entry: RecordedEngine | FrameHeader | Answered | RequestDone = _decoders[head[:1]].decode(head[1:])
     return entry

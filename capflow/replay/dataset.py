@@ -2,7 +2,7 @@
 
 A data set stores neither times nor which requests shared a step, so the steps are invented: eight requests run at a
 time, a prompt is one step, or several if it is large, and each generated token is one step. Rows, positions, token ids
-and texts are the stored ones.
+and texts are the stored ones. The stored events of a request come before its first step.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from capflow import limits
 from capflow.capture.dtypes import DTYPES
-from capflow.capture.frame import Acted, ActedOn, Block, Dropped, Finished, Frame, FrameHeader, Rank, RequestRows, Span
+from capflow.capture.frame import Block, Dropped, Finished, Frame, FrameHeader, Rank, RequestRows, Span
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site, layers_by_hook
 from capflow.capture.spec import CaptureSpec
+from capflow.errors import explain
 from capflow.protocol.recording import Entry, RecordedEngine
+from capflow.steering.action import Answered
 
 _AT_ONCE = 8  # requests that run at a time
 # The largest size of the rows of one step; a single position may have more.
@@ -40,6 +43,13 @@ class _Group(NamedTuple):
     rows: list[npt.NDArray[Any]]
 
 
+class _Step(NamedTuple):
+    """A frame that is not numbered yet, and the events before it."""
+
+    frame: Frame
+    events: list[Answered]
+
+
 def entries_of(captures: Iterable[Any], *, ask: bool = False) -> Iterator[Entry]:
     """Yield the entries that engines would have sent for these captures.
 
@@ -49,6 +59,7 @@ def entries_of(captures: Iterable[Any], *, ask: bool = False) -> Iterator[Entry]
     captures: as `capflow.open(path)` iterates over them.
     ask: each request has a spec that names its sites, for consumers that have no spec of their own.
     """
+    incarnations = itertools.count(1)
     for (engine, model, hidden_size), group in itertools.groupby(sorted(captures, key=_whose), key=_whose):
         mine = list(group)
         sites = tuple(sorted({site for capture in mine for site in capture.sites}))
@@ -61,21 +72,22 @@ def entries_of(captures: Iterable[Any], *, ask: bool = False) -> Iterator[Entry]
             by_dtype.setdefault(dtype, []).append(capture)
         for dtype, alike in by_dtype.items():
             yield RecordedEngine(engine, ModelInfo(model, layers, hidden_size, dtype, sites))
-            yield from _run(alike, dtype, ask=ask)
+            yield from _run(alike, dtype, incarnations, ask=ask)
 
 
-def _run(captures: Iterable[Any], dtype: str, *, ask: bool) -> Iterator[Frame]:
-    """Yield the frames of captures of one dtype, `_AT_ONCE` captures at a time."""
-    waiting = iter(captures)
-    running = [_steps(capture, dtype, ask=ask) for capture in itertools.islice(waiting, _AT_ONCE)]
+def _run(captures: Iterable[Any], dtype: str, incarnations: Iterator[int], *, ask: bool) -> Iterator[Entry]:
+    """Yield the frames and events of captures of one dtype, `_AT_ONCE` captures at a time."""
+    waiting = (_steps(capture, f"{_BOOT}-{next(incarnations)}", dtype, ask=ask) for capture in captures)
+    running = list(itertools.islice(waiting, _AT_ONCE))
     steps = itertools.count(1)
     while running:
         for one in list(running):
             if (part := next(one, None)) is not None:
-                yield _numbered(part, next(steps))
+                yield from part.events
+                yield _numbered(part.frame, next(steps))
                 continue
             running.remove(one)
-            running += [_steps(capture, dtype, ask=ask) for capture in itertools.islice(waiting, 1)]
+            running += itertools.islice(waiting, 1)
 
 
 def _whose(capture: Any) -> tuple[str, str, int]:
@@ -93,8 +105,8 @@ def _numbered(frame: Frame, step: int) -> Frame:
     return Frame(msgspec.structs.replace(frame.header, seq=step, step=step), frame.payload)
 
 
-def _steps(capture: Any, dtype: str, *, ask: bool) -> Iterator[Frame]:
-    """Yield a request's frames, not numbered yet; the last one ends the request."""
+def _steps(capture: Any, incarnation: str, dtype: str, *, ask: bool) -> Iterator[_Step]:
+    """Yield a request's steps; the last one ends the request."""
     sidecar = capture.sidecar
     groups, ids = _groups(capture)
     row_bytes = sidecar.hidden_size * DTYPES[dtype].itemsize * max(1, len(capture.sites))
@@ -110,7 +122,9 @@ def _steps(capture: Any, dtype: str, *, ask: bool) -> Iterator[Frame]:
         rows=rows_total,
         dropped=tuple(Dropped(rows, reason) for rows, reason in sidecar.dropped),
         capture=spec,
+        incarnation=incarnation,
     )
+    events = _events(sidecar, incarnation)
     for start, stop in runs or [(0, 0)]:
         places = range(start, stop)
         part = RequestRows(
@@ -120,6 +134,7 @@ def _steps(capture: Any, dtype: str, *, ask: bool) -> Iterator[Frame]:
             token_ids=tuple(ids[place] for place in places),
             texts=tuple(texts[place] for place in places) if all(place in texts for place in places) else (),
             capture=spec,
+            incarnation=incarnation,
             steered=_clipped(sidecar.steered, start, stop),
         )
         blocks, payload = _blocks(groups, start, stop, dtype)
@@ -135,33 +150,46 @@ def _steps(capture: Any, dtype: str, *, ask: bool) -> Iterator[Frame]:
             requests=(part,) if places else (),
             blocks=blocks,
             finished=(finished,) if not runs or stop == runs[-1][1] else (),
-            acted=_events(sidecar) if not runs or start == runs[0][0] else (),
             step_tokens=len(places),
             step_requests=1,
         )
-        yield Frame.seal(header, payload)
+        yield _Step(Frame.seal(header, payload), events)
+        events = []
 
 
-def _events(sidecar: Any) -> tuple[ActedOn, ...]:
-    """Return the events that a sidecar has, as many as a frame takes; those that changed nothing are left out."""
+def _events(sidecar: Any, incarnation: str) -> list[Answered]:
+    """Return the events that a sidecar has, and one more that stands for those for which it had no room."""
+    engine, request = sidecar.engine, sidecar.request
     events = [
-        Acted(
-            event.by,
+        Answered(
+            event.id,
+            engine,
+            request,
             event.kind,
             tuple(map(Site.parse, event.sites)),
-            event.step,
+            event.by,
             event.time_ns,
+            event.step,
+            event.reason,
             event.position,
             event.score,
             event.threshold,
             event.label,
+            incarnation,
             event.target,
             event.scale,
+            event.outcome,
         )
         for event in sidecar.events
-        if event.step is not None
     ]
-    return (ActedOn(sidecar.request, "", tuple(events[: limits.ACTED_MAX])),) if events else ()
+    if sidecar.events_lost:
+        name = xxhash.xxh3_128_hexdigest(repr((engine, request, incarnation, "overflow")).encode())
+        got, expected = f"{sidecar.events_lost} more", f"at most {limits.EVENTS_KEPT_MAX}"
+        reason = explain("events of the request", got=got, expected=expected)
+        time_ns = events[-1].time_ns if events else 0
+        events.append(Answered(name, engine, request, "overflow", (), "dataset", time_ns, None, reason, None,
+            incarnation=incarnation, outcome="applied"))  # fmt: skip
+    return events
 
 
 def _clipped(runs: list[int] | None, start: int, stop: int) -> tuple[int, ...] | None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from capflow import limits
+from capflow.buffers.policy import WhenFull
 from capflow.buffers.spool import Lost
 from capflow.capture.frame import Dropped, Finished, Frame, FrameHeader, Rank, WorkerBoot, rows_of
 from capflow.capture.model import ModelInfo
@@ -26,6 +27,7 @@ from capflow.protocol.message import Hello
 from capflow.protocol.recording import Entry, RecordedEngine
 from capflow.protocol.row_format import RowFormat
 from capflow.replay.peer import LocalPeer
+from capflow.steering.action import Answered
 from capflow.transport.links.worker import empty_header
 
 logger = logging.getLogger("capflow.replay")
@@ -116,6 +118,8 @@ class Replay:
                 self._connect(name)
             case Frame():
                 self._frame(entry)
+            case Answered():
+                self._event(entry)
             case RequestDone():
                 self._done(entry)
             case Lost():
@@ -150,6 +154,15 @@ class Replay:
         for finished in header.finished:
             self._ended.setdefault((header.engine, finished.id), set()).add(header.rank.pp)
         worker.give(frame)
+
+    def _event(self, answered: Answered) -> None:
+        """Tell consumers an event. Unlike a frame it needs no credit, so it waits for consumers that are waited for."""
+        while not self._stopped() and any(
+            lane.policy is WhenFull.BLOCK and lane.notes.nbytes > limits.NOTES_BYTES_MAX // 2
+            for lane in self._hub.lanes
+        ):
+            time.sleep(limits.IDLE_S)
+        self._hub.tell(answered)
 
     def _rest(self, until: float) -> None:
         while (left := until - time.monotonic()) > 0 and not self._stopped():

@@ -32,7 +32,6 @@ from capflow.probes.probe import Probe, as_float32, load_vector
 from capflow.steering.action import Answered, Steer, Unsteer
 from capflow.steering.vector import SteeringVector
 
-
 RETRY_S = 1.0
 """The least time between a rejection and the next action on a request, seconds."""
 

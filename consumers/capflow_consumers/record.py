@@ -1,7 +1,7 @@
 """The record consumer: whole frames as they came, for `capflow replay`.
 
 `capflow.protocol.recording` is the format. A frame is kept when it has a row that the options describe or that a
-request asked for. It is kept whole, header and payload, and once: a frame that is delivered again after a kill is
+request asked for. Events of steering are kept, also of requests without such rows. A frame is kept whole, header and payload, and once: a frame that is delivered again after a kill is
 recognised by its number.
 """
 
@@ -22,6 +22,7 @@ from capflow.capture.spec import CaptureSpec, read_layers
 from capflow.errors import UsageError, explain
 from capflow.plugins.consumer import Consumer, Context, hookimpl
 from capflow.protocol.recording import Recorder
+from capflow.steering.action import Answered
 
 
 class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,6 +93,10 @@ class RecordConsumer(Consumer):
         """Record the frame."""
         if not self._recorder.frame(frame) and self._context is not None:
             self._context.count("frames_again")
+
+    def on_action(self, answered: Answered) -> None:
+        """Record an event of steering that is in no recorded frame, such as the outcome of an action."""
+        self._recorder.event(answered)
 
     def on_request_done(self, done: RequestDone) -> CaptureResult:
         """Record the end of the request; with `fsync`, wait until everything before it is on the disk."""

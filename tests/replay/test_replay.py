@@ -16,7 +16,7 @@ import pytest
 
 import capflow
 from capflow.buffers.spool import Lost
-from capflow.capture.frame import Frame
+from capflow.capture.frame import Acted, ActedOn, Frame
 from capflow.capture.result import RequestDone
 from capflow.capture.spec import CaptureSpec
 from capflow.errors import CapflowError, UsageError
@@ -25,6 +25,8 @@ from capflow.protocol import recording
 from capflow.protocol.recording import Recorder
 from capflow.replay.dataset import entries_of
 from capflow.replay.player import Replay, ReplayPace
+from capflow.steering.action import ActionApplied, Answered, Freeze, Rejected, Steer, Unknown
+from capflow.steering.events import events_of
 from capflow.testing import MemoryHub
 from tests.kit.frames import make_finished, make_frame, make_hello, make_model
 from tests.kit.hubs import Recorder as Watcher
@@ -119,7 +121,66 @@ class EngineWatcher(Watcher):
         return super().on_request_done(done)
 
 
+def acted(frame, request, *positions):
+    """Return a frame with the events of a gate at these positions of a request."""
+    events = tuple(Acted("gate rude", "gate", (), 5, 10**18 + position, position) for position in positions)
+    header = msgspec.structs.replace(frame.header, acted=(ActedOn(request, "i-1", events),))
+    return Frame.seal(header, frame.payload)
+
+
+def steered(hub):
+    """Have a client and a worker steer a request, of which only the second of three frames has recorded rows."""
+    engine = hub.engine()
+    outcomes = [ActionApplied("a", 3, 0, "i-1"), Rejected("b", "no", "i-1"), Unknown("c", "no answer")]
+    client = [Answered.of(Steer("r1", ()), each, engine=engine.name, asked_by="client") for each in outcomes]
+    for number, (start, length) in enumerate([(0, 2), (2, 2), (4, 1)]):
+        engine.send(acted(engine.made([("r1", 4, start, length)]), "r1", start, start + length - 1))
+        engine.settle()
+        hub.hub.tell(client[number])
+    hub.hub.tell(Answered.of(Freeze(), outcomes[0], engine=engine.name, asked_by="client"))
+    hub.hub.tell(Answered.of(Steer("unseen", ()), outcomes[0], engine=engine.name, asked_by="client"))
+    engine.finish("r1", incarnation="i-1")
+    engine.settle()
+    assert hub.stop()
+
+
+class EventWatcher(Watcher):
+    """Keeps the events that it gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def on_action(self, answered):
+        self.told.append(answered)
+
+
 class TestARecordingReplayed:
+    def test_gives_the_same_events_once_whatever_they_came_in(self, tmp_path):
+        """The recorder has no rows of two of the frames."""
+        live, again = EventWatcher(), EventWatcher()
+        rows = {"positions": "last_prompt"}
+        with MemoryHub(live, filesystem(tmp_path / "live", **rows), record(tmp_path / "rec", **rows)) as hub:
+            steered(hub)
+        replay(tmp_path / "rec", again, filesystem(tmp_path / "again", **rows))
+        assert len(live.told) == 11
+        assert sorted(again.told, key=lambda each: each.id) == sorted(live.told, key=lambda each: each.id)
+        stored, again = (capflow.open(tmp_path / name)["r1"].events for name in ("live", "again"))
+        assert again == stored
+        assert [event.kind for event in stored].count("steer") == 3
+
+    def test_has_each_event_once_also_if_it_came_again_after_a_kill(self, tmp_path):
+        frame = acted(make_frame([("r1", 4, 0, 4)]), "r1", 0)
+        (inside,) = events_of(frame.header)
+        alone = Answered.of(Steer("r1", ()), ActionApplied("a", 3), engine="engine-1", asked_by="client")
+        for _ in range(3):
+            with Recorder(tmp_path / "rec") as recorder:
+                recorder.frame(frame)
+                recorder.event(inside)
+                recorder.event(alone)
+        kinds = [type(entry) for entry in recording.read(tmp_path / "rec")]
+        assert kinds == [Frame, Answered]
+
     @pytest.mark.parametrize("seed", range(4))
     def test_gives_byte_for_byte_the_same_data_set(self, tmp_path, seed):
         with MemoryHub(filesystem(tmp_path / "live"), record(tmp_path / "rec")) as hub:

@@ -40,9 +40,10 @@ from capflow.hub.lanes.notes import weight
 from capflow.hub.lanes.tally import NOT_ENDED, Delivery, Tallies, Tally
 from capflow.hub.lanes.writer import Greeting, InboxWriter, QueuedFrame, Taken
 from capflow.hub.requests.index import Arrival, RequestIndex
-from capflow.hub.requests.request import KnownEngine, Request, RequestName, events_of
+from capflow.hub.requests.request import KnownEngine, Request, RequestName
 from capflow.plugins.configure import ConfiguredConsumer
 from capflow.steering.action import Answered
+from capflow.steering.events import events_of
 
 logger = logging.getLogger("capflow.consumer")
 

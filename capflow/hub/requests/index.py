@@ -27,9 +27,10 @@ from capflow.capture.result import CaptureResult
 from capflow.capture.site import Site
 from capflow.capture.spec import Capture, CaptureByConsumer, CaptureSpec
 from capflow.errors import RemoteProtocolError, UsageError, explain
-from capflow.hub.requests.request import REQUEST_BYTES, KnownEngine, Request, RequestName, events_of
+from capflow.hub.requests.request import REQUEST_BYTES, KnownEngine, Request, RequestName
 from capflow.hub.requests.share import Groups, Share
 from capflow.steering.action import Answered
+from capflow.steering.events import events_of
 from capflow.text.engine_name import is_of, name_of
 
 # The size of the memo of which sites of a block each consumer wants.

@@ -89,7 +89,26 @@ def test_a_data_set_that_is_replayed_says_it_again(tmp_path):
     assert replayed.returncode == 0, replayed.stderr
     first, second = (capflow.open(tmp_path / name)["r1"] for name in ("first", "second"))
     assert second.steered(SITES[0]).tolist() == first.steered(SITES[0]).tolist()
-    assert [(e.kind, e.by, e.position, e.score) for e in second.events] == [("gate", "gate rude", 1, 1.5)]
+    assert second.events == first.events
+    assert len(second.events) == 1
+
+
+@pytest.mark.parametrize(("count", "lost"), [(limits.ACTED_MAX + 144, 0), (limits.EVENTS_KEPT_MAX + 3, 1)])
+def test_a_replay_of_a_data_set_leaves_out_no_event(tmp_path, count, lost):
+    """One event stands for those that the data set lost; it has no room beside the others."""
+    consumer = opened(tmp_path / "first", SITES)
+    consumer.on_frame(make_frame([("r1", 4, 0, 6)], SITES, seq=1, steered={}))
+    rejected = Answered.of(Steer("r1", ()), Rejected("r", "no"), engine="engine-1", asked_by="client")
+    for answered in (rejected, *map(event, range(count - 1))):
+        consumer.on_action(answered)
+    consumer.on_request_done(ended())
+    consumer.close()
+    replayed = run("replay", tmp_path / "first", "--consumer", f"filesystem:root={tmp_path / 'second'}")
+    assert replayed.returncode == 0, replayed.stderr
+    first, second = (capflow.open(tmp_path / name)["r1"] for name in ("first", "second"))
+    assert len(first.events) == min(count, limits.EVENTS_KEPT_MAX)
+    assert second.events == first.events
+    assert second.sidecar.events_lost == lost
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
