@@ -32,6 +32,8 @@ test-one: env  ## run one test file or test: make test-one T=tests/capture/test_
 # They wait for time to pass rather than for the processor, so they run beside the others.
 WAITING := tests/hub tests/consumers tests/transport
 test: env system  ## run the tests except the long ones: those of engines, those that wait and the rest side by side
+	@# Hundreds of tests start a process, which would compile these files again where it may write no bytecode.
+	@$(PYTHON) -m compileall -q capflow consumers dashboard engine_ext tests
 	@waiting=$$(mktemp); $(PYTHON) -m pytest -m "not (engine or long)" $(WAITING) --durations 25 >$$waiting 2>&1 & first=$$!; \
 		rest=$$(mktemp); \
 		$(PYTHON) -m pytest -m "not (engine or long)" $(WAITING:%=--ignore=%) --durations 25 >$$rest 2>&1 & second=$$!; \

@@ -55,40 +55,28 @@ def test_a_server_finds_the_hub_and_either_may_leave_first(tiny_with_words, refe
     assert not any("Traceback" in line for line in lines)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        pytest.param(("--hub", "tcp://203.0.113.1:9000"), "--insecure", marks=pytest.mark.long),
-        pytest.param(
-            ("--hub", f"tcp://{'ab' * 32}@203.0.113.1:9000"), "--key: got none, expected a key", marks=pytest.mark.long
-        ),
-        pytest.param(("--key", "gpu"), "--key: got the address ipc://", marks=pytest.mark.long),
-        pytest.param(("--sites", "post_block:99"), "post_block:99", marks=pytest.mark.long),
+        (("--hub", "tcp://203.0.113.1:9000"), "--insecure"),
+        (("--hub", f"tcp://{'ab' * 32}@203.0.113.1:9000"), "--key: got none, expected a key"),
+        (("--key", "gpu"), "--key: got the address ipc://"),
+        (("--sites", "post_block:99"), "post_block:99"),
         (("--colour", "red"), "unrecognized arguments: --colour red; see `capflow serve --help=all`"),
-        pytest.param(("--consumer", "filesystem:root={home}/rows,layers=99"), "layer 99", marks=pytest.mark.long),
-        pytest.param(("--port", "{port}"), "--port: got :{port}, address already in use", marks=pytest.mark.long),
-        pytest.param(
-            ("--consumer", "log", "--address", "ipc://{home}/open/hub.sock"), "chmod 700", marks=pytest.mark.long
-        ),
-        pytest.param(("--worker-cls", "mine.Worker"), "--worker-cls", marks=pytest.mark.long),
-        pytest.param(
-            ("--steering-modules", "glad"), "--steering-modules: got glad, expected NAME=PATH", marks=pytest.mark.long
-        ),
-        pytest.param(
-            ("--steering-modules", "glad=/nowhere.json"), "/nowhere.json: got no such file", marks=pytest.mark.long
-        ),
-        pytest.param(
-            ("--steering-bank-bytes", "0"), "--steering-bank-bytes: got 0, expected 1..", marks=pytest.mark.long
-        ),
-        pytest.param(
+        (("--consumer", "filesystem:root={home}/rows,layers=99"), "layer 99"),
+        (("--port", "{port}"), "--port: got :{port}, address already in use"),
+        (("--consumer", "log", "--address", "ipc://{home}/open/hub.sock"), "chmod 700"),
+        (("--worker-cls", "mine.Worker"), "--worker-cls"),
+        (("--steering-modules", "glad"), "--steering-modules: got glad, expected NAME=PATH"),
+        (("--steering-modules", "glad=/nowhere.json"), "/nowhere.json: got no such file"),
+        (("--steering-bank-bytes", "0"), "--steering-bank-bytes: got 0, expected 1.."),
+        (
             ("--steering-modules", "one={home}/one.json", "large={home}/large.json", "--steering-bank-bytes", "512"),
             "large.json: vectors: got 3 different vectors, expected at most 2",
-            marks=pytest.mark.long,
         ),
-        pytest.param(("--grpc-port", "0"), "--grpc-port: got 0, expected 1..65535", marks=pytest.mark.long),
-        pytest.param(
-            ("--capture-wait-s", "soon"), "--capture-wait-s: got soon, expected more than 0", marks=pytest.mark.long
-        ),
+        (("--grpc-port", "0"), "--grpc-port: got 0, expected 1..65535"),
+        (("--capture-wait-s", "soon"), "--capture-wait-s: got soon, expected more than 0"),
     ],
 )
 def test_a_wrong_option_is_one_line_before_anything_starts(tiny_with_words, tmp_path, arguments, words):

@@ -134,6 +134,7 @@ def test_refuses_a_model_that_is_not_there(tmp_path):
     refused(sites(tmp_path / "nowhere"), f"model {tmp_path / 'nowhere'}", "a directory with a config.json")
 
 
+@pytest.mark.long
 def test_refuses_a_model_that_vllm_does_not_implement(tmp_path):
     config = transformers.GPTNeoConfig(num_layers=1, attention_types=[[["global"], 1]], hidden_size=64, num_heads=2)
     refused(sites(only_a_configuration(tmp_path, config, "GPTNeoForCausalLM")), "GPTNeoForCausalLM", "not supported")

@@ -87,13 +87,13 @@ def test_healthy_ranks_agree_and_a_fault_on_one_is_named_with_its_first_step(tin
         running_hub(address, Keeper()) as hub,
         engine(tiny, hub=address, **PARALLEL) as llm,
     ):
-        add(llm, "healthy", 200, **STEERING)
+        add(llm, "healthy", 80, **STEERING)
         step(llm)
-        eventually(lambda: (report(hub) or {"step": 0})["step"] >= 200)
+        eventually(lambda: (report(hub) or {"step": 0})["step"] >= 80)
         healthy = report(hub)
         assert (healthy["consistent"], healthy["first_mismatch"]) == (True, None)
         assert healthy["ranks"] == ("0.0", "0.1")
-        assert healthy["actions"] >= 200
+        assert healthy["actions"] >= 80
         assert not problems(hub, time.monotonic())
         assert consistent_in_metrics(hub) == 1
         add(llm, "faulty", 150, **STEERING)

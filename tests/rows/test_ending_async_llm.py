@@ -99,7 +99,8 @@ def threshold(tiny, reference):
     return float(np.median(highest)) - 1e-3
 
 
-@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.long), 1], ids=["sync", "async"])
+@pytest.mark.long
+@pytest.mark.parametrize("ahead", [0, 1], ids=["sync", "async"])
 def test_a_stream_ends_with_the_token_of_the_row_that_fired(
     tiny, reference, tmp_path, tmp_path_factory, threshold, ahead
 ):

@@ -126,6 +126,7 @@ def test_wrong_options_are_one_line(arguments, words):
     assert words in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_a_model_that_is_not_there_is_one_line():
     done = doctor("--steering", "nowhere/at-all", "--json")

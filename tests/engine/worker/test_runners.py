@@ -44,9 +44,8 @@ def stopping(number, stop):
 LONG = pytest.mark.long
 
 
-@pytest.mark.parametrize(
-    "ahead", [pytest.param(0, marks=LONG), 1, pytest.param(2, marks=LONG)], ids=["sync", "async", "deeper"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("ahead", [0, 1, 2], ids=["sync", "async", "deeper"])
 def test_the_v2_runner_s_rows_are_those_of_their_requests(tiny_with_words, reference, stops, tmp_path, ahead):
     """Prompts longer than a step's budget, decode beside prefill, requests that end at different steps; steering."""
     asked = requests(LENGTHS, [9] * len(LENGTHS))
