@@ -5,7 +5,7 @@ A point of an arm is a `Setting`. Its name begins the ids of its requests, so th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,9 @@ import numpy as np
 
 from capflow.capture.site import Site
 from capflow.probes.probe import Probe
-from capflow_models.experiment.file import Experiment
+from capflow_models.experiment.file import AXES, Experiment
+from capflow_models.experiment.prompts import LabelledPrompt
 from capflow_models.spec import Vector
-
-AXES: Mapping[str, tuple[str, ...]] = {
-    "baseline": (),
-    "prompt_only": (),
-    "always_on": ("layer", "scale"),
-    "random": ("layer", "scale"),
-    "shadow": ("threshold",),
-    "gated_sync": ("layer", "threshold", "scale"),
-    "gated_async": ("layer", "threshold", "scale"),
-    "in_graph": ("layer", "threshold", "sharpness", "scale"),
-}
-"""The axes that matter for each kind of arm."""
 
 GATE = "experiment"
 """The name of a request's gate in the graph."""
@@ -152,6 +141,32 @@ def sites_of(settings: Sequence[Setting], directions: Directions) -> list[str]:
     return [str(site) for site in sorted(sites)] or ["post_block:*"]
 
 
+def check_room(
+    experiment: Experiment,
+    settings: Sequence[Setting],
+    prompts: Sequence[LabelledPrompt],
+    count: Callable[[str], int],
+    length_max: int,
+) -> None:
+    """Raise UsageError for a prompt whose answer might not fit, with the token that reading prompt and answer makes.
+
+    An arm also generates the baseline's answer, and the model without steering reads every answer.
+
+    count: returns the number of a text's tokens.
+    length_max: the most tokens of a request.
+    """
+    answer = experiment.general.max_tokens
+    by_template = {experiment.arms[setting.arm].template: setting for setting in reversed(settings)}
+    for setting in by_template.values():
+        for prompt in prompts:
+            tokens = count(prompt_of(setting, experiment, prompt.prompt))
+            if tokens + answer + 1 > length_max:
+                got = f"{tokens} tokens in prompt {prompt.id} of arm {setting.arm}, with max_tokens = {answer}"
+                expected = f"together at most {length_max - 1}"
+                do = "raise max_model_len in [engine], lower max_tokens, or leave the prompt out"
+                raise experiment.wrong(("max_tokens",), got=got, expected=expected, do=do)
+
+
 PLUGINS = {"gated_sync": "gate", "gated_async": "async_gate", "shadow": "gate"}
 """The plugins that run beside the engine for arms, an instance for each setting."""
 
@@ -167,21 +182,20 @@ def gates_of(
 ) -> list[str]:
     """Return the `--consumer` options of the gates that run beside the engine, one for each setting.
 
-    files: a vector's file, by layer.
+    files: a vector's file, by layer. A shadow gate has none.
     """
     consumers = []
     for setting in settings:
         instance = instance_of(setting)
         if instance is None:
             continue
-        layer = setting.layer if setting.layer is not None else next(iter(files))
-        options = {
+        options: dict[str, Any] = {
             "probe": directions.probe_file,
-            "vector": files[layer],
             "threshold": repr(setting.threshold),
-            "scale": repr(1.0 if setting.scale is None else setting.scale),
             "requests": f"{setting.name}.*",
         }
+        if setting.layer is not None:
+            options |= {"vector": files[setting.layer], "scale": repr(setting.scale)}
         if setting.kind == "gated_async":
             options["capture"] = "requests"
         else:
@@ -190,8 +204,13 @@ def gates_of(
             options["release"] = repr(setting.threshold)
         if setting.kind == "shadow":
             options["shadow"] = "true"
-        consumers.append(f"{instance}:{','.join(f'{name}={value}' for name, value in options.items())}")
+        consumers.append(f"{instance}:{','.join(f'{name}={escaped(value)}' for name, value in options.items())}")
     return consumers
+
+
+def escaped(value: object) -> str:
+    """Return a value of a `--consumer` option, where a comma separates options."""
+    return str(value).replace("\\", "\\\\").replace(",", "\\,")
 
 
 POSITIONS = {"all": "all", "last_prompt": "last_prompt", "prompt": "all_prompt", "generated": "all_generated"}
@@ -220,7 +239,7 @@ def check_layers(
             raise experiment.wrong(key, got=setting.layer, expected=expected)
         if setting.kind == "in_graph" and probe is not None:
             site = Site(setting.layer, hook)
-            if site < probe or (experiment.gate.latch and site == probe):
+            if site.depth < probe.depth or (experiment.gate.latch and site == probe):
                 expected = f"a layer after the probe's site, {probe}"
                 do = "or write latch = false in [gate]" if site == probe else ""
                 raise experiment.wrong(key, got=setting.layer, expected=expected, do=do)

@@ -29,6 +29,21 @@ MetricName = Literal[
 ]  # fmt: skip
 METRICS: tuple[str, ...] = get_args(MetricName)
 
+AXES: Mapping[str, tuple[str, ...]] = {
+    "baseline": (),
+    "prompt_only": (),
+    "always_on": ("layer", "scale"),
+    "random": ("layer", "scale"),
+    "shadow": ("threshold",),
+    "gated_sync": ("layer", "threshold", "scale"),
+    "gated_async": ("layer", "threshold", "scale"),
+    "in_graph": ("layer", "threshold", "sharpness", "scale"),
+}
+"""The axes that matter for each kind of arm."""
+
+HARMS = ("kl", "perplexity", "duty")
+"""The metrics that harm may be: more of it is worse, and each answer has its own value."""
+
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Seed = Annotated[int, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(gt=0, lt=1)]
@@ -63,6 +78,7 @@ class ProbeSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: a probe file.
     fit: a file of texts with labels, as prompts are.
     prompt, label, positive: the fields' names, and the label for which the probe fires.
+    split: of a directory with several.
     hook, layer: the probe's site, for a fit.
     method: `logistic` or `mean`.
     tokens: the rows of a text to fit on: its `last` one, or `all` but the first.
@@ -76,6 +92,7 @@ class ProbeSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt: str = "prompt"
     label: str = "label"
     positive: Names = ("target",)
+    split: str = ""
     hook: str = "post_block"
     layer: Seed | None = None
     method: Literal["logistic", "mean"] = "logistic"
@@ -252,7 +269,7 @@ class Experiment(msgspec.Struct, frozen=True):
     def read(cls, path: Path) -> Experiment:
         """Return the experiment of a file. Raises UsageError that names the line and the key."""
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
             tables = tomllib.loads(text)
         except OSError as e:
             raise UsageError(explain(str(path), got=e.strerror or str(e), expected="a readable TOML file")) from e
@@ -340,6 +357,9 @@ def _read(places: _Places, tables: dict[str, Any]) -> Experiment:
     engine = tables.get("engine", {})
     if not isinstance(engine, dict):
         raise places.wrong(("engine",), got=engine, expected="a table of arguments of capflow.LLM")
+    for name in ("model", "consumers", "hub", "logits_processors"):
+        if name in engine:
+            raise places.wrong(("engine", name), got=name, expected="to be left out; the experiment sets it")
     return Experiment(
         places.path, places.text, general, prompts, one("vector", VectorSource), one("probe", ProbeSource),
         one("held_out", ProbeSource), one("judge", JudgeCommand), one("gate", GateOptions) or GateOptions(),
@@ -359,6 +379,7 @@ def _check(experiment: Experiment) -> None:
         raise experiment.wrong(("arms",), got=got, expected="one, with which the others are compared", do=do)
     for arm, options in experiment.arms.items():
         _check_arm(experiment, arm, options)
+        _check_ignored(experiment, arm, options)
         _check_axes(experiment, options, ("arms", arm))
     _check_axes(experiment, experiment.sweep, ("sweep",))
     seeds = experiment.general.seeds
@@ -384,6 +405,25 @@ def _check_arm(experiment: Experiment, arm: str, options: ArmOptions) -> None:
         raise experiment.wrong((*key, "at"), got=options.at, expected="generated, as it acts between steps")
 
 
+def _check_ignored(experiment: Experiment, arm: str, options: ArmOptions) -> None:
+    """Raise UsageError for keys that do nothing for an arm's kind."""
+    kind, key = experiment.kind(arm), ("arms", arm)
+    for axis in ("threshold", "sharpness", "scale", "layer"):
+        if getattr(options, axis) is not None and axis not in AXES[kind]:
+            got, allowed = str(list(getattr(options, axis))), ", ".join(AXES[kind]) or "none"
+            raise experiment.wrong((*key, axis), got=got, expected=f"no {axis}; the axes of {kind}: {allowed}")
+    if options.vector_seed and kind != "random":
+        expected = f"none, as its kind is {kind}"
+        raise experiment.wrong((*key, "vector_seed"), got=options.vector_seed, expected=expected)
+    if options.at != "generated" and kind not in STEERED:
+        raise experiment.wrong((*key, "at"), got=options.at, expected=f"none, as its kind is {kind}")
+    gate = experiment.gate
+    prompt_only = gate.positions in ("last_prompt", "prompt")
+    if kind == "in_graph" and options.at == "generated" and not gate.latch and prompt_only:
+        expected = f"true with positions = {gate.positions}, as {arm} would never act on a generated position"
+        raise experiment.wrong(("gate", "latch"), got=False, expected=expected, do='or write positions = "all"')
+
+
 def _check_axes(experiment: Experiment, axes: Axes, key: Key) -> None:
     for name in ("threshold", "scale"):
         values = getattr(axes, name) or ()
@@ -404,26 +444,35 @@ def _check_metrics(experiment: Experiment) -> None:
             if general.metrics and name not in general.metrics:
                 do = f"add {name} to metrics"
             raise experiment.wrong((key,), got=name, expected=f"one of {', '.join(experiment.metrics)}", do=do)
+    if general.harm is not None and general.harm not in HARMS:
+        expected = f"one of {', '.join(HARMS)}, of which more is worse"
+        raise experiment.wrong(("harm",), got=general.harm, expected=expected)
 
 
 def _check_sources(experiment: Experiment) -> None:
     named: list[tuple[Key, str]] = []
     many = isinstance(tomllib.loads(experiment.text).get("prompts"), list)
     for number, prompts in enumerate(experiment.prompts):
-        named.append((("prompts", number, "path") if many else ("prompts", "path"), prompts.path))
+        table: Key = ("prompts", number) if many else ("prompts",)
+        named.append(((*table, "path"), prompts.path))
+        if both := [label for label in prompts.target if label in prompts.benign]:
+            expected = "other labels than those of target"
+            raise experiment.wrong((*table, "benign"), got=both[0], expected=expected)
     directions = {"probe": experiment.probe, "held_out": experiment.held_out, "vector": experiment.vector}
-    for table, source in directions.items():
+    for name, source in directions.items():
         if source is None:
             continue
         if (source.file is None) == (source.fit is None):
             got = "both" if source.file else "neither"
-            raise experiment.wrong((table,), got=got, expected="either file or fit")
-        if isinstance(source, ProbeSource) and source.fit:
-            if source.layer is None:
-                raise experiment.wrong((table,), expected="the layer of the probe", do="write layer = 9")
-            if source.hook not in HOOKS:
-                raise experiment.wrong((table, "hook"), got=source.hook, expected=f"one of {', '.join(HOOKS)}")
-        named.append(((table, "file" if source.file else "fit"), source.file or source.fit or ""))
+            raise experiment.wrong((name,), got=got, expected="either file or fit")
+        if source.hook not in HOOKS:
+            raise experiment.wrong((name, "hook"), got=source.hook, expected=f"one of {', '.join(HOOKS)}")
+        if isinstance(source, ProbeSource):
+            if source.fit and source.layer is None:
+                raise experiment.wrong((name,), expected="the layer of the probe", do="write layer = 9")
+            if source.threshold is not None and not math.isfinite(source.threshold):
+                raise experiment.wrong((name, "threshold"), got=str(source.threshold), expected="a finite number")
+        named.append(((name, "file" if source.file else "fit"), source.file or source.fit or ""))
     for key, path in named:
         if not experiment.relative(path).exists():
             raise experiment.wrong(key, got=path, expected="an existing file, relative to this one")

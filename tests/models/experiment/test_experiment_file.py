@@ -57,9 +57,9 @@ threshold = [0.0, 1.0, 2.0]
 
 @pytest.fixture
 def write(tmp_path):
-    lines = [json.dumps({"prompt": "w5", "label": label}) for label in ("target", "benign")]
+    lines = [json.dumps({"prompt": "w5", "label": label}) for label in ("target", "benign")] * 2
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines) + "\n")
-    (tmp_path / "pairs.jsonl").write_text(json.dumps({"positive": "w5", "negative": "w6"}) + "\n")
+    (tmp_path / "pairs.jsonl").write_text((json.dumps({"positive": "w5", "negative": "w6"}) + "\n") * 2)
 
     def write(text):
         path = tmp_path / "experiment.toml"
@@ -103,6 +103,38 @@ def test_an_arm_has_every_combination_of_the_axes_that_matter_for_it(write):
         ("[arms.always_on]", "[arms.prompt_only]", 20, "expected a text with {prompt} in it"),
         ("threshold = [0.0, 1.0, 2.0]", 'at = "all"', 23, "expected generated, as it acts between steps"),
         ("[arms.baseline]", "[gate]\nlatched = true\n[arms.baseline]", 19, "expected one of positions, latch"),
+        (
+            "[arms.baseline]",
+            "[arms.baseline]\nscale = [1.0]",
+            19,
+            "got [1.0], expected no scale; the axes of baseline: none",
+        ),
+        ("[arms.always_on]", "[arms.always_on]\nthreshold = [1.0]", 21, "the axes of always_on: layer, scale"),
+        ("[arms.always_on]", "[arms.always_on]\nsharpness = [1.0]", 21, "expected no sharpness"),
+        ("[arms.always_on]", "[arms.always_on]\nvector_seed = 3", 21, "got 3, expected none, as its kind is always_on"),
+        ("[arms.always_on]", '[arms.shadow]\nat = "all"', 21, "got all, expected none, as its kind is shadow"),
+        (
+            "[arms.always_on]",
+            "[arms.in_graph]\n[gate]\nlatch = false\npositions = 'prompt'",
+            22,
+            "in_graph would never act",
+        ),
+        ("seeds = [0, 1]", 'harm = "distinct_1"', 2, "expected one of kl, perplexity, duty, of which more is worse"),
+        ("seeds = [0, 1]", 'harm = "tokens_per_s"', 2, "expected one of kl"),
+        (
+            'fit = "pairs.jsonl"',
+            'fit = "pairs.jsonl"\nhook = "post_blok"',
+            13,
+            "got post_blok, expected one of pre_attn",
+        ),
+        ("layer = 2", "layer = 2\nthreshold = nan", 10, "got nan, expected a finite number"),
+        (
+            'path = "prompts.jsonl"',
+            'path = "prompts.jsonl"\nbenign = ["target"]',
+            6,
+            "expected other labels than those of",
+        ),
+        ("[arms.baseline]", "[engine]\nconsumers = []\n[arms.baseline]", 19, "got consumers, expected to be left out"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_line_and_what_to_write(write, before, after, line, words):
@@ -124,6 +156,28 @@ def test_a_layer_that_cannot_be_is_refused_before_an_engine_starts(write, tiny, 
         run(ExperimentJob(str(path), dry_run=layer == 1))
     assert str(e.value).startswith(f"{path}, line 15: sweep.layer: got {layer}, expected ")
     assert words in str(e.value)
+
+
+def test_a_byte_order_mark_begins_no_key(tmp_path, write):
+    path = write(GOOD)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert Experiment.read(path).general.model == "demo"
+
+
+def test_prompts_without_ids_from_two_splits_of_a_data_set_have_different_ids(tmp_path, write):
+    import datasets
+
+    data = datasets.Dataset.from_list([{"prompt": "a", "label": "target"}, {"prompt": "b", "label": "benign"}])
+    datasets.DatasetDict({"train": data, "test": data}).save_to_disk(tmp_path / "ds")
+    one = '[[prompts]]\npath = "ds"\nsplit = "{}"\n'
+    text = GOOD.replace('[prompts]\npath = "prompts.jsonl"\n', one.format("train") + one.format("test"))
+    prompts = read_prompts(Experiment.read(write(text)))
+    assert [prompt.id for prompt in prompts] == ["ds-train-0", "ds-train-1", "ds-test-0", "ds-test-1"]
+    twice = one.format("train") + 'target = ["benign"]\nbenign = ["no"]\n' + one.format("train")
+    prompts = read_prompts(Experiment.read(write(GOOD.replace('[prompts]\npath = "prompts.jsonl"\n', twice))))
+    assert [prompt.id for prompt in prompts] == ["ds-train-0-1", "ds-train-1-0", "ds-train-1-1"]
+    fitted = write(GOOD.replace('fit = "prompts.jsonl"', 'fit = "ds"\nsplit = "test"'))
+    assert Experiment.read(fitted).probe.split == "test"
 
 
 def test_labels_of_which_none_is_a_target_are_refused_with_those_of_the_file(write):
@@ -156,6 +210,10 @@ def test_the_page_shows_a_file_that_can_be_read_and_names_every_arm_metric_and_k
 def test_a_file_that_is_no_toml_is_refused_with_its_line(write):
     with pytest.raises(UsageError, match="at line 3, column 2"):
         Experiment.read(write('model = "demo"\nseeds = [0,\n[x'))
+
+
+def test_other_line_separators_count_as_no_lines():
+    assert lines_of("a = '\u2028'\nb = 1\n")["b",] == 2
 
 
 def test_lines_are_those_of_keys_tables_and_arrays_of_tables():
