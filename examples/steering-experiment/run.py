@@ -8,6 +8,7 @@ A gated setting does less harm if the whole interval of the difference, at equal
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 import subprocess
 import sys
@@ -35,12 +36,14 @@ def main() -> None:
     print("| setting | effect | harm | always on, same effect | difference |\n|---|---|---|---|---|")
     for row in rows:
         match = dict(zip(columns, row, strict=True))
+        # An interval or a point that is not there is NULL.
+        numbers = {name: math.nan if value is None else value for name, value in match.items()}
         cells = [
-            f"{match[name]:.3f} ({match[f'{name}_low']:.3f} to {match[f'{name}_high']:.3f})"
+            f"{numbers[name]:.3f} ({numbers[f'{name}_low']:.3f} to {numbers[f'{name}_high']:.3f})"
             for name in ("effect", "harm", "other_harm", "difference")
         ]
         print(f"| {match['setting']} | {' | '.join(cells)} |")
-        better += match["difference_high"] < 0
+        better += numbers["difference_high"] < 0
     if arguments.pictures:
         for name, title in SHOWN.items():
             shutil.copyfile(arguments.out / "plots" / f"{name}.png", arguments.pictures / f"{title}.png")

@@ -88,12 +88,9 @@ class ForcedTokens(LogitsProcessor):  # type: ignore[misc]
         if forced.group != self._group:
             self._references.clear()
             self._group = forced.group
-        kl = 0.0
         if forced.request == forced.reference:
             self._references[forced.reference, position] = logprobs
-        else:
-            reference = self._references[forced.reference, position]
-            kl = divergence(reference, logprobs)
+        kl = divergence(self._references[forced.reference, position], logprobs)
         return {"request": forced.request, "position": position, "kl": kl, "logprob": float(logprobs[token])}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from capflow_models.experiment.arms import Directions, Setting
 from capflow_models.experiment.file import Experiment
 from capflow_models.experiment.prompts import LabelledPrompt
 from capflow_models.experiment.records import CELLS, Cell
+from capflow_models.experiment.schedule import key_of
 
 _CALIBRATION_TURNS = 2
 
@@ -48,36 +50,40 @@ def show_plan(
         f"{cells} answers to {len(prompts)} prompts; at most {tokens} generated tokens in {len(passes)} "
         f"pass{'es' * (len(passes) > 1)} ({', '.join(passes)})" + (", and one reading of every answer" if text else "")
     )
-    rate = _known_rate(out)
-    if calibrate:
-        seconds = _calibrated(experiment, settings, prompts, out)
-        console.print(f"about {_minutes(seconds * len(settings) * each / min(each, general.batch))}, after the start")
-    elif rate is not None:
-        console.print(f"about {_minutes(tokens / rate)} at the {rate:.0f} tokens/s of the answers in {out}")
+    done = _done(out)
+    rates = [cell.tokens_per_s for cell in done if cell.tokens_per_s]
+    keys = {key_of(setting, prompt.id, seed) for setting in settings for prompt in prompts for seed in general.seeds}
+    left = len(keys - {cell.key for cell in done})
+    if left < cells:
+        console.print(f"{cells - left} of {cells} answers already exist in {out}")
+    if left == 0:
+        console.print("nothing is left to answer")
+    elif calibrate:
+        seconds = _calibrated(experiment, settings, prompts)
+        console.print(f"about {_minutes(seconds * left / min(len(prompts), general.batch))}, after the start")
+    elif rates:
+        rate = sum(rates) / len(rates)
+        console.print(f"about {_minutes(tokens * left / cells / rate)} at the {rate:.0f} tokens/s of the answers there")
     else:
         console.print("the time is unknown: --calibrate starts the engine and times a batch")
 
 
-def _known_rate(out: Path) -> float | None:
-    """Return the mean tokens a second of the cells that a directory has; None without any."""
+def _done(out: Path) -> list[Cell]:
+    """Return the cells that a directory has."""
     try:
         lines = (out / CELLS).read_bytes().splitlines()
     except OSError:
-        return None
-    rates = []
+        return []
+    cells = []
     for line in lines:
         try:
-            rate = msgspec.json.decode(line, type=Cell, strict=False).tokens_per_s
+            cells.append(msgspec.json.decode(line, type=Cell, strict=False))
         except msgspec.MsgspecError:
             continue
-        if rate:
-            rates.append(rate)
-    return sum(rates) / len(rates) if rates else None
+    return cells
 
 
-def _calibrated(
-    experiment: Experiment, settings: Sequence[Setting], prompts: Sequence[LabelledPrompt], out: Path
-) -> float:
+def _calibrated(experiment: Experiment, settings: Sequence[Setting], prompts: Sequence[LabelledPrompt]) -> float:
     """Return the seconds that one batch of the baseline takes with its measurements; the first one warms up."""
     from capflow_models.experiment.session import Session
 
@@ -85,7 +91,10 @@ def _calibrated(
     baseline = next(setting for setting in settings if setting.kind == "baseline")
     batch = list(prompts[: experiment.general.batch])
     took = 0.0
-    with Session(experiment, out.with_name(f".{out.name}.calibration"), arms.sites_of([], nothing), (), nothing) as one:
+    with (
+        tempfile.TemporaryDirectory(prefix="capflow-calibration-") as rows,
+        Session(experiment, Path(rows), arms.sites_of([], nothing), (), nothing) as one,
+    ):
         for seed in range(_CALIBRATION_TURNS):
             start = time.monotonic()
             answers = one.answers(baseline, batch, seed)

@@ -15,27 +15,41 @@ import numpy as np
 from rich.console import Console
 
 from capflow.capture.site import Site
+from capflow.errors import UsageError, explain
 from capflow.extras import require
 from capflow.files import make_directory
 from capflow_models.backends import layer_count
 from capflow_models.experiment import arms, gating
 from capflow_models.experiment.arms import Directions, Setting, check_layers, settings_of
+from capflow_models.experiment.directions import check_files, checked_fits, known_threshold, resolve
 from capflow_models.experiment.dry import show_plan
 from capflow_models.experiment.file import Experiment
-from capflow_models.experiment.fits import DirectionFit, Fitter, check_files, describe, resolve
+from capflow_models.experiment.fits import DirectionFit, Fitter, describe
 from capflow_models.experiment.prompts import LabelledPrompt, read_prompts
-from capflow_models.experiment.records import CELLS, Cell, digest_of, done_of, encoded, read_cells
+from capflow_models.experiment.records import (
+    CELLS,
+    Cell,
+    OutputLines,
+    digest_of,
+    done_of,
+    encoded,
+    read_cells,
+    remove_leftovers,
+)
 from capflow_models.experiment.results.export import export
 from capflow_models.experiment.results.judge import judged_scores
-from capflow_models.experiment.results.manifest import manifest_of, write_manifest
+from capflow_models.experiment.results.manifest import Manifest, manifest_of, write_manifest
 from capflow_models.experiment.results.metrics import tables_of
-from capflow_models.experiment.results.report import verdict, write_report
+from capflow_models.experiment.results.report import broken_lines, verdict, write_report
 from capflow_models.experiment.schedule import CellKey, SeedBlock, blocks, key_of
 from capflow_models.jobs.ending import check_interrupted, run_program
-from capflow_models.lines import LineFile
 
 if TYPE_CHECKING:  # it needs vLLM
     from capflow_models.experiment.session import ArmAnswer, Session
+
+
+DIRECTIONS = "directions"
+"""The directory of probes and vectors in the output directory."""
 
 
 class ExperimentJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,22 +71,31 @@ class ExperimentJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def run(job: ExperimentJob) -> None:
     """Run the missing cells, then write tables and report."""
     console = Console(highlight=False, stderr=True, soft_wrap=True)
+    if job.calibrate and not job.dry_run:
+        raise UsageError(explain("--calibrate", got="no --dry-run", expected="--dry-run with it"))
     experiment = Experiment.read(Path(job.file))
     for extra in ("duckdb", "plot"):
         require(extra, "capflow experiment")
+    out = _directory(job, experiment)
     prompts = read_prompts(experiment)
-    settings = settings_of(experiment, 0.0)
+    threshold = known_threshold(experiment, out / DIRECTIONS)
+    settings = settings_of(experiment, 0.0 if threshold is None else threshold)
     layers = sorted({setting.layer for setting in settings if setting.layer is not None})
     hook = "post_block" if experiment.vector is None else experiment.vector.hook
     check_layers(settings, experiment, probe=check_files(experiment, layers), hook=hook, layers=None)
     _check_fitted(experiment, settings)
-    out = Path(job.out) if job.out else experiment.path.with_suffix("")
+    if experiment.engine:
+        from capflow_models.experiment.session import check_engine
+
+        check_engine(experiment)
     if job.dry_run:
+        checked_fits(experiment, layers, out / DIRECTIONS)
         show_plan(experiment, settings, prompts, out, calibrate=job.calibrate)
         return
     start = time.monotonic()
     make_directory(out)
-    with LineFile(out / CELLS) as file:
+    with OutputLines(out / CELLS) as file:
+        remove_leftovers(out)
         directions, files, fits = _directions(experiment, settings, out, console)
         settings = settings_of(experiment, directions.threshold)
         site = None if directions.probe is None else directions.probe.site
@@ -87,26 +110,52 @@ def run(job: ExperimentJob) -> None:
 
             gates = arms.gates_of(settings, experiment, directions, files)
             sites = arms.sites_of(settings, directions)
-            with Session(experiment, out / "work", sites, gates, directions) as session:
+            with Session(experiment, out, sites, gates, directions) as session:
+                session.check_room(settings, prompts)
                 for block in todo:
                     cells = _run_block(session, experiment, settings, block, done, digests)
+                    session.check_hub()
                     file.add(encoded(cells))
                     done |= {cell.key: cell for cell in cells}
                     check_interrupted()
                     took = time.monotonic() - start
                     console.print(f"capflow: {len(done)} of {len(digests)} answers, {took:.0f} s")
         cells = [done[key] for key in digests]
+    used = [path for path in (directions.probe_file, *files.values()) if path is not None and path.is_file()]
+    manifest = manifest_of(experiment, out, used, time.monotonic() - start)
+    _write_results(experiment, settings, prompts, cells, fits, manifest, out, console)
+
+
+def _write_results(
+    experiment: Experiment,
+    settings: Sequence[Setting],
+    prompts: Sequence[LabelledPrompt],
+    cells: Sequence[Cell],
+    fits: Sequence[DirectionFit],
+    manifest: Manifest,
+    out: Path,
+    console: Console,
+) -> None:
+    """Write tables, manifest and report, and print what they say."""
     judged = judged_scores(experiment, cells, prompts, out)
     tables = tables_of(experiment, settings, prompts, cells, judged)
-    export(experiment, cells, judged, tables, out)
-    used = sorted((out / "directions").glob("gate-*.safetensors"))
-    manifest = manifest_of(experiment, out, used, time.monotonic() - start)
+    export(experiment, cells, judged, tables, fits, out)
     write_manifest(manifest, out)
     write_report(experiment, settings, prompts, cells, tables, fits, manifest, out)
     titles = {setting.name: setting.title for setting in settings}
     for match in tables.matches:
-        console.print(f"capflow: {titles[match.setting]}: {verdict(match)} at equal effect")
+        console.print(f"capflow: {titles[match.setting]}, at equal effect: {verdict(match)}")
+    for line in broken_lines(settings, cells):
+        console.print(f"capflow: {line}")
     console.print(f"capflow: {len(cells)} answers; see {out / 'report.html'}")
+
+
+def _directory(job: ExperimentJob, experiment: Experiment) -> Path:
+    """Return the output directory. Raises UsageError for a path that is something else."""
+    out = Path(job.out) if job.out else experiment.path.with_suffix("")
+    if out.exists() and not out.is_dir():
+        raise UsageError(explain("--out", got=f"{out}, a file", expected="a directory", do="write --out DIR"))
+    return out
 
 
 def _check_fitted(experiment: Experiment, settings: Sequence[Setting]) -> None:
@@ -142,10 +191,10 @@ def _directions(
         sites = {f"{s.hook}:{s.layer}" for s in (experiment.probe, experiment.held_out) if s is not None and s.fit}
         if experiment.vector is not None:
             sites |= {str(Site(layer, experiment.vector.hook)) for layer in layers}
-        with fitting(experiment, out / "work", sorted(sites)) as fitter:
+        with fitting(experiment, out, sorted(sites)) as fitter:
             yield fitter
 
-    directions, files, fits = resolve(experiment, layers, out / "directions", start)
+    directions, files, fits = resolve(experiment, layers, out / DIRECTIONS, start)
     for fit in fits:
         console.print(f"capflow: {describe(fit)}")
     return directions, files, fits
@@ -171,7 +220,9 @@ def _digests(
     digests = {}
     for setting in settings:
         options = experiment.arms[setting.arm]
-        vector = None if setting.layer is None else directions.vectors[setting.layer].tobytes()
+        vector = None
+        if setting.layer is not None:
+            vector = [directions.hook, directions.vectors[setting.layer].tobytes()]
         arm = {**shared, "arm": [setting.kind, options.at, options.template, options.vector_seed], "vector": vector}
         for prompt in prompts:
             digest = digest_of({**arm, "prompt": [prompt.prompt, prompt.label]})

@@ -8,8 +8,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import inspect
+import json
 import os
 import shutil
+import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,11 +30,22 @@ from capflow.capture.site import Site
 from capflow.errors import CapflowError, explain
 from capflow.probes.probe import Probe, as_float32
 from capflow_engine.compat import engine as compat
+from capflow_engine.llm import llm
 from capflow_models.backends import resolved_model
-from capflow_models.experiment.arms import POSITIONS, Directions, Setting, fields_of, instance_of, prompt_of
+from capflow_models.experiment.arms import (
+    POSITIONS,
+    Directions,
+    Setting,
+    check_room,
+    escaped,
+    fields_of,
+    instance_of,
+    prompt_of,
+)
 from capflow_models.experiment.file import Experiment
 from capflow_models.experiment.fits import Fitter
 from capflow_models.experiment.prompts import LabelledPrompt
+from capflow_models.experiment.records import ROWS
 from capflow_models.vllm_model import VLLMSteerableModel
 
 PROCESSOR = "capflow_engine.compat.forced:ForcedTokens"
@@ -58,43 +75,92 @@ class ArmAnswer(msgspec.Struct, frozen=True):
     cached_tokens: int | None
 
 
+_ACCEPTED_S_MAX = 30.0
+
+
 class Session:
     """A running engine. Use it as a context manager.
 
-    rows: the directory for captured rows, removed at the end.
+    out: the directory in which a new one for captured rows is made. It is removed at the end.
     """
 
     def __init__(
         self,
         experiment: Experiment,
-        rows: Path,
+        out: Path,
         sites: Sequence[str],
         gates: Sequence[str] = (),
         directions: Directions | None = None,
     ) -> None:
         self._experiment = experiment
         self._directions = directions
-        self._rows = rows
-        self._out = rows / "forced.jsonl"
         self._number = 0
-        shutil.rmtree(rows, ignore_errors=True)
-        rows.mkdir(parents=True)
-        keeper = f"filesystem:root={rows / 'rows'},capture=requests,fsync=false"
+        self._running: capflow.LLM | None = None
+        self._rows = Path(tempfile.mkdtemp(prefix=ROWS, dir=out))
+        self._out = self._rows / "forced.jsonl"
+        try:
+            self._running = self._started(sites, gates)
+            self._check_accepted()
+        except BaseException:
+            self.close()
+            raise
+
+    def _started(self, sites: Sequence[str], gates: Sequence[str]) -> capflow.LLM:
+        experiment = self._experiment
+        keeper = f"filesystem:root={escaped(self._rows / 'rows')},capture=requests,fsync=false"
         arguments: dict[str, Any] = {"disable_log_stats": False, "sites": list(sites), **experiment.engine}
-        if "kl" in experiment.metrics and directions is not None:
+        if "kl" in experiment.metrics and self._directions is not None:
             os.environ[FORCED_OUT] = str(self._out.absolute())
             arguments.setdefault("logits_processors", [PROCESSOR])
         model = resolved_model(experiment.general.model)
         compat.prepare_environment(experiment.engine)
         compat.run_in_this_process(experiment.engine)  # a kill of this process ends the engine too
-        self.llm = capflow.LLM(model, consumers=[keeper, *gates], **arguments)
+        return capflow.LLM(model, consumers=[keeper, *gates], **arguments)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.llm.close()
+        self.close()
+
+    def close(self) -> None:
+        """Stop the engine, and remove the captured rows."""
+        if self._running is not None:
+            self._running.close()
         shutil.rmtree(self._rows, ignore_errors=True)
+
+    def _check_accepted(self) -> None:
+        """Raise CapflowError unless the hub takes the engine's rows: its gates would never act."""
+        name = self.llm.capflow_settings.engine
+        until = time.monotonic() + _ACCEPTED_S_MAX
+        while True:
+            status = self._hub_status()
+            if is_accepted(status, name):
+                return
+            if time.monotonic() >= until:
+                got = "; ".join(status["problems"]) or "no session of the engine"
+                raise CapflowError(explain("the hub does not take the engine", got=got, expected="its rows"))
+            time.sleep(0.1)
+
+    def check_hub(self) -> None:
+        """Raise CapflowError if the hub names a problem: a gate that does not work would look like one that is shut."""
+        check_status(self._hub_status())
+
+    def _hub_status(self) -> dict[str, Any]:
+        with self.llm.capflow_settings.hubs[0].client() as client:
+            return client.status()
+
+    @property
+    def llm(self) -> capflow.LLM:
+        """The engine."""
+        assert self._running is not None
+        return self._running
+
+    def check_room(self, settings: Sequence[Setting], prompts: Sequence[LabelledPrompt]) -> None:
+        """Raise UsageError for a prompt that leaves no room for its answer."""
+        tokenizer = self.llm.get_tokenizer()
+        length_max = self.llm.llm_engine.model_config.max_model_len
+        check_room(self._experiment, settings, prompts, lambda text: len(tokenizer.encode(text)), length_max)
 
     # What a fit needs.
 
@@ -247,7 +313,7 @@ class Session:
     ) -> dict[tuple[str, str], list[float]]:
         values: dict[tuple[str, int], float] = {}
         for line in self._out.read_bytes().splitlines():
-            measured = msgspec.json.decode(line)
+            measured = json.loads(line)  # it reads NaN, too
             values[measured["request"], measured["position"]] = measured["kl"]
         return {
             (setting.name, prompt.id): [
@@ -287,6 +353,30 @@ class Session:
         return self._number
 
 
+def is_accepted(status: Mapping[str, Any], engine: str) -> bool:
+    """Return whether a hub has a session with a worker of an engine. It has none if it refused the engine's sites."""
+    return any((each["role"], each["engine"]) == ("worker", engine) for each in status["sessions"])
+
+
+def check_status(status: Mapping[str, Any]) -> None:
+    """Raise CapflowError if a hub names a problem."""
+    if problems := status["problems"]:
+        raise CapflowError(explain("the hub", got="; ".join(problems), expected="gates and consumers that work"))
+
+
+def check_engine(experiment: Experiment) -> None:
+    """Raise UsageError with the line for a key of [engine] that is no argument of `capflow.LLM`."""
+    names = {field.name for field in dataclasses.fields(vars(llm)["EngineArgs"])}
+    for kind in capflow.LLM.__mro__:
+        names |= inspect.signature(kind).parameters.keys() if kind is not object else set()
+    for name in experiment.engine:
+        if name not in names:
+            near = ", ".join(difflib.get_close_matches(name, names)) or "see the arguments of vllm.LLM"
+            raise experiment.wrong(
+                ("engine", name), got=name, expected="an argument of capflow.LLM", do=f"near: {near}"
+            )
+
+
 def scores_of(probe: Probe, rows: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """Return the scores of rows `[n, hidden_size]` in float64, `[n]`."""
     scores: npt.NDArray[np.float64] = as_float32(rows).astype(np.float64) @ probe.weight[0] + float(probe.bias[0])
@@ -294,9 +384,9 @@ def scores_of(probe: Probe, rows: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
 
 @contextmanager
-def fitting(experiment: Experiment, rows: Path, sites: Sequence[str]) -> Iterator[Fitter]:
+def fitting(experiment: Experiment, out: Path, sites: Sequence[str]) -> Iterator[Fitter]:
     """Start an engine for fits, with these sites."""
-    with Session(experiment, rows, sites) as session:
+    with Session(experiment, out, sites) as session:
         yield session.fitter()
 
 

@@ -158,6 +158,15 @@ def test_a_layer_that_cannot_be_is_refused_before_an_engine_starts(write, tiny, 
     assert words in str(e.value)
 
 
+def test_a_directory_that_is_a_file_and_calibration_without_a_dry_run_are_refused(write, tmp_path):
+    path = write(GOOD)
+    bare = path.rename(tmp_path / "experiment")
+    with pytest.raises(UsageError, match=r"--out: got .*experiment, a file, expected a directory; write --out DIR"):
+        run(ExperimentJob(str(bare)))
+    with pytest.raises(UsageError, match="--calibrate: got no --dry-run"):
+        run(ExperimentJob(str(bare), out=str(tmp_path / "out"), calibrate=True))
+
+
 def test_a_byte_order_mark_begins_no_key(tmp_path, write):
     path = write(GOOD)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())

@@ -3,17 +3,21 @@
 import json
 import sys
 
+import duckdb
 import msgspec
 import numpy as np
 import pytest
 
 from capflow_models.experiment.arms import settings_of
 from capflow_models.experiment.file import Experiment
+from capflow_models.experiment.fits import DirectionFit
 from capflow_models.experiment.prompts import LabelledPrompt
 from capflow_models.experiment.records import Cell
+from capflow_models.experiment.results.export import export
 from capflow_models.experiment.results.judge import judged_scores
+from capflow_models.experiment.results.manifest import Manifest
 from capflow_models.experiment.results.metrics import Match, judge_id, tables_of
-from capflow_models.experiment.results.report import broken_lines, verdict
+from capflow_models.experiment.results.report import broken_lines, verdict, write_report
 
 GOOD = """\
 model = "demo"
@@ -207,3 +211,40 @@ def test_settings_that_differ_little_have_different_names_for_the_judge(write):
     experiment = write(("scale = [1.0]", "scale = [0.1234561, 0.1234562]"))
     names = [judge_id(make_cell(setting, prompts_of(1)[0])) for setting in settings_of(experiment, 0.5)]
     assert len(set(names)) == len(names)
+
+
+def test_tables_and_pictures_are_those_of_the_last_run(write, tmp_path):
+    experiment, prompts = write(), prompts_of(2)
+    settings = settings_of(experiment, 0.5)
+    cells = [
+        make_cell(s, p, kl=[0.5], scores=[float(p.label == "target")], score_positions=[0])
+        for s in settings for p in prompts
+    ]  # fmt: skip
+    judged = {judge_id(cell): float(cell.arm == "in_graph") for cell in cells}
+    tables = tables_of(experiment, settings, prompts, cells, judged)
+    fits = [DirectionFit("probe", "texts.csv", "post_block:2", 8, 4, 0.75, 0.5, 2.0)]
+    manifest = Manifest("capflow", {}, {}, (0,), "machine", "now", 1.0)
+    export(experiment, cells, judged, tables, fits, tmp_path)
+    write_report(experiment, settings, prompts, cells, tables, fits, manifest, tmp_path)
+    with duckdb.connect(str(tmp_path / "experiment.duckdb"), read_only=True) as database:
+        assert database.sql("SELECT setting, auc FROM separations").fetchall() == [("baseline-0", 1.0)]
+        assert database.sql('SELECT "true", "false" FROM roc WHERE threshold = 1').fetchall() == [(1.0, 0.0)]
+        assert database.sql("SELECT name, site, auc FROM fits").fetchall() == [("probe", "post_block:2", 0.75)]
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("Difference to the baseline, paired by prompt") == 2
+    assert "<th>reached</th>" in page
+    assert (tmp_path / "plots" / "gate.png").exists()
+    (tmp_path / "plots" / "mine.png").touch()
+
+    plain = write(
+        (GOOD[GOOD.index("[probe]") : GOOD.index("[judge]")], ""), ('"gate_rate", "score_max", ', ""),
+        ("[arms.in_graph]\n", ""), ("[arms.always_on]\n", ""),
+    )  # fmt: skip
+    cells = [msgspec.structs.replace(cell, scores=[], score_positions=[]) for cell in cells if cell.arm == "baseline"]
+    settings = settings_of(plain, 0.5)
+    tables = tables_of(plain, settings, prompts, cells, judged)
+    export(plain, cells, judged, tables, [], tmp_path)
+    write_report(plain, settings, prompts, cells, tables, [], manifest, tmp_path)
+    assert {path.stem for path in tmp_path.glob("*.parquet")} == {"cells", "tokens", "metrics"}
+    assert not (tmp_path / "plots" / "gate.png").exists()
+    assert (tmp_path / "plots" / "mine.png").exists()

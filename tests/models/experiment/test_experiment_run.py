@@ -13,10 +13,11 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from capflow.errors import UsageError
+from capflow.errors import CapflowError, UsageError
 from capflow_models.experiment import program
 from capflow_models.experiment.program import ExperimentJob
 from tests.kit.engines import collecting_little, environment, save_tiny, save_words
+from tests.kit.hubs import running_hub
 from tests.kit.waiting import eventually
 
 pytestmark = pytest.mark.engine
@@ -135,8 +136,10 @@ def run(path, out, **options):
 
 @pytest.fixture(scope="module")
 def finished(directory):
-    """Return the output of a whole run."""
-    out = directory / "out"
+    """Return the output of a whole run, in a directory of the user that has a comma in its name."""
+    out = directory / "out,1"
+    (out / "work").mkdir(parents=True)
+    (out / "work" / "thesis.txt").write_text("mine")
     run(write(directory, "experiment.toml", ARMS), out)
     return out
 
@@ -249,7 +252,7 @@ def test_a_soft_gate_acts_in_part(finished):
 def test_the_output_is_whole(finished):
     with duckdb.connect(str(finished / "experiment.duckdb"), read_only=True) as database:
         tables = {name for (name,) in database.sql("SHOW TABLES").fetchall()}
-        assert tables >= {"cells", "tokens", "metrics", "matches"}
+        assert tables == {"cells", "tokens", "metrics", "matches", "separations", "roc", "fits"}
         sql = "SELECT mean, low, high, prompts FROM metrics WHERE setting = 'always_on-1' AND metric = 'judge' "
         ((mean, low, high, prompts),) = database.sql(sql + "AND label = 'target'").fetchall()
         values = database.sql("SELECT prompt_id, avg(judge) FROM cells WHERE arm = 'always_on' AND scale = 2.0 "
@@ -269,7 +272,8 @@ def test_the_output_is_whole(finished):
     page = (finished / "report.html").read_text()
     assert "http" not in page.replace("http-equiv", "")
     assert page.count("data:image/png;base64,") == len(list((finished / "plots").glob("*.png"))) >= 4
-    assert not (finished / "work").exists()
+    assert (finished / "work" / "thesis.txt").read_text() == "mine"
+    assert not [path for path in finished.iterdir() if path.name.startswith(".")]
 
 
 def test_a_finished_run_computes_nothing_again_and_makes_the_same_tables(finished, directory, capsys):
@@ -285,6 +289,45 @@ def test_cells_of_another_sampling_are_refused(finished, directory):
     path.write_text((directory / "experiment.toml").read_text().replace("temperature = 1.0", "temperature = 0.5"))
     with pytest.raises(UsageError, match="expected this file's settings; choose another directory with --out"):
         run(path, finished)
+
+
+def test_an_argument_that_the_engine_lacks_is_refused_with_its_line(directory):
+    path = write(directory, "wrong.toml", "[arms.baseline]\n")
+    path.write_text(path.read_text().replace("max_model_len", "max_modl_len"))
+    line = path.read_text().splitlines().index("max_modl_len = 128") + 1
+    with pytest.raises(UsageError, match=rf"line {line}: engine\.max_modl_len: got max_modl_len.*near: max_model_len"):
+        run(path, directory / "nowhere", dry_run=True)
+
+
+def test_a_hub_that_refused_the_engine_or_names_a_problem_ends_the_run(tmp_path):
+    """The status is that of a real hub, which no engine and then a worker without working gates joins."""
+    from capflow_models.experiment.session import check_status, is_accepted
+
+    with running_hub(f"ipc://{tmp_path}/hub.sock") as one:
+        status = one.status()
+        assert not is_accepted(status, "mine")
+        check_status(status)
+    worker = {"role": "worker", "engine": "mine"}
+    joined = status | {"sessions": [worker, {"role": "scheduler", "engine": "other"}]}
+    assert is_accepted(joined, "mine")
+    assert not is_accepted(joined, "other")
+    with pytest.raises(CapflowError, match="the hub: got engine mine: gate@x failed, expected gates"):
+        check_status(joined | {"problems": ["engine mine: gate@x failed"]})
+
+
+def test_a_row_of_nan_is_not_near_the_reference_and_an_excluded_token_adds_nothing():
+    import torch
+
+    from capflow_engine.compat.forced import divergence
+
+    row = torch.log_softmax(torch.tensor([0.0, 1.0, -torch.inf]), -1)
+    other = torch.log_softmax(torch.tensor([1.0, 0.0, 0.0]), -1)
+    assert np.isnan(divergence(row, torch.full((3,), torch.nan)))
+    assert np.isnan(divergence(torch.full((3,), torch.nan), row))
+    assert divergence(row, row) == 0.0
+    expected = sum(float(row[n].exp() * (row[n] - other[n])) for n in range(2))
+    assert divergence(row, other) == pytest.approx(expected)
+    assert divergence(other, row) == np.inf
 
 
 @pytest.mark.timeout(300)
@@ -327,7 +370,17 @@ def test_a_dry_run_shows_cells_tokens_and_the_time_that_it_knows(directory, fini
     assert "the time is unknown: --calibrate starts the engine" in shown
     assert not (directory / "nowhere").exists()
     run(directory / "experiment.toml", finished, dry_run=True)
-    assert "tokens/s of the answers in" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "160 of 160 answers already exist in" in shown
+    assert "nothing is left to answer" in shown
+    more = write(directory, "more.toml", ARMS + '[arms.twice]\nkind = "always_on"\nscale = [3.0]\n')
+    run(more, finished, dry_run=True)
+    shown = capsys.readouterr().out
+    assert "160 of 176 answers already exist in" in shown
+    assert "tokens/s of the answers there" in shown
+    more.write_text(more.read_text().replace('fit = "texts.csv"\nlayer = 1', 'fit = "texts.csv"\nlayer = 0'))
+    with pytest.raises(UsageError, match=r"probe\.layer: got 0, expected 1"):
+        run(more, finished, dry_run=True)
 
 
 def test_a_dry_run_can_time_a_batch(directory, capsys):

@@ -6,6 +6,9 @@
 | tokens | position of an answer: its score, how strongly the arm steered there, KL and negative log probability |
 | metrics | setting, label and metric: mean, interval, and the difference to the baseline |
 | matches | gated setting: effect, harm, and an always-on arm's harm at the same effect |
+| separations | setting whose scores separate the labels: the area under the ROC curve, with its interval |
+| roc | threshold of that curve |
+| fits | probe or vector: how it was made |
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any
 import msgspec
 
 from capflow_models.experiment.file import Experiment
+from capflow_models.experiment.fits import DirectionFit
 from capflow_models.experiment.records import Cell
 from capflow_models.experiment.results.metrics import ResultTables, value_of
 
@@ -27,9 +31,14 @@ _TEXTS = ("prompt", "text", "finish", "prompt_tokens", "block", "turn")
 
 
 def export(
-    experiment: Experiment, cells: Sequence[Cell], judged: Mapping[str, float], tables: ResultTables, out: Path
+    experiment: Experiment,
+    cells: Sequence[Cell],
+    judged: Mapping[str, float],
+    tables: ResultTables,
+    fits: Sequence[DirectionFit],
+    out: Path,
 ) -> None:
-    """Write the tables; existing ones are replaced, each whole."""
+    """Write the tables; existing ones are replaced, each whole. A table without rows has no file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -38,6 +47,16 @@ def export(
         "tokens": [row for cell in cells for row in _tokens(cell)],
         "metrics": [_plain(msgspec.to_builtins(row)) for row in tables.rows],
         "matches": [_match(match) for match in tables.matches],
+        "separations": [
+            _plain({name: getattr(each, name) for name in ("setting", "auc", "low", "high")})
+            for each in tables.separations
+        ],
+        "roc": [
+            {"setting": each.setting, "threshold": threshold, "false": false, "true": true}
+            for each in tables.separations
+            for threshold, false, true in zip(each.thresholds, each.false, each.true, strict=True)
+        ],
+        "fits": [_plain(msgspec.to_builtins(fit)) for fit in fits],
     }
     paths = {}
     for name, each in rows.items():
@@ -46,6 +65,8 @@ def export(
             new = out / f".{name}.parquet.new"
             pq.write_table(pa.Table.from_pylist(each), new)
             new.replace(paths[name])
+        else:
+            (out / f"{name}.parquet").unlink(missing_ok=True)
     _database(paths, out / "experiment.duckdb")
 
 
