@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import click
@@ -22,9 +23,17 @@ _CONTEXT_SIZE = 128
 @click.option(
     "--context-size", type=click.IntRange(1, 1 << 16), help=f"saelens: rows per context.  [default: {_CONTEXT_SIZE}]"
 )
+@click.option("--unsteered", is_flag=True, help="Leave out rows at steered positions.")
 @click.option("--no-verify", is_flag=True, help="Do not check checksums first.")
 def export(
-    path: Path, dest: Path, format: str, names: tuple[str, ...], context_size: int | None, *, no_verify: bool
+    path: Path,
+    dest: Path,
+    format: str,
+    names: tuple[str, ...],
+    context_size: int | None,
+    *,
+    unsteered: bool,
+    no_verify: bool,
 ) -> None:
     """Write the captured data set in PATH to the directory DEST.
 
@@ -35,6 +44,7 @@ def export(
     from capflow_consumers.export.destination import Destination, Export
     from capflow_consumers.export.saelens import check_fits, to_saelens
     from capflow_consumers.export.safetensors import to_safetensors
+    from capflow_consumers.export.selection import left_out
     from capflow_consumers.progress import progress
 
     if format == "safetensors" and context_size is not None:
@@ -47,27 +57,32 @@ def export(
         raise CapflowError(damaged[0])
     captures = len(dataset)
     contents = Contents(dataset.path, map(Site.parse, names))
+    steered: Counter[Site] = Counter()
     with progress("reading" if no_verify else "checking", captures) as step:
         for capture in dataset:
             if not no_verify:
                 capture.verify()
-            contents.add(capture)
+            wanted = contents.add(capture)
+            if unsteered:
+                steered.update({each: left_out(capture, each) for each in wanted})
             step()
     sites = contents.sites("--site")
+    for each, count in steered.items():
+        sites[each].rows -= count
     size = context_size or _CONTEXT_SIZE
-    options = {}
+    options = {"unsteered": 1} if unsteered else {}
     if format == "saelens":
         check_fits(sites, size)
-        options = {"context_size": size, "captures": captures}
+        options |= {"context_size": size, "captures": captures}
     destination = Destination(dest.absolute(), Export(str(dataset.path), format, list(map(str, sites)), options))
     destination.open()
     if format == "safetensors":
         with progress("captures", captures) as step:
-            written = to_safetensors(dataset, list(sites), destination, step)
+            written = to_safetensors(dataset, list(sites), destination, step, unsteered=unsteered)
         click.echo(f"{dest}: {written} files written, {captures - written} already there")
         return
     with progress("captures of sites", captures * len(sites)) as step:
-        for site in to_saelens(dataset, sites, destination, size, step):
+        for site in to_saelens(dataset, sites, destination, size, step, unsteered=unsteered):
             click.echo(
                 f"{dest / site.hook_name}: {site.contexts} contexts, {site.rows_left} rows left over; "
                 f"hook_name={site.hook_name} context_size={size} d_in={site.d_in} dtype={site.dtype}"

@@ -5,7 +5,7 @@ format is that of SAELens' `CacheActivationsRunner`. A line is one context: a co
 `[context_size, hidden_size]`, and a column `token_ids`, int32 `[context_size]`.
 
 The rows of a site fill one context after another, in the order of requests and positions. Rows at the end that do not
-fill a context are not written. Rows are float32, or float16 if all rows were stored as float16. Arrow has no bfloat16;
+fill a context are not written. The format has no place for which rows were steered; they can be left out. Rows are float32, or float16 if all rows were stored as float16. Arrow has no bfloat16;
 float32 holds every bfloat16 number exactly.
 
 Needs `datasets`, which the extra `saelens` installs.
@@ -26,6 +26,7 @@ from capflow.errors import UsageError, explain
 from capflow_consumers.dataset.contents import SiteContents, one_width
 from capflow_consumers.dataset.reader import Dataset
 from capflow_consumers.export.destination import Destination
+from capflow_consumers.export.selection import selected
 
 _BATCH_BYTES = 8 << 20
 _FILE_BYTES = 500 << 20
@@ -60,15 +61,19 @@ def to_saelens(
     destination: Destination,
     context_size: int,
     on_capture: Callable[[], object],
+    *,
+    unsteered: bool = False,
 ) -> Iterator[ExportedSite]:
     """Write a data set for each site that has none yet; yield the sites that were written.
 
+    sites: with the number of rows that are written.
     on_capture: called after each capture of each site.
+    unsteered: whether rows at steered positions are left out.
     """
     check_fits(sites, context_size)
     for site, contents in sites.items():
         if not destination.has(site.transformer_lens_name):
-            yield _write(dataset, site, contents, destination, context_size, on_capture)
+            yield _write(dataset, site, contents, destination, context_size, on_capture, unsteered=unsteered)
 
 
 def _write(
@@ -78,6 +83,8 @@ def _write(
     destination: Destination,
     context_size: int,
     on_capture: Callable[[], object],
+    *,
+    unsteered: bool,
 ) -> ExportedSite:
     name, width = site.transformer_lens_name, one_width({site: contents})
     dtype = "float16" if contents.dtypes == {"float16"} else "float32"
@@ -91,7 +98,7 @@ def _write(
             if site not in capture:
                 on_capture()
                 continue
-            for batch in capture.in_batches(site):
+            for batch in selected(capture, site, unsteered=unsteered):
                 taken = 0
                 while taken < len(batch.rows):
                     count = min(len(batch.rows) - taken, size - filled)

@@ -1,8 +1,8 @@
 """Exports a data set as one safetensors file for each capture.
 
-For each site, such as `post_block.012`, `NAME.safetensors` has three tensors: `post_block.012.rows` `[n, hidden_size]`,
-bit for bit as stored; `post_block.012.positions`, int64 `[n]`; and `post_block.012.token_ids`, int32 `[n]`. The
-header's `__metadata__` has the request's fields `METADATA`, as text. NAME is the directory name of the request's id in
+For each site, such as `post_block.012`, `NAME.safetensors` has these tensors: `post_block.012.rows` `[n, hidden_size]`,
+bit for bit as stored; `post_block.012.positions`, int64 `[n]`; `post_block.012.token_ids`, int32 `[n]`; and
+`post_block.012.steered`, bool `[n]`, unless the data set does not say which positions were steered. The header's `__metadata__` has the request's fields `METADATA`, as text. NAME is the directory name of the request's id in
 a data set; a second capture of the same id has `~2` appended.
 """
 
@@ -19,22 +19,30 @@ import numpy.typing as npt
 
 from capflow.capture.dtypes import SAFETENSORS_DTYPES
 from capflow.capture.site import Site
+from capflow_consumers.dataset.capture import steered_at
 from capflow_consumers.dataset.names import slug
 from capflow_consumers.dataset.reader import Dataset, RequestCapture
 from capflow_consumers.export.destination import Destination
+from capflow_consumers.export.selection import selected
 
 METADATA = ("request", "model", "prompt_length", "computed_length", "status", "capture_status", "error")
-_DTYPES = {**SAFETENSORS_DTYPES, "int64": "I64", "int32": "I32"}
+_DTYPES = {**SAFETENSORS_DTYPES, "int64": "I64", "int32": "I32", "bool": "BOOL"}
 _ALIGNMENT = 64
 _PART_BYTES = 8 << 20
 
 
 def to_safetensors(
-    dataset: Dataset, sites: Sequence[Site], destination: Destination, on_capture: Callable[[], object]
+    dataset: Dataset,
+    sites: Sequence[Site],
+    destination: Destination,
+    on_capture: Callable[[], object],
+    *,
+    unsteered: bool = False,
 ) -> int:
     """Write each capture that has no file yet; return how many were written.
 
     on_capture: called after each capture, written or not.
+    unsteered: whether rows at steered positions are left out.
     """
     written = 0
     numbers: Counter[str] = Counter()
@@ -44,13 +52,13 @@ def to_safetensors(
         name = slug(capture.id) + (f"~{number}" if number > 1 else "") + ".safetensors"
         if not destination.has(name):
             with destination.writing(name) as path, path.open("wb") as stream:
-                _write(capture, [site for site in sites if site in capture], stream)
+                _write(capture, [site for site in sites if site in capture], stream, unsteered=unsteered)
             written += 1
         on_capture()
     return written
 
 
-def _write(capture: RequestCapture, sites: Sequence[Site], stream: Any) -> None:
+def _write(capture: RequestCapture, sites: Sequence[Site], stream: Any, *, unsteered: bool) -> None:
     """Write a capture's rows at these sites.
 
     Rows are read in batches, twice: for their positions, and to be copied.
@@ -58,16 +66,23 @@ def _write(capture: RequestCapture, sites: Sequence[Site], stream: Any) -> None:
     tensors: list[tuple[str, np.dtype[Any], tuple[int, ...], Iterable[npt.NDArray[Any]]]] = []
     for site in sites:
         places = []
-        for rows, positions, token_ids in capture.in_batches(site):
+        for rows, positions, token_ids in selected(capture, site, unsteered=unsteered):
             dtype, width = rows.dtype, rows.shape[1]
             places.append((positions, token_ids))
         at, ids = (np.concatenate(arrays) for arrays in zip(*places, strict=True))
         name = f"{site.hook}.{site.layer:03d}"
         tensors += [
-            (f"{name}.rows", dtype, (len(at), width), (part.rows for part in capture.in_batches(site))),
+            (
+                f"{name}.rows",
+                dtype,
+                (len(at), width),
+                (part.rows for part in selected(capture, site, unsteered=unsteered)),
+            ),
             (f"{name}.positions", at.dtype, at.shape, [at]),
             (f"{name}.token_ids", ids.dtype, ids.shape, [ids]),
         ]
+        if (steered := steered_at(capture.sidecar, at)) is not None:
+            tensors.append((f"{name}.steered", steered.dtype, steered.shape, [steered]))
     fields = {name: getattr(capture.sidecar, name) for name in METADATA}
     header: dict[str, Any] = {
         "__metadata__": {name: "" if value is None else str(value) for name, value in fields.items()}

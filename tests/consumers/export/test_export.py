@@ -6,18 +6,25 @@ import shutil
 import subprocess
 import sys
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors import safe_open
 
+import capflow
 from capflow import extras
 from capflow.capture.site import Site
+from capflow_consumers.dataset.contents import SiteContents
 from capflow_consumers.dataset.names import slug
 from capflow_consumers.export import saelens as tosaelens
+from capflow_consumers.export import selection
+from capflow_consumers.export.destination import Destination, Export
 from tests.kit.captured import IDS, LAYOUTS, REQUESTS, SITES, STORED, flip, run, write
 from tests.kit.exports import export, root, rows_at
-from tests.kit.frames import row_of, token_of
+from tests.kit.frames import make_finished, make_frame, row_of, token_of
 from tests.kit.sources import ROOT
+from tests.kit.stored import done as ended
+from tests.kit.stored import opened
 
 __all__ = ["root"]
 
@@ -57,6 +64,63 @@ def test_each_request_becomes_a_file_with_all_that_it_has(tmp_path, dtype, layou
             assert tensors[f"{name_of(site)}.token_ids"].tolist() == [token_of(name, p) for p in range(computed)]
 
 
+def write_steered(root, *, is_said=True):
+    """Store one request of ten positions, of which 3 and 7 to 9 were steered."""
+    consumer = opened(root, SITES)
+    steered = {"r1": (3, 4, 7, 10)} if is_said else None
+    consumer.on_frame(make_frame([("r1", 4, 0, 10)], SITES, seq=1, steered=steered))
+    finished = make_finished("r1", 4, 10)
+    consumer.on_request_done(msgspec.structs.replace(ended(computed_length=10, rows=30), finished=(finished,)))
+    consumer.close()
+    return root
+
+
+@pytest.mark.parametrize("unsteered", [False, True])
+def test_a_file_says_which_rows_were_steered_or_has_none_of_them(tmp_path, unsteered):
+    root = write_steered(tmp_path / "rows")
+    finished = export(root, tmp_path / "out", "safetensors", *["--unsteered"] * unsteered)
+    assert finished.returncode == 0, finished.stderr
+    _, tensors = read(tmp_path / "out" / "r1.safetensors")
+    positions = [0, 1, 2, 4, 5, 6] if unsteered else list(range(10))
+    for site in SITES:
+        assert tensors[f"{name_of(site)}.positions"].tolist() == positions
+        assert tensors[f"{name_of(site)}.steered"].tolist() == [place in (3, 7, 8, 9) for place in positions]
+        rows = np.stack([row_of("r1", site, place) for place in positions])
+        assert tensors[f"{name_of(site)}.rows"].float().numpy().tobytes() == rows.astype(np.float32).tobytes()
+
+
+@pytest.mark.parametrize("part_bytes", [1, 64, 8 << 20])
+def test_cached_activations_may_leave_out_steered_rows(tmp_path, part_bytes, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(selection, "_PART_BYTES", part_bytes)
+    root = write_steered(tmp_path / "rows")
+    destination = Destination(tmp_path / "out", Export(str(root), "saelens", [], {}))
+    destination.open()
+    sites = {site: SiteContents(6, {8}, {"float32"}) for site in SITES}
+    (first, *_) = tosaelens.to_saelens(capflow.open(root), sites, destination, 3, lambda: None, unsteered=True)
+    assert (first.contexts, first.rows_left) == (2, 0)
+    loaded = datasets.load_from_disk(str(tmp_path / "out" / first.hook_name))
+    assert np.array(loaded["token_ids"][:]).reshape(-1).tolist() == [
+        token_of("r1", place) for place in (0, 1, 2, 4, 5, 6)
+    ]
+
+
+@pytest.mark.parametrize("to", ["saelens", "safetensors"])
+def test_rows_whose_steering_is_not_stored_do_not_pass_for_unsteered_ones(tmp_path, to):
+    root = write_steered(tmp_path / "rows", is_said=False)
+    finished = export(root, tmp_path / "out", to, "--unsteered")
+    assert finished.returncode == 2
+    assert "--unsteered: got request r1, whose steered positions are not stored" in finished.stderr
+
+
+def test_too_few_unsteered_rows_for_a_context_are_refused(tmp_path):
+    root = write_steered(tmp_path / "rows")
+    finished = export(root, tmp_path / "out", "saelens", "--unsteered", "--context-size", 7)
+    assert finished.returncode == 2
+    assert "rows at post_block:2: got 6, expected a context of 7" in finished.stderr
+
+
 def test_rows_lie_in_the_files_bit_for_bit_and_aligned(root, tmp_path):
     export(root, tmp_path / "out", "safetensors", "--site", "post_block:3")
     whole = (tmp_path / "out" / "a.safetensors").read_bytes()
@@ -94,10 +158,10 @@ def test_an_export_that_was_killed_goes_on_and_is_whole(tmp_path):
     script = (
         "import os, sys; from capflow_consumers.export import safetensors as tosafetensors\n"
         "write, left = tosafetensors._write, [3]\n"
-        "def dying(capture, sites, stream):\n"
+        "def dying(capture, sites, stream, **options):\n"
         "    left[0] -= 1\n"
         "    if left[0] < 0: stream.write(b'half'); stream.flush(); os.kill(os.getpid(), 9)\n"
-        "    write(capture, sites, stream)\n"
+        "    write(capture, sites, stream, **options)\n"
         "tosafetensors._write = dying\n"
         "sys.argv[1:] = ['export', *sys.argv[1:], '--to', 'safetensors']\n"
         "from capflow.cli import main; main()\n"
