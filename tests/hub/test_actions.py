@@ -16,7 +16,7 @@ from capflow.errors import CapflowError
 from capflow.protocol import message
 from capflow.protocol.message import Act, ActionOutcome, Hello, Welcome
 from capflow.protocol.session import PeerSession
-from capflow.steering.action import Abort, ActionApplied, Rejected, Steer, Unknown
+from capflow.steering.action import Abort, ActionApplied, Gain, Rejected, SetGate, Steer, Unknown
 from capflow.transport.client import Client
 from tests.kit.frames import make_frame, make_hello
 from tests.kit.hubs import Recorder, address, answer, configured, raw_peer, running_hub, scheduler_link, worker_link
@@ -99,6 +99,30 @@ def test_an_action_that_names_another_incarnation_is_rejected_by_that_field(addr
     assert isinstance(outcome, Rejected)
     assert outcome.reason == "incarnation: got before, expected first, that of the request r1 that is running"
     assert link.actions() == []
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+def test_numbers_that_cannot_be_are_refused_by_their_field(address):
+    """The hub refuses them, also without an engine."""
+    bad = [
+        *[("set_gate.threshold", SetGate("r1", "g", threshold=value)) for value in (NAN, INF, -INF)],
+        *[("set_gate.sharpness", SetGate("r1", "g", sharpness=value)) for value in (NAN, 0.0, -1.0)],
+        *[("gain.scale", Gain("r1", "request", value)) for value in (NAN, INF)],
+        *[("steer.gain", Steer("r1", (), gain=value)) for value in (NAN, -INF)],
+    ]
+    for value in (NAN, INF, -INF, 0.0, -1.0):
+        bad += [
+            ("steer.lease_s", Steer("r1", (), lease_s=value)),
+            ("gain.lease_s", Gain("r1", "request", 1.0, lease_s=value)),
+            ("set_gate.lease_s", SetGate("r1", "g", threshold=1.0, lease_s=value)),
+        ]
+    with running_hub(address, Recorder()), Client(address) as client:
+        outcomes = client.act([action for _, action in bad], 20)
+    for (field, action), outcome in zip(bad, outcomes, strict=True):
+        assert isinstance(outcome, Rejected)
+        assert outcome.reason.startswith(f"{field}: got "), (action, outcome.reason)
 
 
 @pytest.mark.parametrize("kind", [lambda act_id: ActionApplied(act_id, 3), lambda act_id: Rejected(act_id, "no")])

@@ -23,7 +23,7 @@ from capflow.transport.client import Client
 from capflow_engine.compat import engine as compat
 from tests.kit.acted import Acted, ActedReference, act, note
 from tests.kit.driver import Driver
-from tests.kit.engines import GREEDY, LAYERS, engine, prompts, relative_error, vector
+from tests.kit.engines import GREEDY, LAYERS, WIDTH, engine, prompts, relative_error, vector
 from tests.kit.hubs import running_hub
 from tests.kit.rows import ALL, Keeper
 from tests.kit.servers import environment, process
@@ -280,17 +280,24 @@ def test_a_lease_counts_from_the_input_that_came_before_its_action(tiny, tmp_pat
 
 def test_bad_input_is_refused_by_its_field(run):
     run.steps_until(12)
-    bad = {
-        "steer.lease_s": Steer("r0", (added(1),), lease_s=0.0),
-        "steer.lease_positions": Steer("r0", (added(1),), lease_positions=-1),
-        "gain.scale": Gain("r0", "request", float("nan")),
-        "gain.owner": Gain("r0", "nobody", 1.0),
-        "set_gate.gate": SetGate("r0", "nothing", threshold=1.0),
-        "set_gate.sharpness": SetGate("r0", "nothing", sharpness=0.0),
-        "request": Steer("r0", (added(1),), incarnation="another"),
-    }
-    outcomes = run.act(*bad.values())
-    for field, outcome in zip(bad, outcomes, strict=True):
+    nan, narrow = np.full(WIDTH, np.nan, np.float32), np.ones(3, np.float32)
+    last, post = Site(LAYERS - 1, "post_block"), "steering_vectors.post_block"
+    bad = [
+        ("steer.lease_s", Steer("r0", (added(1),), lease_s=0.0)),
+        ("steer.lease_s", Steer("r0", (added(1),), lease_s=float("inf"))),
+        ("steer.lease_positions", Steer("r0", (added(1),), lease_positions=-1)),
+        (f"{post}.1: got NaN", Steer("r0", (SteeringVector(1, "post_block", nan.tobytes()),))),
+        (f"{post}.{last.layer}: got 3 ", Steer("r0", (SteeringVector.make(last, narrow),))),
+        (f"{post}.99", Steer("r0", (added(1, layer=99),))),
+        ("gain.scale", Gain("r0", "request", float("nan"))),
+        ("gain.owner", Gain("r0", "nobody", 1.0)),
+        ("set_gate.gate", SetGate("r0", "nothing", threshold=1.0)),
+        ("set_gate.threshold", SetGate("r0", "nothing", threshold=float("nan"))),
+        ("set_gate.sharpness", SetGate("r0", "nothing", sharpness=0.0)),
+        ("incarnation: got another", Steer("r0", (added(1),), incarnation="another")),
+    ]
+    outcomes = run.act(*(action for _, action in bad))
+    for (field, _), outcome in zip(bad, outcomes, strict=True):
         assert isinstance(outcome, Rejected)
         assert outcome.reason.startswith(field), (field, outcome.reason)
     run.finish()
