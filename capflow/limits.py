@@ -102,6 +102,7 @@ DEAD_BYTES_DEFAULT = 1024 * MIB  # dead letters of one consumer
 DEAD_LETTERS_MAX = 100_000  # dead letters of one consumer
 CONTROLLER_CALLS_TIMED = 32  # calls of one controller of which the median is taken
 CONTROLLER_CALL_S_MAX = 0.1  # that median; a controller that stays above it is off until its engine restarts
+CONTROLLER_S_MAX = 10.0  # the sum of so many calls or fewer; a controller that takes longer is off at once
 CONTROLLER_ACTIONS_KEPT = 64  # latest actions of one controller on one request
 CONTROLLERS_MAX = 64  # controllers that one worker reports
 CONTROLLER_FAILURES_MAX = 16  # failures in a row; then a controller is off until its engine restarts

@@ -178,7 +178,7 @@ class Sender:
 class Steps:
     """The positions of requests at the steps of an engine, watched in its scheduler.
 
-    positions: by step, each request's first position that was never computed.
+    positions: by step, each request's first position that was never computed; corrected when drafts are rejected.
     begun: by request, its first step.
     preempted: by request, how many of its tokens were computed whenever it was preempted.
     """
@@ -211,7 +211,17 @@ class Steps:
             self.preempted.setdefault(name, []).append(request.num_computed_tokens)
             return preempt(request, *args, **kwargs)
 
+        shift = admission.reports.shift
+
+        def shifted(key, first, count):
+            shift(key, first, count)
+            name = admission._names.get(key)
+            for positions in self.positions.values():
+                if positions.get(name, 0) >= first:
+                    positions[name] -= count
+
         admission.take_actions, scheduler._preempt_request = taken, counted
+        admission.reports.shift = shifted
 
 
 class Held(NamedTuple):

@@ -1,7 +1,8 @@
 """Drafts with async scheduling: steps are planned before the drafts of the earlier ones are accepted or rejected.
 
-Random requests are held against the oracle, two and four steps deep. They are captured and patched at single positions,
-aborted and preempted while drafts are under way.
+Random requests are held against the oracle, one step deep, as vLLM schedules without pipeline stages. They are captured
+and patched at single positions, acted on, aborted and preempted while drafts are under way. Deeper, vLLM's V1 runner
+computes wrong tokens when a request has drafts in a step and none in the next, also without capflow.
 """
 
 import numpy as np
@@ -26,7 +27,7 @@ def drafter(tiny, tmp_path_factory):
     return save_drafter(tiny, tmp_path_factory.mktemp("drafter") / "model", noise=0.006)
 
 
-def _many(live, llm, count, number=11):
+def _many(live, llm, count, number):
     @seed(number)
     @settings(
         max_examples=count // 6,
@@ -62,14 +63,45 @@ def _crowd():
     ]
 
 
-@pytest.mark.parametrize("ahead", [1, pytest.param(3, marks=LONG)])
-def test_every_row_is_right_though_its_position_was_uncertain_when_it_was_planned(tiny, drafter, tmp_path, ahead):
-    live = Live(tiny, tmp_path, ahead=ahead, speculative_config=drafter, num_gpu_blocks_override=12)
+LEASED = (
+    {"kind": "steer", "site": Site(1, "post_block"), "clamped": None, "seed": 21, "gain": 1.0},
+    {"kind": "gain", "owner": "request", "scale": 0.5, "everywhere": False},
+    {"kind": "set_gate", "change": {"threshold": -0.1}},
+)
+
+GATE = {"site": Site(1, "post_block"), "seed": 1, "score": "dot", "threshold": 0.3, "latch": False}
+GATE |= {"sharpness": None, "positions": "generated"}
+
+
+def _leased():
+    """Return requests whose actions end by themselves, after no more positions than a step with drafts computes."""
+    return [
+        {
+            "prompt": np.random.default_rng(50 + n).integers(5, 290, 8 + n).tolist(),
+            "capture": CaptureSpec.parse({"hooks": {"post_block": "all"}, "positions": "all"}),
+            "steering": [(Site(3, "post_block"), 2, ("vectors", "decode_", 1.0))],
+            "gate": GATE if n % 3 == 2 else None,
+            "actions": [(8 + 2 * n, {**LEASED[n % 3], "lease": {"lease_positions": 2 + n % 2}})],
+            "abort": None,
+            "max_tokens": 90,
+            "arrival": 0,
+        }
+        for n in range(6)
+    ]
+
+
+@pytest.mark.parametrize(("number", "count"), [(11, 30), *(pytest.param(n, 60, marks=LONG) for n in (12, 13, 14))])
+def test_every_row_is_right_though_its_position_was_uncertain_when_it_was_planned(
+    tiny, drafter, tmp_path, number, count
+):
+    live = Live(tiny, tmp_path, ahead=1, speculative_config=drafter, num_gpu_blocks_override=12)
     with live.start() as llm:
         live.prove(llm, _crowd())
-        _many(live, llm, 30 if ahead == 1 else 120)
+        live.prove(llm, _leased())
+        assert live.acted["lease ends"] > 0, live.acted
+        _many(live, llm, count, number)
     live.prove_scores()
-    assert live.work["ahead"] == ahead
+    assert live.work["ahead"] == 1
     assert min(live.work[kind] for kind in ("accepted", "rejected", "preempted", "overshot")) > 0, live.work
     assert min(live.seen.values()) > 0, live.seen
 

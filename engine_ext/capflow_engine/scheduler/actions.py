@@ -40,18 +40,20 @@ from capflow_engine.steering.budget import HOLDS_MORE, Holdings, Need, needs_of
 from capflow_engine.steering.timeline import (
     ENGINE,
     FOREVER,
+    HUB,
     ActionSlot,
     Timeline,
     TimelinePart,
+    check_owner,
     composed,
     entry_of,
     hub_owner,
+    owners_of,
     slot_of,
+    steering,
 )
 
 logger = logging.getLogger("vllm.capflow.scheduler")
-
-_MODULE = "module "
 
 
 class RunningRequest(NamedTuple):
@@ -62,7 +64,7 @@ class RunningRequest(NamedTuple):
     program: the steering that it came with.
     split: its first position that is steered like a generated one.
     controllers: the names of the controllers that see it.
-    preempted_at: how many positions it had computed when it was preempted inside its prompt.
+    preempted_at: how many positions it had computed when it was preempted, with those of steps under way.
     """
 
     request: Any
@@ -91,6 +93,18 @@ class RunningRequest(NamedTuple):
         return max(first, prompt) if after_prompt else first
 
 
+class Taken(NamedTuple):
+    """An action that a step's orders have.
+
+    key: vLLM's id of its request; empty for all requests of the engine.
+    position: the first position at which it holds, if the drafts under way are all accepted.
+    """
+
+    action_id: str
+    key: str = ""
+    position: int | None = None
+
+
 class _Lease(NamedTuple):
     """An action that ends by itself.
 
@@ -113,7 +127,8 @@ class EngineActions:
     fork: gives a request's cache blocks from a position on a key of their own.
     note: reports an action on a request: vLLM's id, the action, and its first position.
     answer: sends an outcome.
-    certain: keeps the positions of a request from being estimates, from the next step on.
+    certain: takes vLLM's request, which gets no drafts from the next step on, so that its positions are certain.
+    controllers: returns the owners' names of all hubs' controllers; called in any thread.
     """
 
     def __init__(
@@ -125,7 +140,8 @@ class EngineActions:
         fork: Callable[[Any, int], None],
         note: Callable[[str, Steer | Unsteer | Gain | SetGate, int], None],
         answer: Callable[[Outcome], None],
-        certain: Callable[[str], None] = lambda _: None,
+        certain: Callable[[Any], None] = lambda _: None,
+        controllers: Callable[[], Iterable[str]] = lambda: (),
     ) -> None:
         self.gains: dict[str, float] = {}
         self.frozen = False
@@ -133,6 +149,7 @@ class EngineActions:
         self._held = held
         self._waiting = waiting
         self._fork, self._note, self._answer, self._certain = fork, note, answer, certain
+        self._controllers = controllers
         self._numbers = itertools.count()
         # By vLLM's id, for requests that an action changed, or that a gain of the engine may change.
         self._timelines: dict[str, Timeline] = {}
@@ -238,9 +255,8 @@ class EngineActions:
         if not isinstance(action, Unsteer):
             self._fork(running.request, running.forked(after_prompt=isinstance(action, Steer)))
         if entry.until != FOREVER:
-            self._certain(key)
+            self._certain(running.request)
         self._lease(key, slot, action, entry.until, act.owner)
-        self._note(key, action, first)
         self._ordered.append((act.id, Ordered(key, act.owner, action, running.request.num_prompt_tokens), first))
         return None
 
@@ -281,16 +297,20 @@ class EngineActions:
             self._after_all(key, each, timeline)
         return None
 
-    def take(self, orders: Orders) -> list[tuple[str, int | None]]:
-        """Put everything into a step's orders; return the ids of the actions that it has, with their positions."""
+    def take(self, orders: Orders) -> list[Taken]:
+        """Put everything into a step's orders; return the actions that it has and that are to be answered."""
         ordered, self._ordered = self._ordered, []
+        for _, (key, _, action, _), position in ordered:
+            if position is not None:
+                self._note(key, action, position)
         orders.actions = [each for _, each, _ in ordered]
         orders.leases, self._ended = self._ended, []
         orders.freezes, self._freezes = self._freezes, []
         frozen, self._frozen_ids = self._frozen_ids, []
         with self._lock:
             self._taking = False
-        return [*((each, None) for each in frozen), *((each, position) for each, _, position in ordered if each)]
+        taken = [Taken(action_id, each.key, position) for action_id, each, position in ordered if action_id]
+        return [*(Taken(action_id) for action_id in frozen), *taken]
 
     def _gain_all(self, action_id: str, by: str, action: Gain, requests: Mapping[str, RunningRequest]) -> str | None:
         after: dict[str, Timeline] = {}
@@ -354,10 +374,11 @@ class EngineActions:
             return
         if frozen:
             raise UsageError(FROZEN)
-        names = {"request", "global", *gains} | {name for each in requests for name in self._owners("", each)}
-        names |= {slot.owner.gain_name for timeline in list(self._timelines.values()) for slot in _steers(timeline)}
-        if action.owner not in names and not (action.owner.startswith(_MODULE) and len(action.owner) > len(_MODULE)):
-            raise UsageError(_unknown_owner(action.owner, names))
+        names = {"request", "global", HUB.name, *self._controllers(), *gains}
+        names |= {name for each in requests for name in self._owners("", each)}
+        names |= {slot.owner.gain_name for timeline in list(self._timelines.values()) for slot in steering(timeline)}
+        # Modules are known to the front ends alone, which read them.
+        check_owner(action.owner, names, "module ")
 
     def _check(self, action: Steer | Unsteer | Gain | SetGate, key: str, running: RunningRequest) -> None:
         """Raise UsageError for an action that does not fit the model or its request."""
@@ -367,8 +388,8 @@ class EngineActions:
         match action:
             case Steer():
                 Steering(base=Tier(action.vectors, action.clamps)).check(self._info)
-            case Gain() if action.owner not in (names := self._owners(key, running)):
-                raise UsageError(_unknown_owner(action.owner, names))
+            case Gain():
+                check_owner(action.owner, self._owners(key, running))
             case SetGate():
                 gates = () if running.program is None else [gate.name for gate in running.program.gates]
                 if action.gate not in gates:
@@ -381,11 +402,7 @@ class EngineActions:
 
     def _owners(self, key: str, running: RunningRequest) -> set[str]:
         """Return the owners that contribute, or may contribute, to a request."""
-        names = {"request"} if running.program is None else {*(running.program.owners or ("request",))}
-        names |= {f"controller {name}" for name in running.controllers}
-        if key in self._timelines:
-            names |= {slot.owner.gain_name for slot in _steers(self._timelines[key])}
-        return names
+        return owners_of(running.program, running.controllers, self._timelines.get(key))
 
     def _timeline(self, key: str) -> Timeline:
         if key not in self._timelines:
@@ -467,14 +484,3 @@ def _set_gain(gains: dict[str, float], gain: Gain) -> None:
     gains.pop(gain.owner, None)
     if gain.scale != 1.0:
         gains[gain.owner] = gain.scale
-
-
-def _steers(timeline: Timeline) -> list[ActionSlot]:
-    return [
-        slot for slot, entry in timeline.parts[-1].entries.items() if slot.kind == "steer" and entry.until == FOREVER
-    ]
-
-
-def _unknown_owner(owner: str, names: Iterable[str]) -> str:
-    expected = f"one that contributes: {', '.join(sorted(names))}"
-    return explain("gain.owner", got=owner, expected=expected)

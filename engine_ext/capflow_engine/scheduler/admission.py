@@ -22,7 +22,7 @@ import operator
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -42,6 +42,7 @@ from capflow_engine.request.options import KEY, RequestOptions
 from capflow_engine.request.reach import check_patches, first_latching, length_max
 from capflow_engine.scheduler import divergence
 from capflow_engine.scheduler.actions import EngineActions, RunningRequest, frozen_needs
+from capflow_engine.scheduler.answers import Answers, UnderWay
 from capflow_engine.scheduler.brought import HubSteering
 from capflow_engine.scheduler.decisions import Decisions
 from capflow_engine.scheduler.drafting import Drafting
@@ -52,18 +53,6 @@ from capflow_engine.steering.budget import Holdings, Need, Size, needs_of
 from capflow_engine.steering.fit import Fit
 
 logger = logging.getLogger("vllm.capflow.scheduler")
-
-
-class UnderWay(NamedTuple):
-    """A step that was scheduled and whose output the scheduler does not have yet.
-
-    requests: the number of tokens that the step computes of each request, by vLLM's id.
-    drafts: for each request with draft tokens, the position after the last draft token, and the number of drafts. The
-        position is right if the drafts of the earlier steps under way are all accepted.
-    """
-
-    requests: Mapping[str, int]
-    drafts: dict[str, tuple[int, int]]
 
 
 class Admission:
@@ -90,7 +79,7 @@ class Admission:
         self._keys: dict[str, str] = {}
         # The name of each running request.
         self._names: dict[str, str] = {}
-        # How many positions a request had computed that was preempted inside its prompt.
+        # How many positions a request had computed that was preempted, with those of steps under way.
         self._preempted_at: dict[str, int] = {}
         # The incarnation of each running request, by its name. The threads of the links read it.
         self._incarnations: dict[str, str] = {}
@@ -111,7 +100,7 @@ class Admission:
         # Requests that ended before they were scheduled, for the next step's orders.
         self._never: dict[str, Unscheduled] = {}
         self.reports = Reports()
-        self.decisions = Decisions(self._fork_for_itself, self.reports.act)
+        self.decisions = Decisions(self._fork_for_itself)
         # The aborts that are answered with the next step: their ids, and the positions after the requests' ends.
         self._aborts: list[tuple[str, int]] = []
         # The steps whose output is not here yet, by their number.
@@ -131,6 +120,7 @@ class Admission:
         replica = compat.replica_of(vllm_config)
         hello = Hello("scheduler", self.settings.engine, self._boot, Rank(0, replica, 0), self.info)
         self.links = HubLinks(self.settings.hubs, hello, self._incarnations.get, self._at_once)
+        self._answers = Answers(self.links.outcome)
         self.actions = EngineActions(
             self.info,
             self._held,
@@ -139,6 +129,7 @@ class Admission:
             note=self.reports.act,
             answer=self.links.outcome,
             certain=self._without_drafts,
+            controllers=lambda: [f"controller {spec.label}" for wants in self._wants for spec in wants.controllers],
         )
         hubs = range(len(self.settings.hubs))
         self._brought = [HubSteering(self._fit, functools.partial(self.links.report, hub)) for hub in hubs]
@@ -294,9 +285,11 @@ class Admission:
             if reason is not None:
                 self.links.outcome(Rejected(act.id, reason))
 
-    def _without_drafts(self, key: str) -> None:
+    def _without_drafts(self, request: Any) -> None:
+        """Let a request have no drafts from the next step on. Steps under way keep theirs."""
         if self.drafting is not None:
-            self.drafting.end(key)
+            self.drafting.end(request.request_id)
+            request.spec_token_ids = []
 
     def _at_once(self, act: Act) -> Outcome | None:
         """Answer an action on the whole engine while it is idle; called on the threads of the links."""
@@ -365,9 +358,12 @@ class Admission:
         orders.decided, orders.marked = self.decisions.take(), self.decisions.take_marked()
         orders.wants, self._new_wants = self._new_wants, {}
         orders.attach(scheduler_output)
-        for action_id, position in (*self._aborts, *ready):
+        for action_id, position in self._aborts:
             self.links.outcome(ActionApplied(action_id, self.step, position))
         self._aborts.clear()
+        for taken in ready:
+            self._answers.apply(taken.key, ActionApplied(taken.action_id, self.step, taken.position))
+        self._answers.settle(self._under_way)
 
     def settle(self, scheduler_output: Any, model_runner_output: Any) -> None:
         """Note that the scheduler has the output of a step. Rows of draft tokens that it rejects are dropped."""
@@ -377,6 +373,7 @@ class Admission:
                 accepted = max(compat_step.sampled_tokens(model_runner_output, key) - 1, 0)
                 if accepted < drafts and key in self._names:
                     self._reject(key, orders.step, end - drafts + accepted, drafts - accepted)
+            self._answers.settle(self._under_way)
 
     def _reject(self, key: str, step: int, limit: int, count: int) -> None:
         """Note that `count` drafts of a request were rejected in a step, the first of them at position `limit`."""
@@ -387,27 +384,38 @@ class Admission:
         self._rejected.append(Rejection(key, step, limit, count))
         self.reports.shift(key, limit + count, count)
         self.actions.shift(key, limit + count, count)
+        self._answers.shift(key, limit + count, count)
+        if self._preempted_at.get(key, 0) >= limit + count:
+            self._preempted_at[key] -= count
         for each in later:
             if key in each.drafts:
                 end, drafts = each.drafts[key]
                 each.drafts[key] = end - count, drafts
 
     def keep_reached(self, request: Any, computed: int) -> None:
-        """Note how many positions a request had computed that was preempted inside its prompt."""
-        if request.num_tokens <= request.num_prompt_tokens:
-            key = request.request_id
-            self._preempted_at[key] = max(computed, self._preempted_at.get(key, 0))
+        """Note how many positions a preempted request had computed, with those of steps under way.
 
-    def drop_under_way(self, request: Any) -> None:
-        """Note that the output of a preempted request's steps under way is dropped."""
+        The output of these steps is delivered, so an action holds behind their positions.
+        """
+        key = request.request_id
+        self._preempted_at[key] = max(computed, self._preempted_at.get(key, 0))
+
+    def drop_under_way(self, request: Any, computed: int) -> None:
+        """Note that the output of a preempted request's steps under way is dropped.
+
+        computed: how many positions it had computed, with those of these steps.
+        """
         key = request.request_id
         self.cut(key, request.num_tokens)
+        self.keep_reached(request, min(computed, request.num_tokens))
         for step in self._under_way.values():
             step.drafts.pop(key, None)
 
     def cut(self, key: str, limit: int) -> None:
         """Have every worker drop a request's rows from position `limit` on, in the steps that are under way."""
         self._cuts[key] = min(limit, self._cuts.get(key, limit))
+        if key in self._preempted_at:
+            self._preempted_at[key] = min(limit, self._preempted_at[key])
 
     def end(self, request: Any) -> None:
         """Note that a request ended."""
@@ -420,6 +428,7 @@ class Admission:
         self._preempted_at.pop(key, None)
         name = self._names.pop(key, None)
         self.reports.end(key)
+        self._answers.end(key)
         if name is not None:
             del self._keys[name], self._incarnations[name]
         self.actions.end(key, name)
@@ -471,15 +480,19 @@ class Admission:
         """Prepare an action on a request for the next step; return the reason if it cannot be applied, else None."""
         action = act.action
         key = self._keys.get(action.request)
-        if key is None or self._incarnations[action.request] != action.incarnation:
+        if key is None:
             return explain("request", got=action.request, expected="one that is running")
+        if (incarnation := self._incarnations[action.request]) != action.incarnation:
+            expected = f"{incarnation}, that of the request {action.request} that is running"
+            return explain("incarnation", got=action.incarnation, expected=expected)
         running = self._as_running(key, scheduler.requests[key])
         if not isinstance(action, Abort):
             return self.actions.apply(act, key, running)
         if not compat.abort(scheduler, key, action.as_, action.reason):
             return explain("request", got=action.request, expected="one that is running")
         self.aborted.append(running.request)
-        self._aborts.append((act.id, running.reached))
+        # Of a step under way with drafts, only the first row is certain.
+        self._aborts.append((act.id, min(running.reached, running.request.num_tokens)))
         return None
 
 

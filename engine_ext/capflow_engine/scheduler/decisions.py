@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from capflow.steering.action import Abort, Gain, SetGate, Steer, Unsteer
+from capflow.steering.action import Abort
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import step as compat_step
 from capflow_engine.scheduler.orders import Decided, Divergence, Marked, StepAnswer
@@ -24,13 +24,10 @@ class Decisions:
     """The decisions of ordered controllers on running requests. Keys are vLLM's ids.
 
     fork: gives a request's cache blocks from a position on a key of their own.
-    report: notes an action that holds from a position of a request on.
     """
 
-    def __init__(
-        self, fork: Callable[[Any, int], None], report: Callable[[str, Steer | Unsteer | Gain | SetGate, int], None]
-    ) -> None:
-        self._fork, self._report = fork, report
+    def __init__(self, fork: Callable[[Any, int], None]) -> None:
+        self._fork = fork
         # Of the output that is being processed.
         self._taken: list[Decided] = []
         # The first abort of each request, until the request ends.
@@ -46,7 +43,7 @@ class Decisions:
         """Take the decisions on a step's output, which the scheduler processes next.
 
         requests: of the scheduler.
-        frozen: whether nothing may steer. Aborts still count: they guard requests and change no position.
+        frozen: whether nothing may steer. Aborts and events alone still count: they change no position.
         """
         answer = StepAnswer.decode(compat_step.decisions_of(model_runner_output))
         decided = [_placed(requests.get(each.key), each) for each in answer.decided]
@@ -54,7 +51,7 @@ class Decisions:
         self._marked += answer.marked
         self._diverged = answer.diverged
         if frozen:
-            self._taken = [each for each in self._taken if isinstance(each.action, Abort)]
+            self._taken = [each for each in self._taken if each.action is None or isinstance(each.action, Abort)]
         for each in self._taken:
             if isinstance(each.action, Abort):
                 first = self._aborts.setdefault(each.key, each)
@@ -109,10 +106,8 @@ class Decisions:
                 continue
             self._ready.append(each)
             if each.action is not None:
-                # A preempted request has computed nothing; the action holds from the position that it had reached.
-                position = max(request.num_tokens - 1, request.num_prompt_tokens, each.row + 1)
-                self._fork(request, position)  # drafts under way may not be accepted, so no later position is certain
-                self._report(each.key, each.action, max(request.num_computed_tokens, position))
+                # Drafts under way may not be accepted, so no later position is certain.
+                self._fork(request, max(request.num_tokens - 1, request.num_prompt_tokens, each.row + 1))
         self._aborts = {key: abort for key, abort in self._aborts.items() if key in scheduler.requests}
         return ended
 

@@ -82,7 +82,7 @@ class Captured:
         computed = request.num_computed_tokens
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
         if compat_step.drops_steps_under_way(request):
-            self.capflow.drop_under_way(request)
+            self.capflow.drop_under_way(request, computed)
         else:
             self.capflow.keep_reached(request, computed)
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from capflow.errors import UsageError, explain
 from capflow.steering.action import Gain, Leased, SetGate, Steer, Unsteer
 from capflow.steering.clamp import Clamp
 from capflow.steering.compiler import with_vectors
@@ -174,6 +175,34 @@ def composed(program: SteeringProgram | None, live: Live, hidden_size: int) -> S
             program = with_vectors(program, hidden_size, vectors)
             program = with_clamps(program, hidden_size, added.clamps, gain)
     return program
+
+
+def owners_of(program: SteeringProgram | None, controllers: Iterable[str], timeline: Timeline | None) -> set[str]:
+    """Return the owners that contribute, or may contribute, to a request, by their names in a `Gain`.
+
+    program: its own.
+    controllers: the names of those that see it.
+    """
+    names = {"request"} if program is None else {*(program.owners or ("request",))}
+    names |= {HUB.gain_name} | {f"controller {name}" for name in controllers}
+    return names if timeline is None else names | {slot.owner.gain_name for slot in steering(timeline)}
+
+
+def steering(timeline: Timeline) -> list[ActionSlot]:
+    """Return the slots of what owners add, without those that end by themselves."""
+    entries = timeline.parts[-1].entries
+    return [slot for slot, entry in entries.items() if slot.kind == "steer" and entry.until == FOREVER]
+
+
+def check_owner(owner: str, names: Iterable[str], *prefixes: str) -> None:
+    """Raise UsageError for the owner of a `Gain` that does not contribute.
+
+    names: the owners that may contribute.
+    prefixes: the beginnings of further owners, before a name. The engine does not know the keys of clients.
+    """
+    named = any(owner.startswith(prefix) and len(owner) > len(prefix) for prefix in ("client ", *prefixes))
+    if owner not in names and not named:
+        raise UsageError(explain("gain.owner", got=owner, expected=f"one that contributes: {', '.join(sorted(names))}"))
 
 
 class Timeline:

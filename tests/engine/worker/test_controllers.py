@@ -411,7 +411,7 @@ def test_an_abort_ends_a_request_at_a_row_of_its_step_or_at_its_latest(started):
     assert (decided.position, decided.row) == (5, 7)
     (decided,) = controllers.run(step(), {"r": "key"}, ordered=True)
     assert decided.row == -1
-    decisions = Decisions(lambda request, first: None, lambda key, action, first: None)
+    decisions = Decisions(lambda request, first: None)
     output = SimpleNamespace(capflow_decisions=StepAnswer([decided]).encode())
     request = SimpleNamespace(request_id="key", num_tokens=9, num_prompt_tokens=4)
     decisions.read(output, {"key": request})
@@ -463,6 +463,15 @@ def test_a_controller_that_is_slow_once_is_no_trouble(started, monkeypatch):
     for _ in range(limits.CONTROLLER_CALLS_TIMED):
         run(controllers)
     assert controllers.troubles == ()
+
+
+def test_a_controller_that_takes_very_long_is_disabled_after_that_call(started, monkeypatch):
+    monkeypatch.setattr(limits, "CONTROLLER_S_MAX", 0.0)
+    controllers, _ = started(step=[STEER])
+    assert run(controllers) == [STEER]
+    assert "controller told: disabled: too slow: " in controllers.troubles[0]
+    assert "in 1 steps, at most 0 s are allowed" in controllers.troubles[0]
+    assert run(controllers) == []
 
 
 WRONG_PROBES = {

@@ -83,11 +83,17 @@ class RunningController:
     def timed(self, seconds: float) -> None:
         """Count a call; warn about a controller that is slow, and disable it if it stays so.
 
-        The median of `limits.CONTROLLER_CALLS_TIMED` calls decides, because one call may wait for the processor.
+        The median of `limits.CONTROLLER_CALLS_TIMED` calls decides, because one call may wait for the processor. If so
+        many calls or fewer take more than `limits.CONTROLLER_S_MAX` together, it is disabled at once. A call that does
+        not return cannot be interrupted.
         """
         self._calls += 1
         self._seconds += seconds
         self._times.append(seconds)
+        if (sum_s := sum(self._times)) > limits.CONTROLLER_S_MAX:
+            got = f"{sum_s:.3g} s in {len(self._times)} steps, at most {limits.CONTROLLER_S_MAX:g} s are allowed"
+            self.disable(f"too slow: {got}")
+            return
         if len(self._times) < limits.CONTROLLER_CALLS_TIMED:
             return
         median = statistics.median(self._times)
