@@ -169,7 +169,8 @@ class Changes:
             controllers.done(decided.order, decided.key, CapflowError(FROZEN))
             return
         try:
-            self._histories.act(tracked, controllers.owner(decided.order), action)
+            names = [spec.label for spec in controllers.specs if spec.sees(tracked.id)]
+            self._histories.act(tracked, controllers.owner(decided.order), action, controllers=names)
         except CapflowError as e:
             controllers.done(decided.order, decided.key, e)
             return

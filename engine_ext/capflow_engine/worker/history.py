@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from capflow.capture.model import ModelInfo
@@ -39,8 +39,10 @@ from capflow_engine.steering.timeline import (
     Owner,
     Timeline,
     TimelinePart,
+    check_owner,
     composed,
     entry_of,
+    owners_of,
     slot_of,
 )
 from capflow_engine.taps.acting import SlotRange
@@ -125,7 +127,13 @@ class Histories:
         return {slot.owner: live[slot].vectors for slot in sorted(live) if slot.kind == "steer"}
 
     def act(
-        self, tracked: Tracked, owner: Owner, action: Steer | Unsteer | Gain | SetGate, *, prompt_length: int = 0
+        self,
+        tracked: Tracked,
+        owner: Owner,
+        action: Steer | Unsteer | Gain | SetGate,
+        *,
+        prompt_length: int = 0,
+        controllers: Iterable[str] = (),
     ) -> bool:
         """Apply an owner's action to a request from its next position on; return whether it changed anything.
 
@@ -134,12 +142,13 @@ class Histories:
         necessary, what controllers added to the request is dropped.
 
         prompt_length: of the request, if it may be longer than this worker knows.
+        controllers: the names of those that see the request; a controller's gain may be of one of them.
         """
         steers = isinstance(action, Steer | Unsteer) or not owner.by_hub
         first = max(_first(tracked), prompt_length) if steers else tracked.computed
         slot, entry = slot_of(action, owner), entry_of(action, owner, first)
         if not owner.by_hub:
-            self._check(tracked.key, action)
+            self._check(tracked.key, action, controllers)
         history = self._history(tracked)
         before = history.timeline.parts[-1].entries.get(slot)
         later = before is not None and before.first > first  # as it was planned, before drafts were rejected
@@ -220,8 +229,12 @@ class Histories:
             self._drop(history, 0)
             tracked.steered = None
 
-    def _check(self, key: str, action: Steer | Unsteer | Gain | SetGate) -> None:
+    def _check(self, key: str, action: Steer | Unsteer | Gain | SetGate, controllers: Iterable[str]) -> None:
         """Raise UsageError for a controller's action that does not fit the request or what holds on it."""
+        if isinstance(action, Gain):
+            history = self._histories.get(key)
+            program, timeline = (None, None) if history is None else (history.program, history.timeline)
+            check_owner(action.owner, owners_of(program, controllers, timeline))
         if isinstance(action, SetGate):
             program = self._histories[key].program if key in self._histories else None
             gates = () if program is None else [gate.name for gate in program.gates]
