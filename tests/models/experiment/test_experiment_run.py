@@ -383,7 +383,9 @@ def test_a_dry_run_shows_cells_tokens_and_the_time_that_it_knows(directory, fini
         run(more, finished, dry_run=True)
 
 
-def test_a_dry_run_can_time_a_batch(directory, capsys):
-    run(directory / "experiment.toml", directory / "nowhere", dry_run=True, calibrate=True)
+def test_a_dry_run_can_time_a_batch_for_the_present_directory_too(directory, capsys, monkeypatch):
+    monkeypatch.chdir(directory)
+    before = set(directory.iterdir())
+    run(write(directory, "experiment.toml", ARMS), ".", dry_run=True, calibrate=True)
     assert "after the start" in capsys.readouterr().out
-    assert not list(directory.glob("*calibration*"))
+    assert set(directory.iterdir()) == before | {directory / "experiment.toml"}
