@@ -10,8 +10,10 @@ records with checksums). The head of a record begins with its kind, one byte:
 | `A` | `Answered`: an event of steering that no recorded frame has, such as the outcome of an action | |
 | `D` | `RequestDone`: a request is over; every frame that names it lies before | |
 
-Records lie in the order in which one consumer got them. Invariant: a frame of one boot of one worker is recorded once, and so is
-an event. Recordings of earlier versions have no events but those of their frames. An incomplete record is never returned; readers get a `Lost` for it.
+Records lie in the order in which one consumer got them.
+
+Invariant: a frame of one boot of one worker is recorded once, and so is an event. Recordings of earlier versions have
+no events but those of their frames. An incomplete record is never returned; readers get a `Lost` for it.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ its *owner*: the controller, the consumer, or the client by its key. What severa
 controllers first, in their order, then consumers by name, clients last.
 
 Each action gets one answer: `ActionApplied`, `Rejected`, or `Unknown` if the engine got it and did not answer. An
-action that was not answered with `ActionApplied` takes no effect after its answer. An action for all engines is answered
-with `ActionApplied` if any engine applied it; the reason in the answer names the engines that did not.
+action that was not answered with `ActionApplied` takes no effect after its answer. An action for all engines is
+answered with `ActionApplied` if any engine applied it; the reason in the answer names the engines that did not.
 
 An action on a request applies from the request's next position on. Positions that were computed before it stay as they
 were, also if a preempted request computes them again.

@@ -4,8 +4,8 @@ It decides as the `gate` does, by the latest row that fires or releases. But its
 engine, so they hold some positions later, and how many depends on time. Use it where the engine's own time matters more
 than the delay, and as the place to begin a controller that cannot run inside a worker.
 
-An action that was rejected is sent again by a later row that decides the same, at most once in `RETRY_S`. A freeze takes
-back what the gate did; then nothing is sent until the engine is not frozen any more.
+An action that was rejected is sent again by a later row that decides the same, at most once in `RETRY_S`. A freeze
+takes back what the gate did; then nothing is sent until the engine is not frozen any more.
 
 Invariant: an action is sent only when the decision differs from what holds, for the request of the frame that decided.
 """

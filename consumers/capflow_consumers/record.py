@@ -1,8 +1,8 @@
 """The record consumer: whole frames as they came, for `capflow replay`.
 
 `capflow.protocol.recording` is the format. A frame is kept when it has a row that the options describe or that a
-request asked for. Events of steering are kept, also of requests without such rows. A frame is kept whole, header and payload, and once: a frame that is delivered again after a kill is
-recognised by its number.
+request asked for. Events of steering are kept, also of requests without such rows. A frame is kept whole, header and
+payload, and once: a frame that is delivered again after a kill is recognised by its number.
 """
 
 from __future__ import annotations

@@ -121,8 +121,8 @@ def unfreeze(engine: str, **hub: Any) -> None:
 def act(file: Any, **hub: Any) -> None:
     """Send the actions in FILE (- for standard input): one a line, as JSON, in the fields of docs/wire.md.
 
-    Prints the outcome of each, as JSON lines in the same order. Exits with 1 if one was not applied by every engine that
-    it was for.
+    Prints the outcome of each, as JSON lines in the same order. Exits with 1 if one was not applied by every engine
+    that it was for.
     """
     import msgspec
 

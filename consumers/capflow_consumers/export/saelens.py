@@ -5,8 +5,9 @@ format is that of SAELens' `CacheActivationsRunner`. A line is one context: a co
 `[context_size, hidden_size]`, and a column `token_ids`, int32 `[context_size]`.
 
 The rows of a site fill one context after another, in the order of requests and positions. Rows at the end that do not
-fill a context are not written. The format has no place for which rows were steered; they can be left out. Rows are float32, or float16 if all rows were stored as float16. Arrow has no bfloat16;
-float32 holds every bfloat16 number exactly.
+fill a context are not written. The format has no place for which rows were steered; they can be left out. Rows are
+float32, or float16 if all rows were stored as float16. Arrow has no bfloat16; float32 holds every bfloat16 number
+exactly.
 
 Needs `datasets`, which the extra `saelens` installs.
 """

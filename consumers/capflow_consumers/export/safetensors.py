@@ -2,8 +2,9 @@
 
 For each site, such as `post_block.012`, `NAME.safetensors` has these tensors: `post_block.012.rows` `[n, hidden_size]`,
 bit for bit as stored; `post_block.012.positions`, int64 `[n]`; `post_block.012.token_ids`, int32 `[n]`; and
-`post_block.012.steered`, bool `[n]`, unless the data set does not say which positions were steered. The header's `__metadata__` has the request's fields `METADATA`, as text. NAME is the directory name of the request's id in
-a data set; a second capture of the same id has `~2` appended.
+`post_block.012.steered`, bool `[n]`, unless the data set does not say which positions were steered. The header's
+`__metadata__` has the request's fields `METADATA`, as text. NAME is the directory name of the request's id in a data
+set; a second capture of the same id has `~2` appended.
 """
 
 from __future__ import annotations
