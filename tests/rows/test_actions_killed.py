@@ -19,6 +19,7 @@ def check(acting):
     assert not acting.wrong, "\n".join([f"{len(acting.wrong)} are wrong", *map(str, acting.wrong[:10])])
     seen = ("hub", "client", "applied", "rejected", "lease ends", "changed positions", "preempted")
     assert all(acting.counts[each] for each in seen), acting.counts
+    assert acting.counts["undecided"] <= acting.counts["requests"] // 4, f"unchecked requests: {acting.counts}"
 
 
 def test_what_was_answered_holds_and_nothing_else(tiny, capsys):
