@@ -6,6 +6,7 @@ The operations of each owner stay apart, so that one owner's can be scaled later
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,12 +127,13 @@ def program_of(hidden_size: int, parts: Sequence[Steering], owners: Sequence[str
     ]
     prefill = [_OwnedTier(tier, part) for part in owned for tier in (part.steering.base, part.steering.prefill)]
     decode = [_OwnedTier(tier, part) for part in owned for tier in (part.steering.base, part.steering.decode)]
-    before = _site_ops(hidden_size, prefill, lines.scores("prompt", rows), rows)
+    last = lines.scores("last_prompt", rows)
+    before = _site_ops(hidden_size, prefill, lines.scores("prompt", rows), rows, last)
     scores = lines.scores("generated", rows)
     same = [tier.tier for tier in prefill] == [tier.tier for tier in decode] and scores == lines.scores("prompt", rows)
     after = before if same else _site_ops(hidden_size, decode, scores, rows)
     patched = _patched(hidden_size, owned, rows)
-    for site, ops in lines.scores("last_prompt", rows).items():
+    for site, ops in last.items():
         here = patched.setdefault(-1, {})
         here[site] = (*ops, *here.get(site, ()))
     if not before and not after and not patched:
@@ -175,12 +177,16 @@ class _OwnedTier(NamedTuple):
 class _Lines:
     """The different gates of all parts, in the order of their sites; the gates of a program.
 
+    A gate that several parts bring has the name that the request gives it, or else that of the first part.
+
     of: for each part, the number of each gate by its name.
     """
 
     def __init__(self, hidden_size: int, owners: Sequence[str], parts: Sequence[Steering]) -> None:
         self._gates: dict[tuple[Any, ...], SteeringGate] = {}
         names: dict[tuple[Any, ...], str] = {}
+        # The names of gates that the request brings: they come before the names of other owners.
+        own: dict[tuple[Any, ...], str] = {}
         contents: list[dict[str, tuple[Any, ...]]] = []
         for owner, part in zip(owners, parts, strict=True):
             contents.append({})
@@ -188,11 +194,13 @@ class _Lines:
                 check_width(gate.width, hidden_size, f"steering_gates.{gate.name}.vector")
                 content = _content(gate)
                 self._gates.setdefault(content, gate)
-                names.setdefault(content, gate.name if owner == REQUEST else f"{owner}/{gate.name}")
+                if owner == REQUEST:
+                    own.setdefault(content, gate.name)
+                names.setdefault(content, f"{owner}/{gate.name}")
                 contents[-1][gate.name] = content
+        names |= own
         order = sorted(self._gates)
         if len(order) > limits.GATES_MAX:
-            own = any(owner == REQUEST and part.gates for owner, part in zip(owners, parts, strict=True))
             expected = f"at most {limits.GATES_MAX} of one request, with those of modules and of the global state"
             field = "steering_gates" if own else "steering_name"
             raise UsageError(explain(field, got=f"{len(order)} gates", expected=expected, do="use fewer gates"))
@@ -264,8 +272,16 @@ def _patched(hidden_size: int, parts: Sequence[_Part], rows: _Rows) -> dict[int,
 
 
 def _site_ops(
-    hidden_size: int, tiers: Sequence[_OwnedTier], scores: Mapping[Site, tuple[Op, ...]], rows: _Rows
+    hidden_size: int,
+    tiers: Sequence[_OwnedTier],
+    scores: Mapping[Site, tuple[Op, ...]],
+    rows: _Rows,
+    more: Mapping[Site, tuple[Op, ...]] = MappingProxyType({}),
 ) -> tuple[SiteOps, ...]:
+    """Return the operations of a phase: the scores first, then what the tiers do.
+
+    more: the operations that one position of the phase has before these.
+    """
     ops: dict[Site, list[Op]] = {site: list(some) for site, some in scores.items()}
     # Relative vectors come first, so that they read the norm before anything is added.
     for relative in (True, False):
@@ -281,7 +297,7 @@ def _site_ops(
                 op = Op(CLAMP, row, clamp.strength, clamp.low, clamp.high, *part.place(clamp))
                 ops.setdefault(clamp.site, []).append(op)
     for site, each in ops.items():
-        _check_counts(site, each)
+        _check_counts(site, (*more.get(site, ()), *each))
     return tuple(SiteOps(*site, tuple(each)) for site, each in sorted(ops.items()))
 
 

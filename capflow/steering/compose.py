@@ -181,7 +181,7 @@ def merged(program: SteeringProgram | None, other: SteeringProgram) -> SteeringP
         gates=(*program.gates, *other.gates),
         owners=owners,
     )
-    if not (fits(made) and fits(msgspec.structs.replace(made, decode=made.prefill))):
+    if not fits(made):
         raise UsageError(explain("steering", got="too many operations at one site", expected="fewer"))
     return made
 
@@ -197,12 +197,12 @@ _KINDS = {PATCH: 1, RELATIVE: 2, ADD: 3, CLAMP: 4}
 
 
 def fits(program: SteeringProgram | None) -> bool:
-    """Return whether no site and position has too many clamps or operations."""
+    """Return whether no site and position has too many clamps or operations, for any length of the prompt."""
     if program is None:
         return True
-    clamps = max((sum(op.kind == CLAMP for op in each.ops) for each in program.decode), default=0)
-    longest = max((len(each.ops) for each in program.decode), default=0)
-    return clamps <= limits.CLAMPS_AT_SITE_MAX and longest <= limits.SITE_OPS_MAX
+    sites = (*program.prefill, *program.decode)
+    clamps = max((sum(op.kind == CLAMP for op in each.ops) for each in sites), default=0)
+    return clamps <= limits.CLAMPS_AT_SITE_MAX and program.longest <= limits.SITE_OPS_MAX
 
 
 def _mapped(program: SteeringProgram, change: Callable[[Op], Op | None]) -> SteeringProgram | None:

@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -230,6 +231,16 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
             for position, here in sorted(merged.items())
         }
 
+    @property
+    def longest(self) -> int:
+        """The largest number of operations at one site and position, for any length of the prompt."""
+        from_start = _most_ops(ops for position, ops in self.patched if position >= 0)
+        from_end = _most_ops(ops for position, ops in self.patched if position < 0)
+        # A position of the prompt can be patched by its number from either end.
+        prompt = _most_ops([self.prefill]) + from_start + from_end
+        generated = _most_ops([self.decode]) + from_start
+        return max((*prompt.values(), *generated.values()), default=0)
+
     def first_patched(self, prompt_length: int) -> int | None:
         """Return the first patched position; None if there is none."""
         return next(iter(self.patches(prompt_length)), None)
@@ -254,10 +265,9 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
             do = "make the program with capflow.steering.program.program_of"
             raise UsageError(explain("steering", got="an operation on no row", expected=expected, do=do))
         self._check_gates(sites)
-        longest = max((len(site.ops) for site in sites), default=0)
-        if longest > limits.SITE_OPS_MAX:
-            expected = f"at most {limits.SITE_OPS_MAX} at one site"
-            raise UsageError(explain("steering", got=f"{longest} operations", expected=expected))
+        if self.longest > limits.SITE_OPS_MAX:
+            expected = f"at most {limits.SITE_OPS_MAX} at one site and position"
+            raise UsageError(explain("steering", got=f"{self.longest} operations", expected=expected))
         tapped = frozenset(info.sites)
         for site in sorted(self.sites):
             site.check_tapped(tapped, "steering")
@@ -314,6 +324,16 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
 def _id(content: Any) -> str:
     return hashlib.blake2b(msgspec.msgpack.encode(content), digest_size=DIGEST_BYTES).hexdigest()
+
+
+def _most_ops(positions: Iterable[Sequence[SiteOps]]) -> Counter[Site]:
+    """Return the largest number of operations that one of several positions has at each site."""
+    most: Counter[Site] = Counter()
+    for sites in positions:
+        for layer, hook, ops in sites:
+            site = Site(layer, hook)
+            most[site] = max(most[site], len(ops))
+    return most
 
 
 def _chained(first: Mapping[Site, tuple[Op, ...]], then: Sequence[SiteOps]) -> tuple[SiteOps, ...]:

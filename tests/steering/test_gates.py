@@ -12,6 +12,7 @@ from capflow.capture.model import ModelInfo
 from capflow.capture.site import HOOKS, Site
 from capflow.errors import UsageError
 from capflow.steering.compiler import program_of, with_vectors
+from capflow.steering.compose import with_gate
 from capflow.steering.gate import SteeringGate
 from capflow.steering.program import (
     ADD,
@@ -210,11 +211,21 @@ def test_a_last_prompt_score_is_made_at_a_patched_position_before_the_patch():
 
 def test_names_belong_to_their_steering_and_equal_gates_are_one():
     other = {**fields(threshold=9.0), "steering_vectors": at(3)}
-    program = made(fields(), other, fields(), owners=("global", "module m", "request"))
+    program = made(fields(), other, fields(), owners=("global", "module m", "module n"))
     assert [(each.name, each.threshold) for each in program.gates] == [("global/rude", 0.5), ("module m/rude", 9.0)]
-    assert program.owners == ("global", "module m", "request")
+    assert program.owners == ("global", "module m", "module n")
     sums = {(layer, op.gate, op.owner) for layer, _, ops in program.prefill for op in ops if op.kind == ADD}
     assert sums == {(2, 0, 0), (3, 1, 1), (2, 0, 2)}
+
+
+@pytest.mark.parametrize("owners", [("global", "module m", "request"), ("request", "global", "module m")])
+def test_a_gate_that_the_request_and_others_bring_has_the_requests_name(owners):
+    own = {"steering_gates": {"mine": gate()}, "steering_vectors": at(name="mine")}
+    parts = [own if owner == "request" else fields() for owner in owners]
+    (one,) = made(*parts, owners=owners).gates
+    assert one.name == "mine"
+    (changed,) = with_gate(made(*parts, owners=owners), "mine", threshold=2.0).gates
+    assert changed.threshold == 2.0
 
 
 def test_the_order_and_the_names_of_gates_are_no_part_of_a_key():
@@ -259,3 +270,24 @@ def test_a_scaled_tier_keeps_its_gates():
     tier = Steering.parse(fields()).base
     assert tier.scaled(2.0) == Tier((msgspec.structs.replace(tier.vectors[0], scale=2.0),))
     assert tier.scaled(2.0).vectors[0].gate == "rude"
+
+
+def test_scores_of_the_last_prompt_position_count_with_what_steers_the_prompt():
+    """Two operations of the 128 are kept for patches: by a position's number from either end of the prompt."""
+    clamps = [{"vector": [1, n, 0, 0], "max": 5.0} for n in range(limits.CLAMPS_AT_SITE_MAX)]
+    gates = {f"g{n}": gate(layer=2, threshold=n, positions="last_prompt") for n in range(limits.GATES_MAX)}
+    patch = {"post_block": {2: {"positions": [0, -1], "vector": ROW}}}
+    own = {"steering_clamps": {"post_block": {2: clamps}}, "steering_gates": gates, "steering_patches": patch}
+    modules = limits.SITE_OPS_MAX - 2 - len(clamps) - len(gates)
+
+    def crowd(count, tier="steering_vectors"):
+        each = {tier: {"post_block": {2: ROW}}}
+        return made(*[each] * count, own, owners=(*[f"module m{n}" for n in range(count)], "request"))
+
+    full = crowd(modules)
+    assert max(len(each.ops) for ops in full.patches(1).values() for each in ops) == limits.SITE_OPS_MAX
+    full.check(INFO)
+    expected = "^steering_vectors.post_block.2: got 127 operations, expected at most 126 at one position"
+    with pytest.raises(UsageError, match=expected):
+        crowd(modules + 1)
+    assert crowd(modules + len(gates), "decode_steering_vectors") is not None, "the answer has no such scores"

@@ -86,3 +86,19 @@ def test_more_clamps_than_fit_are_refused_also_in_the_prompt():
     merged(program(most - 1, "request"), program(1, OWNER))
     with pytest.raises(UsageError, match="too many operations at one site"):
         merged(program(most, "request"), program(1, OWNER))
+
+
+def test_scores_of_the_last_prompt_position_count_when_programs_become_one():
+    gates = {"g": {"layer": 1, "vector": [1, 0], "positions": "last_prompt"}}
+    brought = program_of(2, [Steering.parse({"steering_gates": gates})], [OWNER])
+    patch = {"post_block": {1: {"positions": [0, -1], "vector": [3, 4]}}}
+    parts = [Steering.parse({"steering_vectors": {"post_block": {1: [n, 1]}}}) for n in range(limits.SITE_OPS_MAX - 2)]
+    owners = [f"module {n}" for n in range(len(parts))]
+    patches = Steering.parse({"steering_patches": patch})
+
+    def program(count):
+        return program_of(2, [*parts[:count], patches], [*owners[:count], "request"])
+
+    merged(program(len(parts) - 1), brought)
+    with pytest.raises(UsageError, match="too many operations at one site"):
+        merged(program(len(parts)), brought)

@@ -10,6 +10,7 @@ from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site
 from capflow.errors import UsageError
 from capflow.steering.compiler import program_of, with_vectors
+from capflow.steering.compose import fits
 from capflow.steering.patch import parse_patches
 from capflow.steering.program import ADD, CLAMP, PATCH, RELATIVE, Op, SiteOps, SteeringProgram
 from capflow.steering.request import Steering, Tier
@@ -333,6 +334,34 @@ def test_a_program_with_a_longer_chain_than_the_limit_is_refused():
     info = ModelInfo("m", 3, 2, "float32", (Site(1, "post_block"),))
     with pytest.raises(UsageError, match=f"^steering: got {most + 1} operations, expected at most {most} at one site"):
         SteeringProgram(2, bytes(8), (b"0" * 16,), ops).check(info)
+
+
+@pytest.mark.parametrize("positions", [(-1,), (0,), (0, -1)])
+def test_operations_of_a_patched_position_count_with_those_of_its_phase(positions):
+    site, most = Site(1, "post_block"), limits.SITE_OPS_MAX
+    info = ModelInfo("m", 3, 2, "float32", (site,))
+
+    def chain(count):
+        ops, patch = (SiteOps(*site, (Op(ADD, 0),) * count),), (SiteOps(*site, (Op(PATCH, 0),)),)
+        patched = tuple((position, patch) for position in positions)
+        return SteeringProgram(2, bytes(8), (b"0" * 16,), ops, patched=patched)
+
+    full, over = chain(most - len(positions)), chain(most - len(positions) + 1)
+    assert max(len(each.ops) for ops in full.patches(1).values() for each in ops) == full.longest == most
+    full.check(info)
+    assert fits(full)
+    with pytest.raises(UsageError, match=f"^steering: got {most + 1} operations, expected at most {most} at one site"):
+        over.check(info)
+    assert not fits(over)
+
+
+def test_a_patch_at_a_generated_position_counts_with_what_actions_add_there():
+    made = program({"steering_patches": {"post_block": {3: {"positions": [9], "vector": [1, 2]}}}})
+    most, vector = limits.SITE_OPS_MAX, SteeringVector.make(HERE, np.ones(WIDTH, np.float32))
+    for _ in range(most - 1):
+        made = with_vectors(made, WIDTH, [vector])
+    assert fits(made)
+    assert not fits(with_vectors(made, WIDTH, [vector]))
 
 
 def test_a_site_that_can_only_be_captured_is_refused():

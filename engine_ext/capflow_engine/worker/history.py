@@ -114,9 +114,16 @@ class Histories:
         self._leases: dict[tuple[str, ActionSlot], str] = {}
 
     def admit(self, tracked: Tracked, program: SteeringProgram) -> None:
-        """Steer a new request by its own program, under the gains of the engine, and less if the engine is frozen."""
+        """Steer a new request by its own program, under the gains of the engine, and less if the engine is frozen.
+
+        A program that the bank does not take costs this request its steering, and the engine nothing.
+        """
         self._histories[tracked.key] = _History(tracked, program, Timeline(self.gains, frozen=self.frozen))
-        self._renew(tracked, 0)
+        try:
+            self._renew(tracked, 0)
+        except CapflowError as e:
+            logger.error("request %s: %s; nothing steers it", tracked.id, e)
+            self.forget(tracked)
 
     def vectors(self, key: str) -> Mapping[Owner, tuple[SteeringVector, ...]]:
         """Return the vectors that are added at a request's next position, by owner."""

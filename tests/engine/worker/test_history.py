@@ -5,12 +5,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from capflow.capture.site import Site
 from capflow.errors import CapflowError
 from capflow.limits import SITE_OPS_MAX
 from capflow.steering.action import Steer, Unsteer
 from capflow.steering.compiler import program_of, with_vectors
+from capflow.steering.program import SiteOps
 from capflow.steering.request import Steering, Tier
 from capflow.steering.vector import SteeringVector
 from capflow_engine.steering.budget import Holdings, Size, needs_of
@@ -191,6 +193,20 @@ def test_more_controllers_than_a_site_has_operations_are_refused_and_take_nothin
         worker.histories.act(tracked, Owner(SITE_OPS_MAX, "many"), steer(0))
     assert worker.histories.reserve.used == used
     assert worker.added(tracked, 5)[4] == (7, *[0] * (SITE_OPS_MAX - 1))
+
+
+def test_a_program_that_the_bank_does_not_take_costs_its_request_and_no_other(caplog):
+    worker = Worker(size=Size(64, 16_384, 64))
+    program = program_of(WIDTH, [Steering(base=Tier((vector(7),)))])
+    ops = tuple(SiteOps(*SITE, site.ops * (SITE_OPS_MAX + 1)) for site in program.decode)
+    tracked = worker.request()
+    worker.histories.admit(tracked, replace(program, decode=ops))
+    assert f"request r: steering bank: got {SITE_OPS_MAX + 1} operations" in caplog.text
+    assert caplog.text.strip().endswith("nothing steers it")
+    assert worker.added(tracked, 6) == [()] * 6
+    assert len(worker.bank) == 0
+    assert worker.added(worker.request("other", base=3), 6) == [(3,)] * 6
+    worker.histories.forget(tracked)
 
 
 _owners = st.sampled_from([FIRST, SECOND, HUB])
