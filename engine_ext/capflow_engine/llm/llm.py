@@ -90,10 +90,10 @@ class LLM(VLLM):  # type: ignore[misc]
         # Stops the hub that was started here; also when this object is collected.
         self._stop_hub: Callable[[], Any] = lambda: None
         self._numbers = itertools.count()
-        # The program of the running beam search.
+        # The program of the running beam search; None if it is not steered.
         self._beams: SteeringProgram | None = None
-        # How many tokens of an answer each beam has.
-        self._generated = 0
+        # How many tokens of an answer each beam has; None while no beams are searched.
+        self._generated: int | None = None
         # Enqueued requests, by the names of their outputs.
         self._enqueued: dict[str, Prepared] = {}
         armed = arm(
@@ -166,7 +166,7 @@ class LLM(VLLM):  # type: ignore[misc]
         try:
             outputs: list[Any] = super().beam_search(prompts, params, *args, **kwargs)
         finally:
-            self._beams = None
+            self._beams = self._generated = None
         return outputs
 
     def close(self) -> None:
@@ -189,7 +189,7 @@ class LLM(VLLM):  # type: ignore[misc]
         return super()._beam_search_step(instances_batch, *args, **kwargs)
 
     def _render_and_run_requests(self, prompts: Any, params: Any, **kwargs: Any) -> Any:
-        if self._beams is not None:
+        if self._generated is not None:
             params = [with_program(one, self._beams, self._generated) for one in params]
         return super()._render_and_run_requests(prompts, params, **kwargs)
 

@@ -1,6 +1,7 @@
 """Steered beam search. Each token of a beam is a request of its own to vLLM; its prompt ends with the answer so far.
 
-Invariant: the prompt's positions of a beam are steered as a prompt's, those of its answer as generated ones.
+Invariant: the prompt's positions of a beam are steered as a prompt's, those of its answer as generated ones. That also
+holds for what a hub brings to a beam without steering of its own.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from capflow_engine.request.options import KEY, RequestOptions
 class Beams:
     """The program of the beams of a request over HTTP.
 
+    program: None if neither the request nor the global state steers.
     prompt: the length of the prompt that is searched for; None until the search begins.
     """
 
-    program: SteeringProgram
+    program: SteeringProgram | None
     prompt: int | None = None
 
     def steered(self, prompt: Any, params: SamplingParams) -> SamplingParams:
@@ -36,7 +38,7 @@ class Beams:
 
 
 BEAMS: ContextVar[Beams | None] = ContextVar("capflow_beams", default=None)
-"""Of the request that is being answered, or of the running search; None if nothing steers beams."""
+"""Of the running search, or of the request that is being answered if its fields steer beams; None otherwise."""
 
 
 def searching(
@@ -52,7 +54,8 @@ def searching(
         beams = BEAMS.get()
         program = everyone() if beams is None else beams.program
         # Searches for several prompts run in contexts of their own, or one after another.
-        if program is not None:
+        # vLLM itself refuses a prompt that is not tokens.
+        if program is not None or "prompt_token_ids" in prompt:
             BEAMS.set(Beams(program, compat.beam_length(prompt)))
         try:
             async with contextlib.aclosing(beam_search(prompt, *args, **kwargs)) as outputs:  # type: ignore[type-var]
@@ -64,9 +67,10 @@ def searching(
     return searched
 
 
-def with_program(params: SamplingParams, program: SteeringProgram, generated: int) -> SamplingParams:
+def with_program(params: SamplingParams, program: SteeringProgram | None, generated: int) -> SamplingParams:
     """Return the parameters of a beam's next token.
 
+    program: None if nothing steers the beam, except perhaps a hub.
     generated: how many of its prompt's last tokens are its answer so far.
     """
     params = params.clone()
