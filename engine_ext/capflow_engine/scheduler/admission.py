@@ -215,11 +215,14 @@ class Admission:
         """Note that more streaming input became part of a request's prompt, from a position on.
 
         If prompt and generated tokens are steered differently, the cache blocks from there on follow a mixture that no
-        other request has, so the request keeps them to itself.
+        other request has, so the request keeps them to itself. It also does if it patches a position that is counted
+        from the prompt's end, because that end moves.
         """
         _drop_options(request)  # each part of a streamed input brings the request's parameters again
         program = self._options[request.request_id].program
-        if program is not None and program.prefill != program.decode:
+        if program is None:
+            return
+        if program.prefill != program.decode or any(written < 0 for written, _ in program.patched):
             self._fork_for_itself(request, position)
 
     def _key_cache(self, request: Any, program: SteeringProgram) -> None:
