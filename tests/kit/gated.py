@@ -197,7 +197,7 @@ def _fields(number, kind, sharpness, latch, positions, length, attempt, probe):
             },
             "steering_clamps": {other: {layer: [{**strong, "min": -0.2, "max": 0.2}]}},
         },
-    ][number % 5]
+    ][(number + number // 5 * 2) % 5]
     return {"steering_gates": {"g": gate}, **operation}
 
 

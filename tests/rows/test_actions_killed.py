@@ -24,7 +24,7 @@ def check(acting):
 
 def test_what_was_answered_holds_and_nothing_else(tiny, capsys):
     acting = Acting(tiny)
-    acting.run(400, pause_s=(0.5, 1.5))
+    acting.run(250, pause_s=(0.5, 1.5))
     with capsys.disabled():
         print(f"\nactions: {dict(acting.counts)}")
     check(acting)

@@ -54,12 +54,11 @@ def test_every_mode_with_async_scheduling(model, modes, tmp_path, ahead):
     job = GatedRun(model, str(tmp_path / "rows"), modes, TOKENS, {"max_num_seqs": 64}, ahead=ahead)
     counts = run_child(job, tmp_path / "job.json")
     assert counts["ahead"] == ahead
-    assert counts["overshot"] >= 0
 
 
 @pytest.mark.long
 def test_every_mode_on_the_v2_runner(model, modes, tmp_path):
-    job = GatedRun(model, str(tmp_path / "rows"), modes[::3], TOKENS, {"max_num_seqs": 64}, v2=True)
+    job = GatedRun(model, str(tmp_path / "rows"), modes[1::3], TOKENS, {"max_num_seqs": 64}, v2=True)
     counts = run_child(job, tmp_path / "job.json")
     assert counts["runner"] == "vllm.v1.worker.cpu.model_runner"
 
@@ -67,7 +66,7 @@ def test_every_mode_on_the_v2_runner(model, modes, tmp_path):
 @pytest.mark.long
 def test_gates_of_one_stage_gate_the_next_on_the_v2_runner(model, modes, tmp_path):
     arguments = {"max_num_seqs": 64, "pipeline_parallel_size": 2}
-    job = GatedRun(model, str(tmp_path / "rows"), modes[::5], TOKENS, arguments, v2=True)
+    job = GatedRun(model, str(tmp_path / "rows"), modes[::7], TOKENS, arguments, v2=True)
     assert run_child(job, tmp_path / "job.json")["v2"] is True
 
 
@@ -122,16 +121,18 @@ def crowd(reference):
     return cases(reference, LATCHED, (60, 61, 62, 63, 58, 59), 100, seed=40, opening="early")
 
 
-def crowded(model, crowd, root, *, cached, mutant=""):
-    return GatedRun(model, str(root), crowd, 100, {**CROWDED, "enable_prefix_caching": cached}, mutant=mutant)
+def crowded(model, crowd, root, *, cached, mutant="", **more):
+    return GatedRun(model, str(root), crowd, 100, {**CROWDED, "enable_prefix_caching": cached}, mutant=mutant, **more)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("more", [{}, {"ahead": 2}, {"ahead": 1, "v2": True}], ids=["sync", "three deep", "v2"])
 @pytest.mark.parametrize("cached", [False, True], ids=["computed anew", "resumed from cached blocks"])
-def test_a_latch_is_worked_out_again_after_a_preemption(model, crowd, tmp_path, cached):
+def test_a_latch_is_worked_out_again_after_a_preemption(model, crowd, tmp_path, cached, more):
     assert all(case.opened for case in crowd)
-    counts = run_child(crowded(model, crowd, tmp_path / "rows", cached=cached), tmp_path / "job.json")
-    assert counts["preempted"] > 0
+    counts = run_child(crowded(model, crowd, tmp_path / "rows", cached=cached, **more), tmp_path / "job.json")
+    # The gates have opened by then.
+    assert counts["preempted late"] > 0
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ from capflow_engine.request.options import KEY, RequestOptions
 from capflow_engine.request.reach import check_patches, first_latching, length_max
 from capflow_engine.scheduler import divergence
 from capflow_engine.scheduler.actions import EngineActions, RunningRequest, frozen_needs
-from capflow_engine.scheduler.answers import Answers, UnderWay
+from capflow_engine.scheduler.answers import CertainAnswers, UnderWay
 from capflow_engine.scheduler.brought import HubSteering
 from capflow_engine.scheduler.decisions import Decisions
 from capflow_engine.scheduler.drafting import Drafting
@@ -120,7 +120,7 @@ class Admission:
         replica = compat.replica_of(vllm_config)
         hello = Hello("scheduler", self.settings.engine, self._boot, Rank(0, replica, 0), self.info)
         self.links = HubLinks(self.settings.hubs, hello, self._incarnations.get, self._at_once)
-        self._answers = Answers(self.links.outcome)
+        self._answers = CertainAnswers(self.links.outcome)
         self.actions = EngineActions(
             self.info,
             self._held,

@@ -27,7 +27,7 @@ class UnderWay(NamedTuple):
     drafts: dict[str, tuple[int, int]]
 
 
-class Answers:
+class CertainAnswers:
     """The answers that wait.
 
     send: sends an answer.

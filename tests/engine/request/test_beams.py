@@ -36,13 +36,13 @@ def test_each_token_of_a_beam_says_where_the_answer_begins_also_without_steering
     async def run():
         BEAMS.set(None if own is None else Beams(own))
         before = BEAMS.get()
-        found = [options async for options in searching(search, lambda: everywhere)({"prompt_token_ids": [5] * 4})]
+        tokens = [options async for options in searching(search, lambda: everywhere)({"prompt_token_ids": [5] * 4})]
         assert BEAMS.get() is before
-        return found
+        return tokens
 
-    found = asyncio.run(run())
-    assert [options.generated for options in found] == [0, 1, 2]
-    assert {options.program for options in found} == {own or everywhere}
+    tokens = asyncio.run(run())
+    assert [options.generated for options in tokens] == [0, 1, 2]
+    assert {options.program for options in tokens} == {own or everywhere}
 
 
 def test_a_prompt_without_tokens_reaches_vllm_which_refuses_it():

@@ -12,9 +12,9 @@ def sent():
 
 @pytest.fixture
 def answers(sent):
-    from capflow_engine.scheduler.answers import Answers
+    from capflow_engine.scheduler.answers import CertainAnswers
 
-    return Answers(sent.append)
+    return CertainAnswers(sent.append)
 
 
 def step(**drafts):
