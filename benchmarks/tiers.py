@@ -4,8 +4,8 @@
 
 One engine in this process, joined to a hub in another, runs all modes in turns. A turn starts a batch of requests and
 times every step in which all of them decode, by the CPU time of the process: that is the time on an idle machine with
-one thread, and other processes do not add to it. A ratio is that of the medians of all steps, to `idle`, and to
-`static` where a mode steers as that does. All gates fire at the first token and stay open.
+one thread, and other processes do not add to it. A ratio is that of the medians of all steps: of `static` to `idle`,
+and of the other modes to `static`, as they steer alike. All gates fire at the first token and stay open.
 
 * `idle`: requests that nobody steers or captures.
 * `static`: a vector at one layer.
@@ -118,13 +118,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             skip_tokenizer_init=True,
             enforce_eager=True,
         )
-        print(f"| batch | idle step | {' | '.join(f'{mode} of idle' for mode in MODES[1:])} |")
+        print(f"| batch | idle step | static of idle | {' | '.join(f'{mode} of static' for mode in MODES[2:])} |")
         print(f"|---|---|{'---|' * len(MODES[1:])}")
         for batch in batches:
             steps = max(4, min(args.steps, args.steps * 16 // batch))
             middle = {mode: statistics.median(each) for mode, each in measure(llm, batch, steps, args.rounds).items()}
-            ratios = " | ".join(f"{middle[mode] / middle['idle']:.3f}" for mode in MODES[1:])
-            print(f"| {batch} | {1e3 * middle['idle']:.2f} ms | {ratios} |", flush=True)
+            ratios = [middle["static"] / middle["idle"], *(middle[mode] / middle["static"] for mode in MODES[2:])]
+            print(
+                f"| {batch} | {1e3 * middle['idle']:.2f} ms | {' | '.join(f'{ratio:.3f}' for ratio in ratios)} |",
+                flush=True,
+            )
         with Client(llm.capflow_settings.hubs[0].address) as hub:
             problems = hub.status()["problems"]
         llm.close()
