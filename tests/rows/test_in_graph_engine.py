@@ -12,6 +12,7 @@ from capflow.capture.site import Site
 from capflow.plugins.configure import ConfiguredController, configure, load_plugins, parse
 from capflow.probes.probe import Probe, save_vector
 from capflow.steering.action import Freeze, Unfreeze
+from capflow.steering.request import Steering
 from tests.kit.engines import GREEDY, engine, prompts, relative_error, save_tiny
 from tests.kit.gated import APART, BOUND, GatedReference
 from tests.kit.hubs import running_hub
@@ -232,3 +233,24 @@ def test_two_tensor_parallel_ranks_steer_alike(model, reference, thresholds, tmp
         assert not hub.status()["problems"]
     values = hold(reference, keeper, "r", output, fields(sad=sad))
     assert 0 < values["sad"].sum() < TOKENS - 1
+
+
+def test_gates_of_a_module_and_of_the_global_state_act_as_those_of_a_request(
+    model, reference, thresholds, tmp_path_factory
+):
+    rude, sad = ("rude", RUDENESS), ("sad", SADNESS)
+    asked = [fields(**{name: (each, thresholds[each["probe"]]) for name, each in some}) for some in ([rude], [sad])]
+    both = fields(**{name: (each, thresholds[each["probe"]]) for name, each in (rude, sad)})
+    with gated(model, tmp_path_factory) as (llm, _, keeper):
+        llm.steering.register("calm", Steering.parse(asked[0]))
+        (module,) = generate(llm, keeper, ["module"], {"steering_name": "calm"})
+        llm.steering.set_global(Steering.parse(asked[1]))
+        (everywhere,) = generate(llm, keeper, ["everywhere"])
+        (joined,) = generate(llm, keeper, ["joined"], {"steering_name": "calm"})
+    for name, output, expected in (
+        ("module", module, asked[0]),
+        ("everywhere", everywhere, asked[1]),
+        ("joined", joined, both),
+    ):
+        values = hold(reference, keeper, name, output, expected)
+        assert all(0 < (value > 0.5).sum() < len(value) for value in values.values()), name
