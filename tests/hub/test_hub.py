@@ -568,7 +568,7 @@ class TestWhatTheHubWants:
             running_hub(address, controllers=[controller], on_refused=lambda *refusal: refusals.append(refusal)),
             scheduler_link(address, make_hello(role="scheduler", model=model), wait=False) as link,
         ):
-            eventually(lambda: link.refusal)
+            eventually(lambda: link.refusal and refusals)
             assert link.refusal == reason
             assert refusals == [("engine-1", reason)]
 
