@@ -20,8 +20,8 @@ from tests.kit.waiting import eventually
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 CALL = {"model": "tiny", "max_tokens": 6, "temperature": 0, "extra_body": {"ignore_eos": True}}
-LONG = 2500  # tokens, so many that a client can act while they come
-STEERED = 600  # of a request that is steered by who waits for it to begin
+LONG = 4000  # tokens, so many that a client can act while they come
+STEERED = 1500  # of a request that is steered by who waits for it to begin
 
 
 @pytest.fixture(scope="module")
