@@ -25,8 +25,8 @@ DOT, COSINE, CAST = range(len(SCORES))
 
 Scores = npt.NDArray[np.float32]
 
-# The numbers of a portion of rows on the CPU: as many as a processor's second-level cache holds with few calls.
-_PORTION_NUMBERS = 1 << 18
+# The numbers of a portion of rows on the CPU; more portions cost more calls than a smaller one saves in the cache.
+_PORTION_NUMBERS = 1 << 20
 
 
 class ScoredRows(NamedTuple):
@@ -62,7 +62,6 @@ class ProbeScorer:
             self.at.setdefault(site, []).append(number)
         given = [np.asarray(probe.weight, np.float32) for _, probe in probes]
         weights = np.stack(given) if given else np.empty((0, hidden), np.float32)
-        self._rows = weights
         self._weights = torch.from_numpy(weights).to(device)
         self._kinds = [SCORES.index(probe.score) for _, probe in probes]
         self._bias = np.array([probe.bias for _, probe in probes], np.float32)
@@ -116,15 +115,14 @@ class ProbeScorer:
 
     def _on_cpu(self, numbers: Sequence[int], rows: torch.Tensor) -> list[Scores]:
         """Return the scores of some rows by each of these probes."""
-        height = len(self._portion)
+        weights = self._weights.numpy()
         sums = np.empty((len(numbers), 4, len(rows)), np.float32)
-        portion = self._portion
-        for begin in range(0, len(rows), height):
-            here = slice(begin, min(begin + height, len(rows)))
-            portion[: here.stop - begin].copy_(rows[here])
-            wide = portion[: here.stop - begin].numpy()
+        for begin in range(0, len(rows), len(self._portion)):
+            some = rows[begin : begin + len(self._portion)]
+            here = slice(begin, begin + len(some))
+            wide = self._portion[: len(some)].copy_(some).numpy()
             for number, out in zip(numbers, sums, strict=True):
-                np.vecdot(wide, self._rows[number], out=out[0, here])
+                np.vecdot(wide, weights[number], out=out[0, here])
                 if self._kinds[number] != DOT:
                     np.vecdot(wide, wide, out=out[1, here])
                 if self._kinds[number] == CAST:
