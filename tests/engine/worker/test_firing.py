@@ -32,6 +32,15 @@ def test_the_last_stage_marks_what_gates_open_and_earlier_ones_count_them_as_clo
     assert list(first.marked()) == []
 
 
+def test_rejected_drafts_of_earlier_steps_lower_where_gates_are_open():
+    request = SimpleNamespace(key="key", steered=None, gates=(gate(math.inf),))
+    step = step_of(request, (SlotRange(0, 7, NOTHING, Acts(prefill=1, decode=1)),), 1, layer_last=3)
+    step.shifts["key"] = 2
+    assert step.opened(request)(1, 5, 7).tolist() == [False, True]
+    # Marks count from the first position of the step, wherever it is.
+    assert list(step.marked()) == [Marked(1, "key", (1, 2))]
+
+
 def test_rows_are_marked_by_the_gates_that_they_had_though_an_action_changed_them_since():
     """A soft gate acts where a hard one is closed."""
     for before, after, marks in ((math.inf, 2.0, [False, True]), (2.0, math.inf, [True, True])):
