@@ -277,6 +277,17 @@ class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
 Outcome = ActionApplied | Rejected | Unknown
 
 
+def not_running(request: str | None) -> str:
+    """Return why an action is rejected whose request does not run."""
+    return explain("request", got=request, expected="one that is running")
+
+
+def not_meant(action: Action, running: str) -> str:
+    """Return why an action is rejected that names another incarnation than the running one of its request."""
+    expected = f"{running}, that of the request {action.request} that is running"
+    return explain("incarnation", got=action.incarnation, expected=expected)
+
+
 def sites_of(action: Action) -> tuple[Site, ...]:
     """Return the sites that an action steers at."""
     if not isinstance(action, Steer):

@@ -20,7 +20,7 @@ from capflow.capture.frame import Frame
 from capflow.errors import explain
 from capflow.protocol.message import Act, ActionOutcome, Beat, Hello, Message, Welcome
 from capflow.protocol.session import Parts, State
-from capflow.steering.action import ActionApplied, Freeze, Outcome, Rejected, Unfreeze
+from capflow.steering.action import ActionApplied, Freeze, Outcome, Rejected, Unfreeze, not_meant, not_running
 from capflow.transport.links.link import Link
 from capflow.transport.sockets import Dealer
 
@@ -173,10 +173,9 @@ class SchedulerLink(Link):
             elif not now < until:
                 reason = _expired()
             elif incarnation is None:
-                reason = _not_running(act)
+                reason = not_running(act.action.request)
             elif act.action.incarnation not in ("", incarnation):
-                expected = f"{incarnation}, that of the request {act.action.request} that is running"
-                reason = explain("incarnation", got=act.action.incarnation, expected=expected)
+                reason = not_meant(act.action, incarnation)
             else:
                 self._pending[act.key] = _Pending(until, kept, [act.id], now)
                 self._waiting[act.key] = _of_incarnation(act, incarnation)
@@ -203,7 +202,7 @@ class SchedulerLink(Link):
         if not act.action.request:
             return self._at_once(act) if now >= pending.arrived + limits.ACTION_IDLE_S else None
         if self._running(act.action.request) != act.action.incarnation:
-            return Rejected(act.id, _not_running(act), act.action.incarnation)
+            return Rejected(act.id, not_running(act.action.request), act.action.incarnation)
         return None
 
     def _forget(self, now: float, *, all_expired: bool = False) -> None:
@@ -238,7 +237,3 @@ def _with_incarnation(outcome: Outcome, incarnation: str) -> Outcome:
 def _expired() -> str:
     do = "try again; a request that waits for streaming input or for its first step takes no actions"
     return explain("action: the engine took no step in time", do=do)
-
-
-def _not_running(act: Act) -> str:
-    return explain("request", got=act.action.request, expected="one that is running")

@@ -31,6 +31,7 @@ from capflow.steering.action import (
     Unfreeze,
     Unsteer,
     check_action,
+    not_running,
 )
 from capflow.steering.compose import fits, own
 from capflow.steering.program import SteeringProgram
@@ -183,7 +184,7 @@ class EngineActions:
             del self._leases[lease]
         for action_id, ordered, _ in self._ordered:
             if ordered.key == key:
-                self._answer(Rejected(action_id, explain("request", got=name, expected="one that is running")))
+                self._answer(Rejected(action_id, not_running(name)))
         self._ordered = [each for each in self._ordered if each[1].key != key]
 
     def reaches(self, key: str) -> bool:

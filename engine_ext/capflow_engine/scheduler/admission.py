@@ -29,9 +29,19 @@ import msgspec
 from capflow.capture.frame import Rank
 from capflow.capture.positions import Positions
 from capflow.capture.spec import Wanted, join
-from capflow.errors import UsageError, explain
+from capflow.errors import UsageError
 from capflow.protocol.message import Act, ControllerSpec, Hello, Welcome
-from capflow.steering.action import Abort, ActionApplied, Outcome, Rejected, SetGate, Steer, Unsteer
+from capflow.steering.action import (
+    Abort,
+    ActionApplied,
+    Outcome,
+    Rejected,
+    SetGate,
+    Steer,
+    Unsteer,
+    not_meant,
+    not_running,
+)
 from capflow.steering.program import SteeringProgram
 from capflow_engine.compat import cache as compat_cache
 from capflow_engine.compat import engine as compat
@@ -484,15 +494,14 @@ class Admission:
         action = act.action
         key = self._keys.get(action.request)
         if key is None:
-            return explain("request", got=action.request, expected="one that is running")
+            return not_running(action.request)
         if (incarnation := self._incarnations[action.request]) != action.incarnation:
-            expected = f"{incarnation}, that of the request {action.request} that is running"
-            return explain("incarnation", got=action.incarnation, expected=expected)
+            return not_meant(action, incarnation)
         running = self._as_running(key, scheduler.requests[key])
         if not isinstance(action, Abort):
             return self.actions.apply(act, key, running)
         if not compat.abort(scheduler, key, action.as_, action.reason):
-            return explain("request", got=action.request, expected="one that is running")
+            return not_running(action.request)
         self.aborted.append(running.request)
         # Of a step under way with drafts, only the first row is certain.
         self._aborts.append((act.id, min(running.reached, running.request.num_tokens)))
