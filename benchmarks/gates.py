@@ -29,6 +29,7 @@ import math
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -223,8 +224,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif model == "tiny":
         model = tiny()
     batches = [int(batch) for batch in args.batches.split(",")]
+    directory = Path(tempfile.mkdtemp(prefix="capflow-bench-"))
     llm = capflow.LLM(
         model,
+        hub=f"ipc://{directory}/hub.sock",  # where none listens: a hub that runs here would capture the requests
         dtype=args.dtype,
         max_model_len=64,
         max_num_seqs=max(batches),
@@ -239,6 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         steps = max(4, min(args.steps, args.steps * 16 // batch))
         print("\n".join(report(batch, measure(llm, llm.capflow_model, batch, steps, args.rounds))), flush=True)
     llm.close()
+    directory.rmdir()
     return 0
 
 
