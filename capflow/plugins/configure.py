@@ -352,6 +352,11 @@ def parse(text: str) -> tuple[str, dict[str, str]]:
     return name.strip(), options
 
 
+def escaped(value: object) -> str:
+    """Return the value of an option as `parse` reads it."""
+    return str(value).replace("\\", "\\\\").replace(",", "\\,")
+
+
 def read_config(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """Return the names and options of the consumers in a TOML file, in tables `[[consumer]]`.
 

@@ -25,6 +25,7 @@ def record(context: click.Context, /, path: str, capture: str, consumers: tuple[
     Ctrl-C. With --model and --prompts it runs that model. Other consumers may run beside it. An existing recording is
     continued.
     """
-    escaped = path.replace("\\", "\\\\").replace(",", "\\,")
-    own = f"record:path={escaped}" + (f",{capture}" if capture else "")
+    from capflow.plugins.configure import escaped
+
+    own = f"record:path={escaped(path)}" + (f",{capture}" if capture else "")
     context.invoke(run, consumers=(own, *consumers), **options)

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from capflow.capture.site import Site
+from capflow.plugins.configure import escaped
 from capflow.probes.probe import Probe
 from capflow_models.experiment.file import AXES, Experiment
 from capflow_models.experiment.prompts import LabelledPrompt
@@ -206,11 +207,6 @@ def gates_of(
             options["shadow"] = "true"
         consumers.append(f"{instance}:{','.join(f'{name}={escaped(value)}' for name, value in options.items())}")
     return consumers
-
-
-def escaped(value: object) -> str:
-    """Return a value of a `--consumer` option, where a comma separates options."""
-    return str(value).replace("\\", "\\\\").replace(",", "\\,")
 
 
 POSITIONS = {"all": "all", "last_prompt": "last_prompt", "prompt": "all_prompt", "generated": "all_generated"}

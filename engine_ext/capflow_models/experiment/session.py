@@ -28,6 +28,7 @@ import numpy.typing as npt
 import capflow
 from capflow.capture.site import Site
 from capflow.errors import CapflowError, explain
+from capflow.plugins.configure import escaped
 from capflow.probes.probe import Probe, as_float32
 from capflow_engine.compat import engine as compat
 from capflow_engine.llm import llm
@@ -37,7 +38,6 @@ from capflow_models.experiment.arms import (
     Directions,
     Setting,
     check_room,
-    escaped,
     fields_of,
     instance_of,
     prompt_of,
