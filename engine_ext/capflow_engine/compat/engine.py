@@ -7,6 +7,7 @@ Verified with vLLM 0.31.0, 0.32.0 and 0.33.0. The bounds here are those of the `
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -195,6 +196,13 @@ def register_op(
     direct_register_custom_op(
         name, cpu if key == "CPU" else gpu, mutates_args=mutates, fake_impl=fake, target_lib=library, dispatch_key=key
     )
+
+
+def argument_names() -> set[str]:
+    """Return the names of vLLM's engine arguments."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return {field.name for field in dataclasses.fields(EngineArgs)}
 
 
 def check_arguments(engine_args: Any) -> None:

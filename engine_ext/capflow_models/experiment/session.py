@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import inspect
 import json
@@ -31,7 +30,6 @@ from capflow.errors import CapflowError, explain
 from capflow.plugins.configure import escaped
 from capflow.probes.probe import Probe, as_float32
 from capflow_engine.compat import engine as compat
-from capflow_engine.llm import llm
 from capflow_models.backends import resolved_model
 from capflow_models.experiment.arms import (
     POSITIONS,
@@ -366,7 +364,7 @@ def check_status(status: Mapping[str, Any]) -> None:
 
 def check_engine(experiment: Experiment) -> None:
     """Raise UsageError with the line for a key of [engine] that is no argument of `capflow.LLM`."""
-    names = {field.name for field in dataclasses.fields(vars(llm)["EngineArgs"])}
+    names = compat.argument_names()
     for kind in capflow.LLM.__mro__:
         names |= inspect.signature(kind).parameters.keys() if kind is not object else set()
     for name in experiment.engine:
