@@ -9,6 +9,7 @@ import pytest
 
 from capflow.capture.frame import Acted, ActedOn, Frame
 from capflow.capture.site import Site
+from capflow.errors import RetryError
 from capflow.steering.action import Abort, ActionApplied, Answered, Gain, Rejected, SetGate, Steer, Unknown, Unsteer
 from capflow.steering.vector import SteeringVector
 from capflow.transport.client import Client
@@ -142,6 +143,13 @@ def of_incarnation(incarnation, kind="steer"):
     return Answered.of(action, outcome, engine="engine-1", asked_by="client")
 
 
+def framed(incarnation, request="r1"):
+    """Return a frame with rows of an incarnation of a request."""
+    rows = make_frame(sites=SITES)
+    part = msgspec.structs.replace(rows.header.requests[0], id=request, incarnation=incarnation)
+    return Frame.seal(msgspec.structs.replace(rows.header, requests=(part,)), rows.payload)
+
+
 @pytest.mark.parametrize("killed", [False, True])
 def test_events_before_the_rows_are_of_the_capture_of_their_own_request(tmp_path, killed):
     probe_file(tmp_path, "p")
@@ -151,16 +159,48 @@ def test_events_before_the_rows_are_of_the_capture_of_their_own_request(tmp_path
     if killed:
         consumer.close()
         consumer = opened(tmp_path, "p")
-    rows = make_frame(sites=SITES)
-    part = msgspec.structs.replace(rows.header.requests[0], incarnation="second")
-    header = msgspec.structs.replace(rows.header, requests=(part,))
-    consumer.on_frame(Frame.seal(header, rows.payload))
+    consumer.on_frame(framed("second"))
     consumer.on_action(of_incarnation("third"))  # the next one of the id
     finished = msgspec.structs.replace(make_finished(), incarnation="second")
     assert consumer.on_request_done(msgspec.structs.replace(done(rows=12), finished=(finished,))).status == "ok"
     consumer.close()
     stored = query(tmp_path, "SELECT incarnation, kind, capture FROM actions ORDER BY incarnation")
     assert stored == [("first", "steer", None), ("second", "unsteer", 1), ("third", "steer", None)]
+
+
+def test_a_kill_attaches_no_event_to_another_request_s_capture(tmp_path):
+    """The number of a capture of which nothing was committed is free again; an event committed before may have it."""
+    probe_file(tmp_path, "p")
+    consumer = opened(tmp_path, "p")
+    consumer.on_frame(framed("first"))
+    consumer.on_action(of_incarnation("first"))
+    consumer._database.close()  # killed, with what is pending
+    consumer = opened(tmp_path, "p")
+    consumer.on_frame(framed("second", "r2"))
+    consumer.on_frame(framed("first"))  # delivered again
+    for request, incarnation in (("r2", "second"), ("r1", "first")):
+        finished = msgspec.structs.replace(make_finished(), id=request, incarnation=incarnation)
+        ended = msgspec.structs.replace(done(request, rows=12), finished=(finished,))
+        assert consumer.on_request_done(ended).status == "ok"
+    consumer.close()
+    stored = query(tmp_path, "SELECT requests.request_id, capture FROM actions JOIN requests USING (capture)")
+    assert stored == [("r1", 2)]
+
+
+def test_events_keep_no_capture_when_its_rows_are_not_written(tmp_path, monkeypatch):
+    probe_file(tmp_path, "p")
+    consumer = opened(tmp_path, "p")
+    consumer.on_action(of_incarnation("first"))
+    consumer.on_frame(framed("first"))
+    finished = msgspec.structs.replace(make_finished(), incarnation="first")
+    ended = msgspec.structs.replace(done(rows=12), finished=(finished,))
+    monkeypatch.setattr("capflow_consumers.duckdb.database._ADOPT", "SELECT error('no room'), ?, ?, ?, ?")
+    with pytest.raises(RetryError):
+        consumer.on_request_done(ended)
+    monkeypatch.undo()
+    consumer._database.close()  # killed, with what is pending
+    assert query(tmp_path, "SELECT capture FROM actions") == [(None,)]
+    assert query(tmp_path, "SELECT count(*) FROM requests") == [(0,)]
 
 
 def test_the_store_tells_the_unknown_from_the_rejected(tmp_path):

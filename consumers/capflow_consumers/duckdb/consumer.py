@@ -48,7 +48,7 @@ from capflow_consumers.framelog import FrameLog
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from capflow_consumers.duckdb.database import Database, Stored
+    from capflow_consumers.duckdb.database import Adopted, Database, Stored
     from capflow_consumers.duckdb.pending import PendingRows
     from capflow_consumers.duckdb.port import SqlPort
 
@@ -256,6 +256,8 @@ class DuckdbConsumer(Consumer):
         """Commit all pending rows and the request's row of `requests`. Raises RetryError while this is not possible."""
         import pyarrow as pa
 
+        from capflow_consumers.duckdb.database import Adopted
+
         now_ns = time.time_ns()
         key = (done.engine, done.request)
         request = self._requests.get(key)
@@ -290,11 +292,10 @@ class DuckdbConsumer(Consumer):
             "tag": pa.array([done.tag or None], pa.string()),
         }
         incarnation = next((finished.incarnation for finished in done.finished), request.incarnation)
-        if (early := (*key, incarnation)) in self._early:
-            assert self._database is not None
-            self._database.adopt(request.capture, *early)
-            del self._early[early]
-        self._flush({"requests": pa.table(line)})
+        early = (*key, incarnation)
+        adopted = Adopted(request.capture, *early) if early in self._early else None
+        self._flush({"requests": pa.table(line)}, adopted)
+        self._early.pop(early, None)
         del self._requests[key]
         return CaptureResult(status, "; ".join(problems) or None, payload)
 
@@ -381,8 +382,10 @@ class DuckdbConsumer(Consumer):
         if self._context is not None:
             self._context.count(name)
 
-    def _flush(self, tables: dict[str, pa.Table]) -> None:
+    def _flush(self, tables: dict[str, pa.Table], adopted: Adopted | None = None) -> None:
         """Write the pending rows and more tables in one transaction.
+
+        adopted: the request whose events get a capture.
 
         Raises RetryError when nothing was written and all rows are still pending; FatalError when the file must be
         reopened.
@@ -390,7 +393,7 @@ class DuckdbConsumer(Consumer):
         assert self._database is not None
         pending, requests = self._pending.tables()
         try:
-            self._database.append({**pending, **tables})
+            self._database.append({**pending, **tables}, adopted)
         except RetryError:
             self._count("flush_errors")
             raise

@@ -54,6 +54,12 @@ _ADOPT = """
 UPDATE actions SET capture = ?
 WHERE capture IS NULL AND engine = ? AND request_id = ? AND incarnation = ?
 """
+# A killed consumer may leave events of a capture without rows, whose number another request gets. Events without an
+# incarnation, of earlier versions, would find no other capture.
+_RELEASE = """
+UPDATE actions SET capture = NULL
+WHERE incarnation IS NOT NULL AND capture NOT IN (SELECT capture FROM requests UNION ALL SELECT capture FROM marks)
+"""
 _DEAD = (duckdb.FatalException, duckdb.InternalException, duckdb.ConnectionException)
 """Errors of DuckDB after which the database must be reopened."""
 _REMEDIES = {
@@ -62,6 +68,15 @@ _REMEDIES = {
     errno.EDQUOT: "make room on its disk",
     errno.EFBIG: "allow larger files (ulimit -f)",
 }
+
+
+class Adopted(NamedTuple):
+    """A request whose events came before its capture had a number, and this number."""
+
+    capture: int
+    engine: str
+    request: str
+    incarnation: str
 
 
 class Stored(NamedTuple):
@@ -120,6 +135,7 @@ class Database:
         try:
             connection.execute("BEGIN")
             _make_tables(connection, path, where)
+            connection.execute(_RELEASE)
             connection.execute("COMMIT")
             query = "SELECT max(capture) FROM (SELECT capture FROM requests UNION ALL SELECT capture FROM marks)"
             (last,) = connection.execute(query).fetchone()
@@ -166,15 +182,17 @@ class Database:
             captures[-1].frames.note((boot, Rank(*map(int, rank.split(".")))), first, last)
         return by_request
 
-    def append(self, tables: Mapping[str, pa.Table]) -> None:
+    def append(self, tables: Mapping[str, pa.Table], adopted: Adopted | None = None) -> None:
         """Insert the rows of all tables in one transaction; rows whose key the table already has are skipped.
+
+        adopted: the request whose events get a capture in the same transaction.
 
         The rows are on the disk when this returns. Raises RetryError when no row was inserted; FatalError when only
         reopening the file tells which rows it has.
         """
         try:
             self._check()
-            self._insert(tables)
+            self._insert(tables, adopted)
         except _DEAD as e:
             raise self._failed(e, FatalError) from e
         except (duckdb.Error, OSError) as e:
@@ -192,16 +210,6 @@ class Database:
         requests: list[tuple[str, str, str]] = self._connection.execute(_EARLY, [count]).fetchall()
         return requests[::-1]
 
-    def adopt(self, capture: int, engine: str, request: str, incarnation: str) -> None:
-        """Number the capture of a request's events that have none. Raises RetryError when none was changed."""
-        try:
-            self._check()
-            self._connection.execute(_ADOPT, [capture, engine, request, incarnation])
-        except _DEAD as e:
-            raise self._failed(e, FatalError) from e
-        except (duckdb.Error, OSError) as e:
-            raise self._failed(e, RetryError) from e
-
     def query(self, sql: str) -> SqlQuery:
         """Return a query on the committed rows. Callable on any thread."""
         with self._reading_lock:
@@ -216,7 +224,7 @@ class Database:
         except OSError as e:
             raise self._failed(e, CapflowError) from e
 
-    def _insert(self, tables: Mapping[str, pa.Table]) -> None:
+    def _insert(self, tables: Mapping[str, pa.Table], adopted: Adopted | None) -> None:
         self._connection.execute("BEGIN")
         try:
             for name, rows in tables.items():
@@ -225,6 +233,8 @@ class Database:
                 # `into` is made of the keys of TABLES.
                 self._connection.execute(f"INSERT {into} BY NAME SELECT * FROM new_rows")  # noqa: S608
                 self._connection.unregister("new_rows")
+            if adopted is not None:
+                self._connection.execute(_ADOPT, adopted)
             self._connection.execute("COMMIT")
         except BaseException:
             # A COMMIT that failed has already rolled back.

@@ -102,8 +102,8 @@ def test_a_file_that_is_taken_away_while_it_is_written_is_opened_again(tmp_path)
     path = tmp_path / "scores.duckdb"
     insert = consumer._database._insert
 
-    def taken_away(tables):
-        insert(tables)
+    def taken_away(tables, adopted):
+        insert(tables, adopted)
         path.unlink()
 
     consumer._database._insert = taken_away
