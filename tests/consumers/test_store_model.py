@@ -64,9 +64,9 @@ class DuckdbStore:
     def _guarded(self, consumer):
         append = consumer._database.append
 
-        def guarded(tables):
+        def guarded(*args):
             with files_that_do_not_grow() if self._refusing else contextlib.nullcontext():
-                append(tables)
+                append(*args)
             if self._chance.random() < 0.05:
                 raise FatalError("nobody knows whether that was committed; it was")
 
