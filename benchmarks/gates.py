@@ -225,9 +225,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model = tiny()
     batches = [int(batch) for batch in args.batches.split(",")]
     directory = Path(tempfile.mkdtemp(prefix="capflow-bench-"))
+    # None listens there: a hub that runs at the usual address would capture the requests.
+    os.environ["CAPFLOW_HUB"] = f"ipc://{directory}/hub.sock"
     llm = capflow.LLM(
         model,
-        hub=f"ipc://{directory}/hub.sock",  # where none listens: a hub that runs here would capture the requests
         dtype=args.dtype,
         max_model_len=64,
         max_num_seqs=max(batches),

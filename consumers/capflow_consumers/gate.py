@@ -309,8 +309,10 @@ class Gate(Controller):
             taken_back = after.fired >= 0 and not self.state.shadow and request not in view.steered()
             if not taken_back:
                 return []
-        if after.fired >= 0:
+        if after.fired >= start:
             return [self._decision(request, True, after.fired, after.score, after.scale)]
+        if after.fired >= 0:  # it opened before: this row changed the scale, or follows a freeze
+            return [self._decision(request, True, after.position, after.value, after.scale)]
         if before.fired < 0 and not again and opened is None:
             return []
         return [self._decision(request, False, after.position, after.value, after.scale)]

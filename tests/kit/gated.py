@@ -31,6 +31,8 @@ WRONG = 7
 APART = 1e-3
 """How far each score is from its threshold, at least: rounding in the engine opens no gate."""
 EVERYTHING = {"hooks": dict.fromkeys(HOOKS, "all"), "positions": "all"}
+ANSWERS = {**EVERYTHING, "positions": "all_generated"}
+"""What leaves the blocks of a prompt readable from the cache: a position that is captured is computed."""
 SCORE_KINDS = ("dot", "cosine", "cast")
 POSITIONS = ("all", "prompt", "generated", "last_prompt")
 
@@ -262,17 +264,18 @@ def _tiered(fields):
     return made
 
 
-def prove(llm, root, reference, given, max_tokens, prefix="r"):
+def prove(llm, root, reference, given, max_tokens, prefix="r", capture=EVERYTHING):
     """Run cases in one batch and hold rows and logits against the reference; return the outputs."""
-    params = [params_of(case, f"{prefix}{n}", max_tokens) for n, case in enumerate(given)]
+    params = [params_of(case, f"{prefix}{n}", max_tokens, capture) for n, case in enumerate(given)]
     outputs = llm.generate([{"prompt_token_ids": case.prompt} for case in given], params, use_tqdm=False)
     data = capflow.open(root)
     for number, (case, output) in enumerate(zip(given, outputs, strict=True)):
         assert list(output.outputs[0].token_ids) == case.tokens, case.name
         tokens = [*case.prompt, *case.tokens[:-1]]
         expected, seen, margins, _ = reference.run(tokens, len(case.prompt), case.fields)
-        hold(data[f"{prefix}{number}"], seen, len(tokens), case.name)
-        marks = steered_of(case, margins["g"])
+        first = len(case.prompt) if capture is ANSWERS else 0
+        hold(data[f"{prefix}{number}"], seen, range(first, len(tokens)), case.name)
+        marks = steered_of(case, margins["g"])[first:]
         for site in seen:
             assert data[f"{prefix}{number}"].steered(site).tolist() == marks.tolist(), f"{case.name}: marks at {site}"
         error = relative_error(logits(output), expected[len(case.prompt) - 1 :])
@@ -300,18 +303,21 @@ def steered_of(case, margins):
     return mask
 
 
-def hold(capture, seen, count, name):
-    """Hold captured rows against the reference, at every site and position."""
+def hold(capture, seen, positions, name):
+    """Hold captured rows against the reference, at every site and at a range of positions."""
     assert len(capture.sites) == len(seen)
     for site in capture.sites:
-        assert list(capture[site].positions) == list(range(count)), name
-        error = relative_error(np.asarray(capture[site].rows), seen[site])
+        assert list(capture[site].positions) == list(positions), name
+        error = relative_error(np.asarray(capture[site].rows), seen[site][positions.start : positions.stop])
         assert error < BOUND, f"{name}: rows at {site} are off by {error:.1e}"
 
 
 @dataclasses.dataclass
 class GatedRun:
-    """Cases on an engine of a process of its own; see `tests.kit.children.Run`."""
+    """Cases on an engine of a process of its own; see `tests.kit.children.Run`.
+
+    answers: whether only the positions of answers are captured.
+    """
 
     model: str
     root: str
@@ -321,6 +327,7 @@ class GatedRun:
     v2: bool = False
     ahead: int = 0
     mutant: str = ""
+    answers: bool = False
 
 
 def run_child(job, path, timeout=400):
@@ -424,7 +431,8 @@ def main(path):
         counts = watch(llm)
         try:
             with MUTANTS[job.mutant]() if job.mutant else contextlib.nullcontext():
-                prove(llm, job.root, GatedReference(job.model), job.cases, job.max_tokens)
+                capture = ANSWERS if job.answers else EVERYTHING
+                prove(llm, job.root, GatedReference(job.model), job.cases, job.max_tokens, capture=capture)
         except AssertionError as e:
             print(e, file=sys.stderr, flush=True)
             os._exit(WRONG)

@@ -12,7 +12,7 @@ import capflow
 from capflow.capture.site import Site
 from capflow.plugins.configure import configure
 from capflow.plugins.consumer import Controller, NoConfig, StepProbe
-from capflow.steering.action import ActionApplied, Freeze, Gain, SetGate, Steer, Unfreeze
+from capflow.steering.action import ActionApplied, Freeze, Gain, SetGate, Steer, Unfreeze, Unsteer
 from capflow.steering.clamp import Clamp
 from capflow.steering.vector import SteeringVector
 from capflow.transport.client import Client
@@ -32,6 +32,7 @@ OWN = vector(31, norm=2.0)
 SHARED = vector(32, norm=2.0)
 ADDED = SteeringVector.make(STEERED, vector(12))
 CLAMP = Clamp.make(Site(2, "post_block"), vector(13, norm=1.0), {"min": -0.1, "max": 0.1}, where="c")
+CLAMPED = Clamp.make(STEERED, vector(12), {"min": -0.1, "max": 0.1}, where="c")
 OPEN = {"layer": 0, "vector": WEIGHT, "threshold": -1e6}
 
 
@@ -218,4 +219,92 @@ def test_a_freeze_takes_gates_back_until_it_ends(tiny, float64, tmp_path, tmp_pa
         again += "steer" in kept[over:]
     assert again >= 2
     assert not any("refused" in problem for problem in keeper.problems)
+    check(float64, keeper, stepping.tokens, acted)
+
+
+RULES = {
+    "r0": "@clamp:action=clamp,min=-0.1,max=0.1",
+    "r1": "@gain:action=gain,owner=request,gain=0.25",
+    "r2": "@rising:scale=0.05,scale_max=0.5,proportional=0.2",
+    "r3": "@shadow:shadow=true",
+    "r4": "@slow:ema=0.5,consecutive=2,scale=0.3",
+}
+"""What the hub's gates do, each on one request."""
+OWN_VECTOR = {"steering_vectors": {"post_block": {0: OWN}}}
+
+
+@pytest.fixture(scope="module")
+def bounds(tiny, tmp_path_factory):
+    """Where a gate opens and where it closes, in the middle of the scores of each request without one."""
+    with started(tiny, tmp_path_factory, [], own=OWN_VECTOR) as (llm, _, keeper, acted):
+        stepping = Stepping(llm.llm_engine)
+        stepping.finish(keeper)
+    made = {}
+    for name in RULES:
+        scores = [row @ WEIGHT for p, (_, row) in keeper.rows[name][PROBED].items() if p >= acted[name].prompt]
+        low, high = np.quantile(scores, (0.45, 0.55))
+        made[name] = float(high), float(low)
+    return made
+
+
+def rule(name, request, scores, threshold, release):
+    """Yield what a gate decides, at which scored position, and by which score."""
+    smoothed, passed, held = None, 0, None
+    for position, score in scores:
+        smoothed = score if smoothed is None or name != "slow" else (smoothed + score) / 2
+        passed = passed + 1 if smoothed >= threshold else 0
+        now = held
+        if smoothed < release:
+            now = None
+        elif held is not None or passed >= (2 if name == "slow" else 1):
+            # From the first scale to the second, in steps of one sixteenth of the way.
+            steps = min(max(round(0.2 * (smoothed - threshold) / 0.45 * 16), 0), 16)
+            now = {
+                "clamp": Steer(request, (), clamps=(CLAMPED,)),
+                "gain": Gain(request, "request", 0.25),
+                "rising": Steer(request, (ADDED,), gain=0.05 + 0.45 * steps / 16),
+            }.get(name, Steer(request, (ADDED,), gain=0.3))
+        if now != held:
+            yield position, smoothed, now or (Gain(request, "request", 1.0) if name == "gain" else Unsteer(request))
+        held = now
+
+
+@pytest.mark.parametrize(
+    ("mode", "more", "delay"),
+    [
+        ("replicated", {}, 1),
+        ("ordered", {"ahead": 2}, 2),
+        pytest.param("ordered", CROWDED, 1, marks=pytest.mark.long),
+        pytest.param("replicated", CROWDED | {"ahead": 2}, 1, marks=pytest.mark.long),
+    ],
+    ids=["replicated", "ordered async", "ordered preempted", "replicated preempted"],
+)
+def test_a_gate_clamps_scales_and_watches(tiny, float64, bounds, tmp_path, tmp_path_factory, mode, more, delay):
+    controllers = gates(
+        tmp_path,
+        *(
+            f"{each},threshold={bounds[name][0]},release={bounds[name][1]},mode={mode},requests={name}"
+            for name, each in RULES.items()
+        ),
+    )
+    with started(tiny, tmp_path_factory, controllers, own=OWN_VECTOR, **more) as (llm, _, keeper, acted):
+        stepping = Stepping(llm.llm_engine)
+        stepping.finish(keeper)
+    assert keeper.problems == []
+    assert bool(keeper.preempted) == ("block_size" in more)
+    for name, each in RULES.items():
+        gate, record, last = each[1 : each.index(":")], acted[name], len(stepping.tokens[name]) - 2
+        rows = keeper.rows[name][PROBED]
+        scores = [(position, float(rows[position][1] @ WEIGHT)) for position in range(record.prompt, last + 1)]
+        expected, after = [], 0 if gate == "shadow" else delay
+        for position, score, action in rule(gate, name, scores, *bounds[name]):
+            if gate != "shadow":
+                record.applied.append((f"controller gate@{gate}", action, position + delay))
+            if position < last:
+                kind = "gate" if gate == "shadow" else action.__struct_config__.tag
+                expected.append((kind, position + after, pytest.approx(score, abs=1e-4)))
+        events = [event for event in keeper.events_of(name) if event.asked_by == f"controller gate@{gate}"]
+        events = [event for event in events if event.position - after < last]  # the last row may come too late
+        assert [(event.kind, event.position, event.score) for event in events] == expected, name
+        assert len(events) >= 3, name
     check(float64, keeper, stepping.tokens, acted)

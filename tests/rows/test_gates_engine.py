@@ -3,8 +3,20 @@
 import numpy as np
 import pytest
 
-from tests.kit.engines import engine, save_tiny
-from tests.kit.gated import ALL_MODES, MUTANTS, GatedReference, GatedRun, cases, params_of, prove, run_child
+from capflow.capture.site import Site
+from tests.kit.engines import engine, relative_error, save_tiny
+from tests.kit.gated import (
+    ALL_MODES,
+    MUTANTS,
+    GatedReference,
+    GatedRun,
+    cases,
+    params_of,
+    prove,
+    run_child,
+    score_of,
+    steered_of,
+)
 from tests.kit.steered import RAW
 from tests.kit.waiting import eventually
 from tests.kit.watching import watch
@@ -102,16 +114,70 @@ def test_rows_of_each_pipeline_stage_are_marked_by_gates_of_the_last(model, refe
         prove(llm, tmp_path / "rows", reference, given, TOKENS)
 
 
+HALF_MODES = [
+    ("dot", None, False, "all"),
+    ("cosine", None, False, "generated"),
+    ("cast", 2.0, False, "all"),
+    ("dot", None, True, "generated"),
+    ("cosine", 2.0, True, "all"),
+    ("cast", None, False, "prompt"),
+]
+
+
+class Decided(GatedReference):
+    """The reference with the scores of given rows of the probe's site, as the engine has them."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.rows = None
+
+    def _value(self, gate, margins):
+        scores = score_of(gate["score"], np.asarray(gate["vector"], np.float64), self.rows)
+        decided = np.where(margins > -np.inf, scores - gate["threshold"], -np.inf)
+        return GatedReference._value(gate, decided)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.long)])
+def test_gates_open_by_the_rows_of_a_half_precision_engine(model, reference, keeper, dtype):
+    """Rounding may open a gate that float64 leaves shut, so scores are those of the captured rows."""
+    some = cases(reference, HALF_MODES, LENGTHS, TOKENS, seed=70)
+    decided = Decided(model)
+    with engine(model, hub=keeper.address, sites=["*:*"], max_num_seqs=64, dtype=dtype, **RAW) as llm:
+        params = [params_of(case, f"half{n}", TOKENS) for n, case in enumerate(some)]
+        outputs = llm.generate([{"prompt_token_ids": case.prompt} for case in some], params, use_tqdm=False)
+        eventually(lambda: len(keeper.done) == len(some))
+    changed = 0
+    for number, (case, output) in enumerate(zip(some, outputs, strict=True)):
+        gate = case.fields["steering_gates"]["g"]
+        kept = keeper.rows[f"half{number}"]
+        tokens = [*case.prompt, *output.outputs[0].token_ids[:-1]]
+        rows = {site: np.stack([at[p][1] for p in range(len(tokens))]).astype(np.float64) for site, at in kept.items()}
+        decided.rows = rows[Site(gate["layer"], gate["hook"])]
+        _, seen, margins, _ = decided.run(tokens, len(case.prompt), case.fields)
+        shut = {**case.fields, "steering_gates": {"g": {**gate, "threshold": 1e9}}}
+        _, plain, *_ = reference.run(tokens, len(case.prompt), shut)
+        changed += max(relative_error(plain[site], seen[site]) for site in seen) > 0.1
+        for site, expected in seen.items():
+            error = relative_error(rows[site], expected)
+            assert error < HALF[dtype], f"{case.name}: rows at {site} are off by {error:.1e}"
+        scores = score_of(gate["score"], np.asarray(gate["vector"], np.float64), decided.rows)
+        shown = steered_of(case, np.where(margins["g"] > -np.inf, scores - gate["threshold"], -np.inf))
+        marks = keeper.steered[f"half{number}"]
+        assert [marks[position] for position in range(len(tokens))] == shown.tolist(), case.name
+    assert changed >= 4
+
+
+HALF = {"bfloat16": 4e-2, "float16": 5e-3}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 # Room for about four requests of 160 tokens, so six that grow to it preempt each other.
 CROWDED = {"block_size": 32, "num_gpu_blocks_override": 22, "max_model_len": 192}
-LATCHED = [
-    ("dot", None, True, "generated"),
-    ("cosine", None, True, "all"),
-    ("cast", 20.0, True, "generated"),
-    ("dot", 20.0, True, "all"),
-    ("cosine", None, True, "generated"),
+LATCHED = [  # the last ones are preempted first; a latch over a prompt computes it anew
     ("dot", None, True, "prompt"),
+    ("cosine", None, True, "all"),
+    ("dot", 20.0, True, "all"),
+    ("dot", None, True, "generated"),
+    ("cast", 20.0, True, "generated"),
+    ("cosine", None, True, "generated"),
 ]
 
 
@@ -122,7 +188,10 @@ def crowd(reference):
 
 
 def crowded(model, crowd, root, *, cached, mutant="", **more):
-    return GatedRun(model, str(root), crowd, 100, {**CROWDED, "enable_prefix_caching": cached}, mutant=mutant, **more)
+    # With so few, the first blocks of some prompts outlive the preemption.
+    blocks = {"num_gpu_blocks_override": 20} if more.get("v2") else {}
+    arguments = {**CROWDED, **blocks, "enable_prefix_caching": cached}
+    return GatedRun(model, str(root), crowd, 100, arguments, mutant=mutant, answers=cached, **more)
 
 
 @pytest.mark.long
@@ -133,6 +202,7 @@ def test_a_latch_is_worked_out_again_after_a_preemption(model, crowd, tmp_path, 
     counts = run_child(crowded(model, crowd, tmp_path / "rows", cached=cached, **more), tmp_path / "job.json")
     # The gates have opened by then.
     assert counts["preempted late"] > 0
+    assert bool(counts["resumed from cache"]) == cached
 
 
 @pytest.fixture(scope="module")
