@@ -159,8 +159,6 @@ def report_taps() -> int:
 
 def tiny() -> str:
     """Return the directory of a random model."""
-    import tempfile
-
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from tests.kit.engines import save_tiny
 
@@ -224,9 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif model == "tiny":
         model = tiny()
     batches = [int(batch) for batch in args.batches.split(",")]
-    directory = Path(tempfile.mkdtemp(prefix="capflow-bench-"))
     # None listens there: a hub that runs at the usual address would capture the requests.
-    os.environ["CAPFLOW_HUB"] = f"ipc://{directory}/hub.sock"
+    os.environ["CAPFLOW_HUB"] = f"ipc://{tempfile.gettempdir()}/capflow-bench-{os.getpid()}.sock"
     llm = capflow.LLM(
         model,
         dtype=args.dtype,
@@ -243,7 +240,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         steps = max(4, min(args.steps, args.steps * 16 // batch))
         print("\n".join(report(batch, measure(llm, llm.capflow_model, batch, steps, args.rounds))), flush=True)
     llm.close()
-    directory.rmdir()
     return 0
 
 

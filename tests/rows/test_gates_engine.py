@@ -125,16 +125,19 @@ HALF_MODES = [
 
 
 class Decided(GatedReference):
-    """The reference with the scores of given rows of the probe's site, as the engine has them."""
+    """The reference with the scores of given rows of the probe's site, as the engine has them.
+
+    margins: what these scores are above the threshold; -inf where nothing is scored.
+    """
 
     def __init__(self, model):
         super().__init__(model)
-        self.rows = None
+        self.rows = self.margins = None
 
     def _value(self, gate, margins):
         scores = score_of(gate["score"], np.asarray(gate["vector"], np.float64), self.rows)
-        decided = np.where(margins > -np.inf, scores - gate["threshold"], -np.inf)
-        return GatedReference._value(gate, decided)
+        self.margins = np.where(margins > -np.inf, scores - gate["threshold"], -np.inf)
+        return GatedReference._value(gate, self.margins)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.long)])
@@ -153,15 +156,14 @@ def test_gates_open_by_the_rows_of_a_half_precision_engine(model, reference, kee
         tokens = [*case.prompt, *output.outputs[0].token_ids[:-1]]
         rows = {site: np.stack([at[p][1] for p in range(len(tokens))]).astype(np.float64) for site, at in kept.items()}
         decided.rows = rows[Site(gate["layer"], gate["hook"])]
-        _, seen, margins, _ = decided.run(tokens, len(case.prompt), case.fields)
+        seen = decided.run(tokens, len(case.prompt), case.fields)[1]
         shut = {**case.fields, "steering_gates": {"g": {**gate, "threshold": 1e9}}}
-        _, plain, *_ = reference.run(tokens, len(case.prompt), shut)
+        plain = reference.run(tokens, len(case.prompt), shut)[1]
         changed += max(relative_error(plain[site], seen[site]) for site in seen) > 0.1
         for site, expected in seen.items():
             error = relative_error(rows[site], expected)
             assert error < HALF[dtype], f"{case.name}: rows at {site} are off by {error:.1e}"
-        scores = score_of(gate["score"], np.asarray(gate["vector"], np.float64), decided.rows)
-        shown = steered_of(case, np.where(margins["g"] > -np.inf, scores - gate["threshold"], -np.inf))
+        shown = steered_of(case, decided.margins)
         marks = keeper.steered[f"half{number}"]
         assert [marks[position] for position in range(len(tokens))] == shown.tolist(), case.name
     assert changed >= 4
