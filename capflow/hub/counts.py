@@ -7,7 +7,17 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from capflow import limits
+from capflow.buffers.newest import keep_newest
 from capflow.capture.losses import MEANT
+
+
+@dataclass
+class EngineCounts:
+    """What came from one engine."""
+
+    rows: int = 0
+    bytes: int = 0
 
 
 @dataclass
@@ -18,6 +28,8 @@ class Counts:
     rows: int = 0
     bytes: int = 0
     tokens: int = 0
+    # By engine, also of those that left; of the newest `limits.SESSIONS_MAX`.
+    received: dict[str, EngineCounts] = field(default_factory=dict)
     duplicates: int = 0
     # Events of requests' steering, and those that had no room in their worker.
     events: int = 0
@@ -30,6 +42,18 @@ class Counts:
     refused: Counter[str] = field(default_factory=Counter)
     # When the last frame was taken, on the monotonic clock.
     frame_at: float | None = None
+
+    def count(self, engine: str, rows: int, nbytes: int) -> None:
+        """Count the rows and bytes of a frame of an engine."""
+        self.frames += 1
+        self.rows += rows
+        self.bytes += nbytes
+        received = self.received.get(engine)
+        if received is None:
+            received = self.received[engine] = EngineCounts()
+            keep_newest(self.received, limits.SESSIONS_MAX)
+        received.rows += rows
+        received.bytes += nbytes
 
 
 def age_s(at: float | None, now: float) -> float | None:

@@ -23,7 +23,7 @@ from capflow import limits
 from capflow.buffers.policy import WhenFull
 from capflow.errors import UsageError, explain
 from capflow.hub.cache_reads import notice
-from capflow.hub.counts import Snapshot, age_s
+from capflow.hub.counts import EngineCounts, Snapshot, age_s
 from capflow.hub.dispatch import Dispatch
 from capflow.hub.effects import Tell
 from capflow.hub.health import HubState, problems
@@ -285,6 +285,10 @@ class Hub:
             errors=sum(lane.errors for lane in self.lanes),
             spilled=self.roster.frames_spilled(),
         )
+
+    def received_of(self, engine: str) -> EngineCounts:
+        """Return the rows and bytes that came from an engine, by its id."""
+        return self.counts.received.get(engine, EngineCounts())
 
     @property
     def limited_actions(self) -> dict[str, int]:

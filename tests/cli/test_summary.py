@@ -14,6 +14,7 @@ from capflow.cli.engine.job import ModelJob
 from capflow.cli.engine.prompts import Prompt
 from capflow.cli.engine.summary import print_summary
 from capflow.cli.hub.running import HubRun
+from capflow.hub.counts import EngineCounts
 from capflow.plugins.configure import configure_all, load_plugins
 from capflow.transport.address import private_address
 
@@ -43,7 +44,7 @@ def made_job(**fields):
 def test_each_command_is_whole_and_on_a_line_of_its_own(run, out, tmp_path):
     roots = [tmp_path / "a root with blanks and a name that is longer than a line", tmp_path / "plain"]
     with run(f"filesystem:root={roots[0]}", f"filesystem@two:root={roots[1]}") as running:
-        print_summary(running, [DONE], 2.0, {})
+        print_summary(running, [DONE], 2.0, {}, EngineCounts(7, 28))
     lines = out.getvalue().splitlines()
     begin = lines.index("to see the result:")
     assert [shlex.split(line) for line in lines[begin + 1 : begin + 3]] == [
@@ -56,7 +57,7 @@ def test_a_command_has_the_path_of_a_program_that_the_shell_does_not_find(run, o
     monkeypatch.setattr("sys.argv", ["a dir/.venv/bin/capflow", "run"])
     monkeypatch.setenv("PATH", str(tmp_path))
     with run(f"filesystem:root={tmp_path / 'rows'}") as running:
-        print_summary(running, [DONE], 2.0, {})
+        print_summary(running, [DONE], 2.0, {}, EngineCounts(7, 28))
     lines = out.getvalue().splitlines()
     command = shlex.split(lines[lines.index("to see the result:") + 1])
     assert command == ["a dir/.venv/bin/capflow", "inspect", str(tmp_path / "rows")]
@@ -64,7 +65,7 @@ def test_a_command_has_the_path_of_a_program_that_the_shell_does_not_find(run, o
 
 def test_a_consumer_without_a_command_has_none(run, out):
     with run("log") as running:
-        print_summary(running, [DONE], 2.0, {})
+        print_summary(running, [DONE], 2.0, {}, EngineCounts(7, 28))
     assert "to see the result" not in out.getvalue()
 
 

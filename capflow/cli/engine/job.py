@@ -36,6 +36,7 @@ from capflow.cli.hub.running import HubRun
 from capflow.cli.units import human_bytes
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.extras import require
+from capflow.text.engine_name import new_engine
 from capflow.transport.client import Client
 
 _RESULTS_WAIT_S = 120.0
@@ -88,8 +89,6 @@ class ModelJob:
     engine_name: str | None = None
     # The address, known once the hub listens.
     hub: str = ""
-    # The engine's id, known once it runs.
-    engine_id: str = ""
     stage: str = "starting"
     notices: deque[str] = field(default_factory=deque)
     # Layers and tapped sites, known before the model is loaded.
@@ -104,6 +103,9 @@ class ModelJob:
     _reader: threading.Thread | None = None
     _error: CapflowError | None = None
     _log: Path | None = None
+
+    def __post_init__(self) -> None:
+        self.engine_id = new_engine(self.engine_name, where="--engine-name")
 
     def check(self) -> None:
         """Raise UsageError for a model that is wrong before anything is started."""
@@ -139,7 +141,7 @@ class ModelJob:
             "engine": self.engine,
             "sampling": self.sampling,
             **self.steering,
-            "engine_name": self.engine_name,
+            "engine_id": self.engine_id,
             **self.outbound,
         }
         # `finish` reports a child that died.
@@ -219,7 +221,7 @@ class ModelJob:
                 case "notice":
                     self.notices.append(str(event["message"]))
                 case "ready":
-                    self.info, self.engine_id = msgspec.convert(event["info"], ModelInfo), str(event["engine"])
+                    self.info = msgspec.convert(event["info"], ModelInfo)
                     self.stage, self.ready_at = "running", time.monotonic()
                 case "done":
                     self.done.append(event)
@@ -259,7 +261,11 @@ def run_job(running: HubRun, job: ModelJob) -> int:
         return running.signals.exit_code
     missing = _missing(running, job, results)
     assert job.generated_s is not None
-    print_summary(running, job.done, job.generated_s, results)
+    received = running.hub.received_of(job.engine_id)
+    print_summary(running, job.done, job.generated_s, results, received)
+    if others := running.hub.snapshot().rows - received.rows:
+        # The consumers have them as well: whatever comes to a hub's address is for its consumers.
+        running.tell("others", f"{others} rows came from other engines, which send to the same address", rows=others)
     for line in missing[:_MISSING_MAX]:
         running.tell("missing", line, style="red")
     if (more := len(missing) - _MISSING_MAX) > 0:
@@ -289,8 +295,9 @@ def _watch(running: HubRun, job: ModelJob) -> None:
             if not checked and job.shape is not None:
                 _check_specs(running, job, *job.shape)
                 checked = True
-            if running.refusals:
-                raise UsageError(running.refusals[0])
+            for engine, reason in running.refusals:
+                if engine == job.engine_id:
+                    raise UsageError(reason)
             rates = _rates(running, job)
             bar.update(task, description=job.stage, completed=len(job.done), rates=rates)
             now = time.monotonic()
@@ -391,7 +398,7 @@ def _missing(running: HubRun, job: ModelJob, results: dict[str, dict[str, Captur
                 lines.append(f"request {prompt.id}, {name}: {why}")
             elif result is not None and result.payload.get("rows", rows) != rows:
                 lines.append(f"request {prompt.id}, {name}: got {result.payload['rows']} rows, expected {rows}")
-    received = running.hub.snapshot().rows
+    received = running.hub.received_of(job.engine_id).rows
     if received != total:
         lines.append(f"rows received: got {received}, expected {total} as the specs and the answers' lengths say")
     return lines

@@ -149,7 +149,6 @@ def run(
     from capflow.errors import UsageError, explain
     from capflow.hub.monitor.endpoint import parse_listen
     from capflow.plugins.configure import configure_all, load_plugins
-    from capflow.text.engine_name import checked
     from capflow.transport.address import check_address, default_address, private_address
 
     if (model is None) != (prompts is None):
@@ -196,7 +195,7 @@ def run(
             sampling=parse_pairs(sampling, "--sampling"),
             key=key,
             outbound=outbound,
-            engine_name=None if engine_name is None else checked(engine_name, where="--engine-name"),
+            engine_name=engine_name,
             steering=steers,
         )
         job.check()

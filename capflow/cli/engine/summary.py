@@ -15,6 +15,7 @@ from rich.text import Text
 from capflow.capture.result import CaptureResult
 from capflow.cli.hub.running import HubRun
 from capflow.cli.units import human_bytes
+from capflow.hub.counts import EngineCounts
 from capflow.text.printable import printable
 
 Done = Mapping[str, Any]
@@ -22,7 +23,11 @@ Done = Mapping[str, Any]
 
 
 def print_summary(
-    running: HubRun, done: Sequence[Done], seconds: float, results: Mapping[str, Mapping[str, CaptureResult]]
+    running: HubRun,
+    done: Sequence[Done],
+    seconds: float,
+    results: Mapping[str, Mapping[str, CaptureResult]],
+    received: EngineCounts,
 ) -> None:
     """Print a table of the consumers, and below it each command on a line of its own.
 
@@ -31,9 +36,10 @@ def print_summary(
     done: the finished requests.
     seconds: how long they took.
     results: the result of each consumer by its name, for each request.
+    received: what came from the engine.
     """
     looks = [consumer.consumer.look() or ("", "") for consumer in running.hub.consumers]
-    table = Table(title=_title(running, done, seconds), title_justify="left")
+    table = Table(title=_title(running, done, seconds, received), title_justify="left")
     for column in ("consumer", "requests ok", "stored in"):
         table.add_column(column, overflow="fold")
     for consumer, (where, _) in zip(running.hub.consumers, looks, strict=True):
@@ -60,14 +66,14 @@ def _runnable(command: str) -> str:
     return f"{shlex.quote(program)} {rest}"
 
 
-def _title(running: HubRun, done: Sequence[Done], seconds: float) -> str:
-    now = running.hub.snapshot()
+def _title(running: HubRun, done: Sequence[Done], seconds: float, received: EngineCounts) -> str:
     prompt_tokens, tokens = (sum(int(request[name]) for request in done) for name in ("prompt_tokens", "tokens"))
     steered = sum(map(_steered, done))
     return (
         f"{len(done)} requests, {prompt_tokens} prompt and {tokens} generated tokens in "
-        f"{seconds:.1f} s: {tokens / seconds:.0f} generated tok/s, {now.rows} rows, "
-        f"{human_bytes(now.bytes)}, {now.rows_lost} dropped" + (f", {steered} requests steered" if steered else "")
+        f"{seconds:.1f} s: {tokens / seconds:.0f} generated tok/s, {received.rows} rows, "
+        f"{human_bytes(received.bytes)}, {running.hub.snapshot().rows_lost} dropped"
+        + (f", {steered} requests steered" if steered else "")
     )
 
 

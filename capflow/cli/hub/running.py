@@ -48,7 +48,7 @@ class HubRun:
     """A hub that runs inside a `with` block. At the end of the block it drains and prints a summary.
 
     The first Ctrl-C or SIGTERM sets `stopped`, and `wait` returns. The second one cuts the drain short.
-    `refusals` lists the reasons for which engines were refused, oldest first.
+    `refusals` lists engines that were refused, and the reason of each, oldest first.
 
     drain_s: how long consumers may take at the end; by default `limits.DRAIN_S_MAX` with `ends`, else
     `DRAIN_S_DEFAULT`.
@@ -84,7 +84,7 @@ class HubRun:
         self.console = console or Console(file=io.StringIO(), quiet=True)
         self.ends = ends
         self.drain_s = (limits.DRAIN_S_MAX if ends else limits.DRAIN_S_DEFAULT) if drain_s is None else drain_s
-        self.refusals: list[str] = []
+        self.refusals: list[tuple[str, str]] = []
         self.signals = signals or Signals()
         self.stopped = self.signals.first
         self._owns_signals = signals is None
@@ -95,7 +95,7 @@ class HubRun:
             controllers,
             key=key,
             insecure=insecure,
-            on_refused=lambda _, reason: self.refusals.append(reason),
+            on_refused=lambda *refusal: self.refusals.append(refusal),
             memory_bytes_max=memory_bytes_max,
             log_lines_dropped=lambda: 0 if self._outlet is None else self._outlet.lines_dropped,
         )

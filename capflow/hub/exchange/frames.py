@@ -97,9 +97,7 @@ class Frames:
         source.count(header, rows, self._effects.now)
         counts = self._counts
         counts.frame_at = self._effects.now
-        counts.frames += 1
-        counts.rows += rows
-        counts.bytes += header.payload_bytes
+        counts.count(source.engine.name, rows, header.payload_bytes)
         for on in header.acted:
             counts.events += len(on.acted)
             counts.events_lost += on.lost

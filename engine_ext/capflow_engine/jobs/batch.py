@@ -18,7 +18,6 @@ import msgspec
 from capflow import limits
 from capflow.capture.model import ModelInfo
 from capflow.errors import UsageError, explain
-from capflow.text.engine_name import new_engine
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import model as compat_model
 from capflow_engine.compat import processor
@@ -63,7 +62,7 @@ def run(job: JobRequest, tell: Tell) -> None:
     hubs = hubs_at([job.hub], job.key, insecure=True)
     outbound = Outbound.of(job.policy, job.spool_dir, job.spool_bytes, job.spill_fallback)
     settings = Settings(
-        engine=new_engine(job.engine_name, where="--engine-name"),
+        engine=job.engine_id,
         hubs=hubs,
         sites=tapped.sites,
         fixed=tapped.fixed,
@@ -81,7 +80,7 @@ def run(job: JobRequest, tell: Tell) -> None:
     engine = LLMEngine.from_engine_args(arguments)
     try:
         info = compat.model_info(engine.vllm_config)
-        tell("ready", engine=settings.engine, info=msgspec.to_builtins(info))
+        tell("ready", info=msgspec.to_builtins(info))
         _generate(engine, tell, time.perf_counter(), _added(job, engine, info, store))
     except KeyboardInterrupt:
         compat.abort_all(engine)

@@ -33,6 +33,7 @@ class JobPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class JobRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The parent's request, as JSON on the child's standard input.
 
+    engine_id: what the parent knows the engine by.
     model: a path or a name that vLLM takes, or `demo`.
     engine: further arguments of the engine, by vLLM's names.
     sampling: arguments of `SamplingParams`, by vLLM's names.
@@ -41,6 +42,7 @@ class JobRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: this field and those after it are the arguments of `Outbound.of`.
     """
 
+    engine_id: str
     model: str
     prompts: list[JobPrompt]
     hub: str
@@ -58,4 +60,3 @@ class JobRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spool_dir: str | None = None
     spool_bytes: int | None = None
     spill_fallback: str | None = None
-    engine_name: str | None = None

@@ -174,7 +174,7 @@ def test_a_job_runs_it_in_float32_where_bfloat16_is_emulated(model_dir, monkeypa
 
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": not emulated, "amx_bf16": False})
     events = []
-    job = JobRequest("demo", [], "ipc:///tmp/h", [], 1, engine=engine)
+    job = JobRequest("job", "demo", [], "ipc:///tmp/h", [], 1, engine=engine)
     model, arguments = batch._prepared(job, lambda event, **fields: events.append((event, fields)))
     assert (model, arguments.get("dtype")) == (str(model_dir), dtype)
     notices = [fields["message"] for event, fields in events if event == "notice"]

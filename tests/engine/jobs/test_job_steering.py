@@ -49,7 +49,8 @@ def job(tiny_with_words, tmp_path):
             "".join(json.dumps({"prompt": "w5 w6 w7 w8", "capture": CAPTURE} | line) + "\n" for line in lines)
         )
         asked = {
-            "model": tiny_with_words, "prompts": read_prompts(path), "prompts_file": "prompts.jsonl",
+            "engine_id": "job", "model": tiny_with_words,
+            "prompts_file": "prompts.jsonl", "prompts": read_prompts(path),
             "hub": "ipc:///nowhere", "sites": ["post_block:*"], "max_tokens": TOKENS, "sampling": {"ignore_eos": True},
             "engine": {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_batched_tokens": 64},
         } | options  # fmt: skip
