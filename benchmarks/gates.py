@@ -9,7 +9,9 @@ events.
 
 One engine in this process runs all modes, turns interleaved. Each turn starts a batch of requests and times every step
 in which all of them decode, by the CPU time of the process: that is the time on an idle machine with one thread, and
-another process does not add to it. A ratio is that of the medians of all steps.
+another process does not add to it. The machine's clock drifts, so each turn is compared with two static turns of its
+round, one at its begin and one at its end. A ratio is that of the median step of the turn and the mean of theirs; of
+all rounds, the median is shown. `again` is the ratio of the two: what it differs from 1 is noise.
 
 All gates are open, which is the dear case: at a site where all gates are closed, nothing is added.
 
@@ -47,6 +49,8 @@ from capflow.steering.program import ADD, SCORE_DOT, Op, ProgramGate, SiteOps, S
 
 GOAL, BATCH_MIN = 1.01, 8
 HOOK = "post_block"
+# The mode that measures the noise.
+AGAIN = "again"
 # The gate of each mode: its sharpness, and whether it is latched.
 GATES = {"hard": (math.inf, False), "sigmoid": (1e-3, False), "latched": (math.inf, True)}
 
@@ -166,37 +170,42 @@ def tiny() -> str:
 
 
 def measure(llm: Any, model: Any, batch: int, steps: int, rounds: int) -> dict[str, list[float]]:
-    """Return the CPU seconds of the steps of each mode."""
+    """Return the CPU seconds of each mode's middle step, for each turn."""
     from capflow_engine.request.options import RequestOptions
 
     modes: dict[str, Any] = {"idle": None}
     for where in ("one", "all"):
-        for gate in (None, *GATES):
+        for mode, gate in (("static", None), *((gate, gate) for gate in GATES), (AGAIN, None)):
             made = program(model.num_layers, model.hidden_size, where, gate)
-            modes[f"{where} {gate or 'static'}"] = RequestOptions(program=made)
+            modes[f"{where} {mode}"] = RequestOptions(program=made)
     times: dict[str, list[float]] = {mode: [] for mode in modes}
     number = 0
-    for one in range(rounds + 1):  # the first warms up
-        for mode, options in (*modes.items(), *reversed(modes.items())):
+    for one in range(-1, rounds):  # the first warms up
+        for mode, options in modes.items() if one % 2 else reversed(modes.items()):
             number += 1
             seconds = turn(llm, options, batch, steps, number)
-            if one:
-                times[mode] += seconds
+            if one >= 0:
+                times[mode].append(statistics.median(seconds))
     return times
+
+
+def ratio(times: dict[str, list[float]], mode: str, *bases: str) -> float:
+    """Return how much longer the steps of a mode take than those of other modes in the same rounds."""
+    rounds = zip(times[mode], zip(*(times[base] for base in bases), strict=True), strict=True)
+    return statistics.median(one / statistics.mean(others) for one, others in rounds)
 
 
 def report(batch: int, times: dict[str, list[float]]) -> list[str]:
     """Return the table's lines for a batch."""
-    middle = {mode: statistics.median(values) for mode, values in times.items()}
     lines = []
     for where in ("one", "all"):
-        static = middle[f"{where} static"]
-        ratios = [middle[f"{where} {gate}"] / static for gate in GATES]
+        static, again = f"{where} static", f"{where} {AGAIN}"
+        milliseconds = 1e3 * statistics.median(times[static])
+        ratios = [ratio(times, f"{where} {gate}", static, again) for gate in GATES]
+        ratios.append(ratio(times, again, static))
         goal = f"{GOAL:.2f}" if batch >= BATCH_MIN else ""
-        cells = " | ".join(f"{ratio:.4f}" for ratio in ratios)
-        lines.append(
-            f"| {batch} | {where} | {1e3 * static:.2f} ms | {static / middle['idle']:.3f} | {cells} | {goal} |"
-        )
+        cells = " | ".join(f"{each:.4f}" for each in (ratio(times, static, "idle"), *ratios))
+        lines.append(f"| {batch} | {where} | {milliseconds:.2f} ms | {cells} | {goal} |")
     return lines
 
 
@@ -205,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="demo", help="demo, tiny, or a directory")
     parser.add_argument("--batches", default="1,8,64,256")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=24, help="steps of a turn at a batch of 8 or less")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--taps", action="store_true", help="time the worker's part alone; no engine")
@@ -234,8 +243,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         skip_tokenizer_init=True,
         enforce_eager=True,
     )
-    print("| batch | sites | static step | of idle | hard | sigmoid | latched | goal |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| batch | sites | static step | of idle | hard | sigmoid | latched | again | goal |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for batch in batches:
         steps = max(4, min(args.steps, args.steps * 16 // batch))
         print("\n".join(report(batch, measure(llm, llm.capflow_model, batch, steps, args.rounds))), flush=True)

@@ -4,14 +4,15 @@
 
 One engine in this process, joined to a hub in another, runs all modes in turns. A turn starts a batch of requests and
 times every step in which all of them decode, by the CPU time of the process: that is the time on an idle machine with
-one thread, and other processes do not add to it. A ratio is that of the medians of all steps: of `static` to `idle`,
-and of the other modes to `static`, as they steer alike. All gates fire at the first token and stay open.
+one thread, and other processes do not add to it. Ratios are those of `benchmarks.gates`: of `static` to `idle`, and of
+the other modes to `static`, as they steer alike. All gates fire at the first token and stay open.
 
 * `idle`: requests that nobody steers or captures.
 * `static`: a vector at one layer.
 * `in-graph`: the vector, gated by a probe of the layer before.
 * `replicated`, `ordered`: a sync gate with the probe adds the vector.
 * `async`: the gate in the hub gets the row of each token, and adds the vector.
+* `again`: `static` once more, for the noise.
 
 Predicted: 1.00 to 1.01 of static for `in-graph` and `ordered`, 1.01 for `replicated`, and 1.02 to 1.05 for `async`,
     whose rows leave the engine.
@@ -37,9 +38,9 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 import numpy as np
 from safetensors.numpy import save_file
 
-from benchmarks.gates import HOOK, program, tiny, turn
+from benchmarks.gates import AGAIN, HOOK, program, ratio, tiny, turn
 
-MODES = ("idle", "static", "in-graph", "replicated", "ordered", "async")
+MODES = ("idle", "static", "in-graph", "replicated", "ordered", "async", AGAIN)
 OPTIONS = {
     "replicated": "gate@replicated:{files},mode=replicated,positions=all_generated,requests=replicated-*",
     "ordered": "gate@ordered:{files},mode=ordered,positions=all_generated,requests=ordered-*",
@@ -65,7 +66,7 @@ def options_of(mode: str, model: Any) -> Any:
     """Return what a request of a mode asks for; None for nothing."""
     from capflow_engine.request.options import RequestOptions
 
-    if mode in ("static", "in-graph"):
+    if mode in ("static", "in-graph", AGAIN):
         gate = "hard" if mode == "in-graph" else None
         return RequestOptions(program=program(model.num_layers, model.hidden_size, "one", gate))
     if mode == "async":
@@ -75,16 +76,16 @@ def options_of(mode: str, model: Any) -> Any:
 
 
 def measure(llm: Any, batch: int, steps: int, rounds: int) -> dict[str, list[float]]:
-    """Return the CPU seconds of the steps of each mode."""
+    """Return the CPU seconds of each mode's middle step, for each turn."""
     options = {mode: options_of(mode, llm.capflow_model) for mode in MODES}
     times: dict[str, list[float]] = {mode: [] for mode in MODES}
     number = 0
-    for one in range(rounds + 1):  # the first warms up
-        for mode in (*MODES, *reversed(MODES)):
+    for one in range(-1, rounds):  # the first warms up
+        for mode in MODES if one % 2 else reversed(MODES):
             number += 1
             seconds = turn(llm, options[mode], batch, steps, number, name=mode)
-            if one:
-                times[mode] += seconds
+            if one >= 0:
+                times[mode].append(statistics.median(seconds))
     return times
 
 
@@ -93,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="demo", help="demo, tiny, or a directory")
     parser.add_argument("--batches", default="1,8,64,256")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=24, help="steps of a turn at a batch of 8 or less")
     parser.add_argument("--dtype", default="float32")
     args = parser.parse_args(arguments)
@@ -122,12 +123,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"|---|---|{'---|' * len(MODES[1:])}")
         for batch in batches:
             steps = max(4, min(args.steps, args.steps * 16 // batch))
-            middle = {mode: statistics.median(each) for mode, each in measure(llm, batch, steps, args.rounds).items()}
-            ratios = [middle["static"] / middle["idle"], *(middle[mode] / middle["static"] for mode in MODES[2:])]
-            print(
-                f"| {batch} | {1e3 * middle['idle']:.2f} ms | {' | '.join(f'{ratio:.3f}' for ratio in ratios)} |",
-                flush=True,
-            )
+            times = measure(llm, batch, steps, args.rounds)
+            ratios = [ratio(times, "static", "idle"), *(ratio(times, mode, "static", AGAIN) for mode in MODES[2:-1])]
+            ratios.append(ratio(times, AGAIN, "static"))
+            idle = 1e3 * statistics.median(times["idle"])
+            print(f"| {batch} | {idle:.2f} ms | {' | '.join(f'{each:.3f}' for each in ratios)} |", flush=True)
         with Client(llm.capflow_settings.hubs[0].address) as hub:
             problems = hub.status()["problems"]
         llm.close()

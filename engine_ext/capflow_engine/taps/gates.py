@@ -40,7 +40,7 @@ class Gating:
         # By code and sharpness: the number of scores at the time, and the value of the gate at each token.
         self._values: dict[tuple[int, float], tuple[int, torch.Tensor]] = {}
         self._carried = carried
-        # The column of `carried` of each token.
+        # The column of `carried` of each token; None if that is its number.
         self._columns: torch.Tensor | None = None
         # The requests that are latched and have several tokens: their first rows and their end rows.
         self._chunks: list[tuple[int, int]] = []
@@ -51,8 +51,9 @@ class Gating:
                 columns[row : row + length] = column
                 if length > 1:
                     self._chunks.append((row, row + length))
-            self._columns = torch.from_numpy(columns)
-            self._carried = torch.cat((carried, torch.full((carried.shape[0], 1), -math.inf)), 1)
+            if carried.shape[1] != tokens:  # else each request has one token, and all are latched
+                self._columns = torch.from_numpy(columns)
+                self._carried = torch.cat((carried, torch.full((carried.shape[0], 1), -math.inf)), 1)
 
     @property
     def scored(self) -> int:
@@ -101,8 +102,8 @@ class Gating:
         if code % 2 == 0:
             return own
         assert self._carried is not None
-        assert self._columns is not None
-        latched = torch.maximum(own, self._carried[code // 2][self._columns])
+        carried = self._carried[code // 2]
+        latched = torch.maximum(own, carried if self._columns is None else carried[self._columns])
         for begin, end in self._chunks:
             latched[begin:end] = latched[begin:end].cummax(0).values
         return latched

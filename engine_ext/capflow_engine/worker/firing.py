@@ -191,9 +191,8 @@ class Firing:
         self._open.pop(key, None)
 
     def _crossings(self, step: GatedStep) -> Iterator[Crossing]:
-        weights = 1 << np.arange(len(step.margins))
         # Which gates are scored and which are open at each token, as bits.
-        scored, opened = (weights @ (step.margins > -np.inf)).tolist(), (weights @ (step.margins >= 0)).tolist()
+        scored, opened = _bits(step.margins > -np.inf), _bits(step.margins >= 0)
         for number in step.plan.gated:
             request, row, start, length = step.plan.batch[number]
             start -= step.shifts.get(request.key, 0)
@@ -210,6 +209,15 @@ class Firing:
                 margins = step.margins[:, mine : mine + end - begin]
                 before = yield from _crossed(step, number, begin - start, before, margins)
             self._open[request.key] = before, end
+
+
+def _bits(flags: npt.NDArray[np.bool_]) -> list[int]:
+    """Return which gates have their flag set at each token, as bits.
+
+    flags: `[gates, tokens]`.
+    """
+    bits: list[int] = (flags[0] if len(flags) == 1 else (1 << np.arange(len(flags))) @ flags).tolist()
+    return bits
 
 
 def _crossed(

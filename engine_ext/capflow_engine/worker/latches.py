@@ -88,6 +88,12 @@ class Latches:
         """
         _, _, (*_, margins, before) = some[0]
         gates = min(len(margins), len(carried))
+        first, count = some[0][2].row, len(some)
+        places = ((column, counted, part.row - first, part.column) for column, counted, part in some)
+        if all(place == (n, 1, n, n) for n, place in enumerate(places)):
+            # The same requests in the same order as in their last step, a token each: nearly always so.
+            torch.maximum(before[:gates, :count], margins[:gates, first : first + count], out=carried[:gates, :count])
+            return
         owners = np.full(margins.shape[1], carried.shape[1] - 1)
         columns, former = np.empty(len(some), np.int64), np.empty(len(some), np.int64)
         for place, (column, counted, part) in enumerate(some):
