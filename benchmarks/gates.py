@@ -128,14 +128,15 @@ def taps(batch: int, where: str, gate: str | None, rounds: int = 200) -> float:
         request.gates, request.latched = made.gates, any(each.latched for each in made.gates)
         requests.append(request)
     hidden, residual = torch.randn(2, batch, width)
-    times = []
+    times, ways = [], None
     with torch.inference_mode():
         for n in range(rounds):
             begin = time.process_time()
             plan = planner.plan([Scheduled(request, row, 4 + n, 1) for row, request in enumerate(requests)])
             carried = latches.begin(plan)
             gating = Gating(plan, batch, carried, None) if plan.gates else None
-            step = Step(plan, None, bank, gating)
+            step = Step(plan, None, bank, gating, ways)
+            ways = step.ways
             for site in range(layers):
                 step.tap(site, hidden, residual)
             if gating is not None:

@@ -392,8 +392,10 @@ def _read_before_scored():
     tap = Step.tap
 
     def mutated(self, site, *args):
-        scores = self._scores.pop(site, [])
+        scores = [] if self.ways is None else self.ways.scores.pop(site, [])
         tap(self, site, *args)
+        if scores:
+            self.ways.scores[site] = scores
         for score in scores:
             score.put(*args, self.bank, self.gating)
 

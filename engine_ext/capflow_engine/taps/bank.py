@@ -78,6 +78,8 @@ class Bank:
         self.heads = torch.full((size.slots, max(len(index), 1)), NONE, dtype=torch.int32, device=device)
         self.op_ints = torch.empty((size.ops, OP_WIDTH), dtype=torch.int32, device=device)
         self.op_floats = torch.empty((size.ops, OP_WIDTH), dtype=torch.float32, device=device)
+        # Counts the changes of what slots mean. A slot that is freed keeps its meaning until it is taken again.
+        self.writes = 0
         self._index = index
         self._slots: dict[int, _Slot] = {}
         # The slot of each configuration, by the configuration's key.
@@ -153,6 +155,7 @@ class Bank:
         if longest > SITE_OPS_MAX:
             expected = f"at most {SITE_OPS_MAX} at one site and position"
             raise CapflowError(explain("steering bank", got=f"{longest} operations", expected=expected))
+        self.writes += 1
         digests = {program.digests[op.row]: op.row for _, each in ops for op in each}
         new = [digest for digest in digests if digest not in self._row_of]
         numbers = self._free_ops.take(sum(len(each) for _, each in ops))

@@ -122,13 +122,14 @@ class Factor:
     def __init__(self, codes: npt.NDArray[np.int32], sharpness: npt.NDArray[np.float32], tokens: Tokens) -> None:
         self._codes, self._sharpness, self._tokens = codes, sharpness, tokens
         self._single = bool((codes == codes[0]).all() and (sharpness == sharpness[0]).all())
-        self._scored = -1
+        # The gates of the step and the number of scores that the value is of.
+        self._of: tuple[Gating | None, int] = None, -1
         self._value: torch.Tensor | None = None
 
     def of(self, gating: Gating) -> torch.Tensor | None:
         """Return the value of each token, `[tokens]`; None if all are 0."""
-        if self._scored != gating.scored:
-            self._scored = gating.scored
+        if self._of != (gating, gating.scored):
+            self._of = gating, gating.scored
             if self._single:
                 value = gating.value(int(self._codes[0]), float(self._sharpness[0]))[self._tokens]
             else:

@@ -51,6 +51,7 @@ from capflow_engine.taps.plan import VIEW, Plan, Planner, Program, Scheduled, Tr
 from capflow_engine.taps.step import Step
 from capflow_engine.taps.tables import Tables
 from capflow_engine.taps.tap import Tap, install
+from capflow_engine.taps.ways import Ways
 from capflow_engine.worker.changes import Changes
 from capflow_engine.worker.control.controllers import Controllers
 from capflow_engine.worker.control.deciding import Deciding, Scored
@@ -125,6 +126,8 @@ class WorkerCapture:
         self.gated_step: GatedStep | None = None
         # The margins that earlier pipeline stages scored in the step that is being prepared.
         self._received: torch.Tensor | None = None
+        # How the last step that steered did so, on the CPU.
+        self._ways: Ways | None = None
         # The margins of the step that was launched last, for the next pipeline stage; None if it had no gates.
         self.margins: torch.Tensor | None = None
         # The running requests, by vLLM's id.
@@ -420,7 +423,8 @@ class WorkerCapture:
         else:
             out = None if self._buffer is None else torch.from_numpy(self._buffer).view(self.dtype).view(plan.rows, -1)
             gating = Gating(plan, tokens, carried, received) if plan.gates else None
-            step_module.current = Step(plan, out, self.bank, gating)
+            step_module.current = step = Step(plan, out, self.bank, gating, self._ways)
+            self._ways = step.ways or self._ways
             try:
                 yield
             finally:

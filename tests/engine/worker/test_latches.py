@@ -58,12 +58,12 @@ class Requests:
 def test_what_is_carried_is_the_largest_margin_before(seed):
     rng = np.random.default_rng(seed)
     requests, latches, changes, chunks = Requests(rng), Latches(torch.device("cpu")), Counter(), 0
-    known = set()
+    keys = set()
     for _ in range(STEPS):
         changes[requests.change()] += 1
-        for gone in known - requests.margins.keys():
+        for gone in keys - requests.margins.keys():
             latches.forget(gone)
-        known = set(requests.margins)
+        keys = set(requests.margins)
         batch, tokens = requests.scheduled()
         latched = [number for number, each in enumerate(batch) if each.request.latched]
         gates = max((each.request.gates for each in batch), default=0)
