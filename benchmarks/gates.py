@@ -40,7 +40,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 import numpy as np
@@ -101,6 +101,8 @@ def turn(llm: Any, options: Any, batch: int, steps: int, number: int, name: str 
         begin = time.process_time()
         engine.step()
         times.append(time.process_time() - begin)
+    if len(times) != steps + 2:
+        raise RuntimeError(f"the batch took {len(times)} steps, expected {steps + 2}; raise VLLM_CPU_KVCACHE_SPACE")
     return times[2:-1]  # without the prompts, and the step that ends the requests
 
 
