@@ -102,7 +102,7 @@ def test_only_rows_of_its_own_engine_are_counted(run):
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_real_job_beside_an_engine_that_sends_and_one_that_is_refused(tiny_with_words, tmp_path):
-    """The refused engine is of another model, whose layer 3 the consumer wants."""
+    """The refused engine has no tap where the consumer wants rows."""
     prompts, address = tmp_path / "prompts.jsonl", f"ipc://{tmp_path}/hub.sock"
     prompts.write_text(json.dumps({"id": "a", "prompt": "w5 w6 w7 w8"}) + "\n")
     command = [sys.executable, "-m", "capflow", "run", "--model", tiny_with_words, "--prompts", str(prompts)]
@@ -110,8 +110,10 @@ def test_a_real_job_beside_an_engine_that_sends_and_one_that_is_refused(tiny_wit
     command += ["--engine-arg", "enforce_eager=true", "--engine-arg", "dtype=float32"]
     command += ["--engine-arg", "max_model_len=256"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        with worker_link(address, make_hello("other")) as link:
+        odd = make_hello("odd", "b2", model=make_model(hooks=["mlp_in"]))
+        with worker_link(address, make_hello("other")) as link, worker_link(address, odd, wait=False) as refused:
             send_request(link, "a", engine="other", prompt=4, generated=3)
+            eventually(lambda: refused.refusal)
             printed = process.communicate(timeout=500)[0]
         assert process.returncode == 0, printed
     assert f"{ROWS} rows came from other engines" in printed
