@@ -78,7 +78,7 @@ def program(layers: int, width: int, where: str, gate: str | None) -> SteeringPr
     )
 
 
-def turn(llm: Any, options: Any, batch: int, steps: int, number: int, name: str = "r") -> list[float]:
+def turn(llm: Any, options: Any, batch: int, steps: int, number: int, name: str) -> list[float]:
     """Return the CPU seconds of each step in which the whole batch decodes.
 
     name: how the requests' ids begin.
@@ -172,8 +172,8 @@ def tiny() -> str:
     return str(save_tiny(tempfile.mkdtemp(prefix="capflow-bench-")))
 
 
-def measure(llm: Any, model: Any, batch: int, steps: int, rounds: int) -> dict[str, list[float]]:
-    """Return the CPU seconds of each mode's middle step, for each turn."""
+def modes_of(model: Any) -> dict[str, Any]:
+    """Return what the requests of each mode ask for."""
     from capflow_engine.request.options import RequestOptions
 
     modes: dict[str, Any] = {"idle": None}
@@ -181,12 +181,17 @@ def measure(llm: Any, model: Any, batch: int, steps: int, rounds: int) -> dict[s
         for mode, gate in (("static", None), *((gate, gate) for gate in GATES), (AGAIN, None)):
             made = program(model.num_layers, model.hidden_size, where, gate)
             modes[f"{where} {mode}"] = RequestOptions(program=made)
+    return modes
+
+
+def measure(llm: Any, modes: dict[str, Any], batch: int, steps: int, rounds: int) -> dict[str, list[float]]:
+    """Return the CPU seconds of each mode's middle step, for each turn. The ids of requests begin with their mode."""
     times: dict[str, list[float]] = {mode: [] for mode in modes}
     number = 0
     for one in range(-1, rounds):  # the first warms up
         for mode, options in modes.items() if one % 2 else reversed(modes.items()):
             number += 1
-            seconds = turn(llm, options, batch, steps, number)
+            seconds = turn(llm, options, batch, steps, number, mode)
             if one >= 0:
                 times[mode].append(statistics.median(seconds))
     return times
@@ -248,9 +253,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     print("| batch | sites | static step | of idle | hard | sigmoid | latched | again | goal |")
     print("|---|---|---|---|---|---|---|---|---|")
+    modes = modes_of(llm.capflow_model)
     for batch in batches:
         steps = max(4, min(args.steps, args.steps * 16 // batch))
-        print("\n".join(report(batch, measure(llm, llm.capflow_model, batch, steps, args.rounds))), flush=True)
+        print("\n".join(report(batch, measure(llm, modes, batch, steps, args.rounds))), flush=True)
     llm.close()
     return 0
 

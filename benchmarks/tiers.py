@@ -38,7 +38,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 import numpy as np
 from safetensors.numpy import save_file
 
-from benchmarks.gates import AGAIN, HOOK, program, ratio, tiny, turn
+from benchmarks.gates import AGAIN, HOOK, measure, program, ratio, tiny
 
 MODES = ("idle", "static", "in-graph", "replicated", "ordered", "async", AGAIN)
 OPTIONS = {
@@ -75,20 +75,6 @@ def options_of(mode: str, model: Any) -> Any:
     return None
 
 
-def measure(llm: Any, batch: int, steps: int, rounds: int) -> dict[str, list[float]]:
-    """Return the CPU seconds of each mode's middle step, for each turn."""
-    options = {mode: options_of(mode, llm.capflow_model) for mode in MODES}
-    times: dict[str, list[float]] = {mode: [] for mode in MODES}
-    number = 0
-    for one in range(-1, rounds):  # the first warms up
-        for mode in MODES if one % 2 else reversed(MODES):
-            number += 1
-            seconds = turn(llm, options[mode], batch, steps, number, name=mode)
-            if one >= 0:
-                times[mode].append(statistics.median(seconds))
-    return times
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser()
@@ -121,9 +107,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         print(f"| batch | idle step | static of idle | {' | '.join(f'{mode} of static' for mode in MODES[2:])} |")
         print(f"|---|---|{'---|' * len(MODES[1:])}")
+        modes = {mode: options_of(mode, llm.capflow_model) for mode in MODES}
         for batch in batches:
             steps = max(4, min(args.steps, args.steps * 16 // batch))
-            times = measure(llm, batch, steps, args.rounds)
+            times = measure(llm, modes, batch, steps, args.rounds)
             ratios = [ratio(times, "static", "idle"), *(ratio(times, mode, "static", AGAIN) for mode in MODES[2:-1])]
             ratios.append(ratio(times, AGAIN, "static"))
             idle = 1e3 * statistics.median(times["idle"])

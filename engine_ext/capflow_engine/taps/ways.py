@@ -16,7 +16,7 @@ import torch
 from capflow.steering.program import ADD, SCORE_DOT
 from capflow_engine.taps.bank import Bank
 from capflow_engine.taps.chains import few_or_long
-from capflow_engine.taps.gates import Factor, Gating, Tokens
+from capflow_engine.taps.gates import Factor, Tokens, numbers_of
 from capflow_engine.taps.scores import Score, scores_of
 
 _Gates = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
@@ -37,13 +37,12 @@ class _Run(NamedTuple):
     wide: torch.Tensor
     factor: Factor | None
 
-    def add_to(self, hidden: torch.Tensor, bank: Bank, scale: float, gating: Gating | None) -> None:
-        """Add it in float32 and round once; the stream is `scale` times a sum of which `hidden` is one part."""
-        value = None
-        if self.factor is not None and gating is not None:
-            value = self.factor.of(gating)
-            if value is None:
-                return
+    def add_to(self, hidden: torch.Tensor, bank: Bank, scale: float, value: torch.Tensor | None) -> None:
+        """Add it in float32 and round once.
+
+        scale: the stream is `scale` times a sum of which `hidden` is one part.
+        value: the value of each token's gate; None if there are no gates.
+        """
         row = bank.rows[self.row]
         vector = row if self.amount == scale else row * self.amount / scale
         tokens = hidden[self.begin : self.end]
@@ -77,13 +76,8 @@ class _Gathered(NamedTuple):
     amounts: torch.Tensor | None
     factor: Factor | None
 
-    def add_to(self, hidden: torch.Tensor, bank: Bank, scale: float, gating: Gating | None) -> None:
-        """Add them in float32 and round once; the stream is `scale` times a sum of which `hidden` is one part."""
-        value = None
-        if self.factor is not None and gating is not None:
-            value = self.factor.of(gating)
-            if value is None:
-                return
+    def add_to(self, hidden: torch.Tensor, bank: Bank, scale: float, value: torch.Tensor | None) -> None:
+        """Add them as `_Run.add_to` does."""
         change = bank.rows.index_select(0, self.rows)
         if value is not None:
             change.mul_(value.unsqueeze(1))
@@ -171,8 +165,7 @@ class Ways:
         heads: the first operation of each run.
         """
         steered = heads >= 0
-        runs = [np.arange(*run[:2]) for run, use in zip(self._runs, steered, strict=True) if use]
-        return Chain(heads[steered].repeat(self._lengths[steered]), torch.from_numpy(np.concatenate(runs)))
+        return Chain(heads[steered].repeat(self._lengths[steered]), numbers_of(self._tokens(steered)))
 
     def _sliced(
         self,

@@ -70,14 +70,12 @@ class Batch:
 
     def plan(self):
         """Return the plan of the next step and the number of its tokens."""
-        batch, row = [], 0
+        batch = []
         for running in self._running:
             request, done, _ = running
-            length = 1
-            batch.append(Scheduled(request, row, done, length))
-            running[1] += length
-            row += length
-        return self.planner.plan(batch), row
+            batch.append(Scheduled(request, len(batch), done, 1))
+            running[1] += 1
+        return self.planner.plan(batch), len(batch)
 
 
 @pytest.mark.parametrize("seed", range(4))
