@@ -5,6 +5,7 @@ Torch is imported by the fixtures that need it, so that the other tests start wi
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,10 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # One thread is a tenth faster for models as small as those of the tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The processes of an engine sleep when they wait, so that hubs and clients beside it get a core at once.
+SLEEPING_WAITS = str(Path(__file__).parent / "kit" / "sleeping_waits")
+sys.path.append(SLEEPING_WAITS)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SLEEPING_WAITS, os.environ.get("PYTHONPATH")]))
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")  # how long an example takes says something of the machine only
