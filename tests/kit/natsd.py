@@ -67,7 +67,7 @@ class Natsd:
         async def run() -> Any:
             client = await nats.connect(self.url, **self.login)
             try:
-                return await do(client.jetstream())
+                return await do(client.jetstream(timeout=60))
             finally:
                 await client.close()
 
@@ -80,7 +80,7 @@ def messages_of(url: str, stream: str, **login: Any) -> list[Any]:
     async def read() -> list[Any]:
         client = await nats.connect(url, **login)
         try:
-            js = client.jetstream()
+            js = client.jetstream(timeout=60)  # another process may have the disk
             state = (await js.stream_info(stream)).state
             return [await js.get_msg(stream, seq) for seq in range(state.first_seq, state.last_seq + 1)]
         finally:
