@@ -82,9 +82,13 @@ class Step:
             for score in ways.scores.get(site, ()):
                 score.put(hidden, residual, scale, self.bank, self.gating)
         for sum_ in ways.sums.get(site, ()):
-            value = None if sum_.factor is None or self.gating is None else sum_.factor.of(self.gating)
-            if sum_.factor is None or value is not None:  # else all gates are closed
-                sum_.add_to(hidden, self.bank, scale, value)
+            value = None
+            if sum_.factor is not None:
+                assert self.gating is not None
+                value = sum_.factor.of(self.gating)
+                if value is None:  # all gates are closed
+                    continue
+            sum_.add_to(hidden, self.bank, scale, value)
         if (chain := ways.chains.get(site)) is not None:
             self._do_chain(chain, hidden, residual, scale)
 
