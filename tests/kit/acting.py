@@ -8,7 +8,6 @@ each request is compared with the logits of the request's answer, against Transf
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import signal
 import subprocess
@@ -110,7 +109,7 @@ class Others:
         )
 
     def _process(self, *command):
-        variables = environment(self.home, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        variables = environment(self.home, path=ROOT)
         with (self.home / "stderr").open("ab") as errors:
             return subprocess.Popen([sys.executable, *command], env=variables, stdout=errors, stderr=errors)
 

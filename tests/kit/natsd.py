@@ -64,29 +64,30 @@ class Natsd:
     def js(self, do: Any) -> Any:
         """Return what `do(jetstream)` returns."""
 
-        async def run() -> Any:
-            client = await nats.connect(self.url, **self.login)
-            try:
-                return await do(client.jetstream(timeout=60))
-            finally:
-                await client.close()
+        return answer(self.url, do, **self.login)
 
-        return asyncio.run(run())
+
+def answer(url: str, do: Any, **login: Any) -> Any:
+    """Return what `do(jetstream)` returns of a server."""
+
+    async def run() -> Any:
+        client = await nats.connect(url, **login)
+        try:
+            return await do(client.jetstream(timeout=60))  # another process may have the disk
+        finally:
+            await client.close()
+
+    return asyncio.run(run())
 
 
 def messages_of(url: str, stream: str, **login: Any) -> list[Any]:
     """Return every message of a stream of a server, in order."""
 
-    async def read() -> list[Any]:
-        client = await nats.connect(url, **login)
-        try:
-            js = client.jetstream(timeout=60)  # another process may have the disk
-            state = (await js.stream_info(stream)).state
-            return [await js.get_msg(stream, seq) for seq in range(state.first_seq, state.last_seq + 1)]
-        finally:
-            await client.close()
+    async def read(js: Any) -> list[Any]:
+        state = (await js.stream_info(stream)).state
+        return [await js.get_msg(stream, seq) for seq in range(state.first_seq, state.last_seq + 1)]
 
-    return asyncio.run(read())
+    return answer(url, read, **login)
 
 
 @contextlib.contextmanager

@@ -11,11 +11,15 @@ import urllib.error
 import urllib.request
 
 
-def environment(home, **more):
-    """Return the variables of a command whose default hub is under `home`, and of the engine that it may start."""
+def environment(home, *, path=None, **more):
+    """Return the variables of a command whose default hub is under `home`, and of the engine that it may start.
+
+    path: a directory to import from, before those of this process.
+    """
     kept = {name: value for name, value in os.environ.items() if name != "CAPFLOW_HUB"}
     return {
         **kept,
+        "PYTHONPATH": os.pathsep.join(filter(None, [path and str(path), kept.get("PYTHONPATH")])),
         "XDG_RUNTIME_DIR": str(home),
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -330,7 +330,7 @@ def test_a_job_that_is_interrupted_while_it_sends_sends_all(tiny_with_words, tmp
     with command(
         tmp_path, "job", "run", "--model", tiny_with_words, "--prompts", str(prompts), "--max-tokens", "250",
         "--sampling", "ignore_eos=true", "--consumer", "slow:queue_bytes_max=20000", "--log-format", "json",
-        "--engine-arg", "dtype=float32", "--engine-arg", "enforce_eager=true", PYTHONPATH=str(slow_consumer),
+        "--engine-arg", "dtype=float32", "--engine-arg", "enforce_eager=true", path=slow_consumer,
     ) as job:  # fmt: skip
         wait_until(lambda: '"stage": "done"' in job.log, 300, job.process)
         os.killpg(job.process.pid, signal.SIGTERM)

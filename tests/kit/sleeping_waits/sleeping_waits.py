@@ -8,4 +8,5 @@ from vllm.distributed import utils
 
 
 def register():
+    assert hasattr(utils, "USE_SCHED_YIELD"), "vLLM has another switch, or waits otherwise"
     utils.USE_SCHED_YIELD = False
