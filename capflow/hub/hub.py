@@ -367,6 +367,9 @@ class Hub:
                 self._tick_at = now + _TICK_S
                 self._safely(functools.partial(self._tick, router, now))
         self._safely(self._dispatch.goodbye)
+        # Not for clients: they may read nothing until they are called.
+        engines = [peer for peer, member in self.roster.peers.items() if member.hello.role != "client"]
+        self._safely(functools.partial(router.wait_gone, engines))
 
     def _listen(self, router: Router) -> None:
         router.poll(0 if self._turns.waiting or self._posted else _TICK_S)

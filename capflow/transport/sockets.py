@@ -18,7 +18,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -304,6 +304,17 @@ class Router:
             part = self._socket.recv(copy=False)
             parts.append(part.buffer)
         return Received(peer, parts, user)
+
+    def wait_gone(self, peers: Iterable[bytes]) -> None:
+        """Wait for at most `limits.LINGER_S` until peers have closed their connections.
+
+        A peer that a message tells to go reads it, and those before it, only while it is connected: libzmq drops what
+        is unread when a connection is lost.
+        """
+        until = time.monotonic() + limits.LINGER_S
+        while any(map(self.connections.knows, peers)) and (left_s := until - time.monotonic()) > 0:
+            self._monitor.poll(int(left_s * 1000) + 1)
+            self._look_at_connections()
 
     def close(self) -> None:
         """Stop listening; sent messages have `limits.LINGER_S` to leave."""

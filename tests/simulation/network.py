@@ -115,6 +115,12 @@ class Router:
         if name in self._peers:
             self._peers[name].cut()
 
+    def wait_gone(self, peers):
+        """Wait a while for connections to end."""
+        until = self._world.now + limits.LINGER_S
+        while any(peer in self._peers for peer in peers) and self._world.now < until:
+            self._world.block(limits.LINGER_S / 10)
+
     def arrive(self, name, parts):
         """Take a message."""
         if self.closed:

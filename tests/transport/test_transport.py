@@ -27,7 +27,7 @@ from capflow.protocol.session import cost
 from capflow.steering.action import Abort, ActionApplied
 from capflow.transport.client import Client
 from capflow.transport.links import link as link_module
-from capflow.transport.links.worker import WorkerLink
+from capflow.transport.links.worker import Staged, WorkerLink
 from capflow.transport.sockets import Dealer, Router
 from tests.kit.frames import make_finished, make_frame, make_hello, make_model
 from tests.kit.hubs import (
@@ -62,7 +62,7 @@ from capflow.hub.hub import Hub
 from capflow.plugins.configure import ConfiguredConsumer
 from capflow.capture.spec import CaptureSpec
 from capflow.transport.sockets import Dealer, Router
-from capflow.transport.links.worker import WorkerLink
+from capflow.transport.links.worker import Staged, WorkerLink
 from capflow.transport.links import link as link_module
 
 class Writer(Consumer):
@@ -260,6 +260,29 @@ class TestWorkerLink:
             each = cost(make_frame(seq=1000).encode())
             assert 40_000 < counts.unacked_bytes_peak <= 50_000 + 2 * each
             assert counts.queue_bytes_peak <= 20_000
+
+    def test_has_read_every_acknowledgement_when_its_hub_stops(self, address, monkeypatch):
+        """The next hub does not get frames again that the hub before it acknowledged."""
+        monkeypatch.setattr(limits, "LINGER_S", 20.0)
+        consumer, busy, go = Recorder(held=True), threading.Event(), threading.Event()
+
+        def staged():
+            if link.counters["unacked_frames"] and not consumer.go.is_set():
+                busy.set()
+                go.wait(20)
+            return Staged()
+
+        made = configured(consumer, queue_bytes_max=4 * cost(make_frame().encode()))
+        with worker_link(address, wait=False, staged=staged) as link:
+            with running_hub(address, made):
+                eventually(lambda: link.connected)
+                send_steps(link, 3)
+                assert busy.wait(20), "the link does not read from here on"
+                consumer.go.set()
+                eventually(lambda: consumer.seqs == [1, 2, 3])
+                threading.Timer(0.5, go.set).start()
+            eventually(lambda: not link.connected)
+            assert (link.counters["unacked_frames"], link.reconnects) == (0, 1)
 
     def test_comes_back_after_failures_that_nobody_thought_of(self, address, monkeypatch, caplog):
         """A link survives a lack of descriptors, a bad message from a hub, and a mistake of its own."""
