@@ -61,9 +61,6 @@ from capflow.plugins.consumer import Consumer
 from capflow.hub.hub import Hub
 from capflow.plugins.configure import ConfiguredConsumer
 from capflow.capture.spec import CaptureSpec
-from capflow.transport.sockets import Dealer, Router
-from capflow.transport.links.worker import Staged, WorkerLink
-from capflow.transport.links import link as link_module
 
 class Writer(Consumer):
     name = "writer"
