@@ -74,6 +74,8 @@ UNACKED_BYTES_MAX = 512 * MIB  # sent frames that a worker keeps, whatever credi
 OUTBOUND_BYTES_DEFAULT = 256 * MIB
 QUEUE_BYTES_DEFAULT = 256 * MIB
 QUEUE_BYTES_MAX = 64 * 1024 * MIB
+# How old rows may be when a consumer with policy skip gets them.
+SKIP_AGE_S = 1.0
 NOTES_BYTES_MAX = 32 * MIB  # ends of requests, engines and answers that wait for one consumer: some 10,000 ends
 
 # The files of one spool.

@@ -15,8 +15,8 @@ class WhenFull(enum.StrEnum):
     """The sender never waits. The newest rows are lost, counted, and named in the request's result."""
 
     SKIP = "skip"
-    """The sender never waits. The oldest rows are discarded to admit the newest: lost, counted, named in the request's
-    result. For live views."""
+    """The sender never waits. The oldest rows are discarded to admit the newest, and so are rows that waited for more
+    than a second: lost, counted, named in the request's result. For live views."""
 
     SPILL = "spill"
     """Rows go to a spool on disk and are read from it in order: a worker's rows when memory is full, a consumer's

@@ -80,6 +80,7 @@ class Dispatch:
     ) -> None:
         budget = Budget(memory_bytes_max, inboxes=sum(c.policy is WhenFull.SPILL for c in consumers))
         inboxes = iter(budget.inboxes)
+        self._status = status
         self.lanes = tuple(self._lane(index, consumer, inboxes) for index, consumer in enumerate(consumers))
         self._bound_queues(budget.queues_bytes_max)
         windows = [c.queue_bytes_max for c in consumers if c.policy in (WhenFull.BLOCK, WhenFull.SPILL)]
@@ -97,7 +98,6 @@ class Dispatch:
         self._guard = guard
         self._send = send
         self._post = post
-        self._status = status
         self._on_refused = on_refused
 
     def _lane(self, index: int, consumer: ConfiguredConsumer, inboxes: Iterator[Any]) -> Lane:
@@ -107,8 +107,17 @@ class Dispatch:
         """
         if consumer.policy is WhenFull.SPILL:
             state = next(inboxes)
-            return DurableLane(index, consumer, state=state, on_result=self._on_result, on_action=self._on_action)
-        return MemoryLane(index, consumer, on_result=self._on_result, on_action=self._on_action)
+            return DurableLane(
+                index,
+                consumer,
+                state=state,
+                on_result=self._on_result,
+                on_action=self._on_action,
+                hub_status=self._status,
+            )
+        return MemoryLane(
+            index, consumer, on_result=self._on_result, on_action=self._on_action, hub_status=self._status
+        )
 
     def _bound_queues(self, bytes_max: int) -> None:
         """Fit the queues of consumers that drop or skip into their part of the memory."""

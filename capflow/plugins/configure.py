@@ -112,7 +112,7 @@ class ConfiguredConsumer:
             consumer.instance,
             consumer,
             overload,
-            limits.QUEUE_BYTES_DEFAULT if queue_bytes_max is None else queue_bytes_max,
+            consumer.queue_bytes_max if queue_bytes_max is None else queue_bytes_max,
             Spill.of(consumer, spool_dir, spool_bytes, spill_fallback) if overload is WhenFull.SPILL else None,
         )
 
@@ -326,7 +326,7 @@ def options_of(plugin: Plugin) -> list[Option]:
     if issubclass(plugin, Consumer):
         options += [
             Option("policy", " or ".join(WhenFull), required=False, default=plugin.policy),
-            Option("queue_bytes_max", "int", required=False, default=limits.QUEUE_BYTES_DEFAULT),
+            Option("queue_bytes_max", "int", required=False, default=plugin.queue_bytes_max),
             Option("spool_dir", "str", required=False, default=str(default_root() / "hub")),
             Option("spool_bytes", "int", required=False, default=limits.SPOOL_BYTES_DEFAULT),
             Option("spill_fallback", " or ".join(FALLBACKS), required=False, default=POLICY_DEFAULT),

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import pluggy
 
+from capflow import limits
 from capflow.buffers.policy import POLICY_DEFAULT
 from capflow.capture.frame import Frame
 from capflow.capture.model import ModelInfo
@@ -51,6 +52,9 @@ class Context(Protocol):
 
     def count(self, name: str, amount: int = 1) -> None:
         """Add to a counter of this consumer, which is shown with the hub's own."""
+
+    def hub_status(self) -> dict[str, Any]:
+        """Return what `capflow status --json` prints of this hub."""
 
 
 class Named:
@@ -83,11 +87,13 @@ class Consumer(Named, ABC):
 
     name: the plugin's, as in `--consumer NAME`. `instance` is this consumer's: `NAME` or `NAME@…`.
     policy: what its queue does if it is full. The option `policy`, which every consumer has, overrides it.
+    queue_bytes_max: how many bytes may wait in its queue. The option `queue_bytes_max` overrides it.
     reads_requests: whether it receives the rows of requests' own specs, beside those of its own `spec`.
     """
 
     Config: ClassVar[type[msgspec.Struct]] = NoConfig
     policy: ClassVar[str] = POLICY_DEFAULT
+    queue_bytes_max: ClassVar[int] = limits.QUEUE_BYTES_DEFAULT
     reads_requests: ClassVar[bool] = True
 
     def __init__(self, config: Any) -> None:

@@ -199,3 +199,32 @@ def test_of_answers_that_wait_the_oldest_make_room_for_the_newest(policy, monkey
     close(lane)
     assert consumer.told == [f"a{number}" for number in range(1000 - waiting, 1000)]
     assert lane.notes.nbytes == 0
+
+
+def test_a_consumer_that_skips_gets_no_rows_that_waited_too_long(address, monkeypatch):
+    live, hung = Recorder("live", held=True), Recorder("hung", held=True)
+    monkeypatch.setattr(limits, "SKIP_AGE_S", 0.2)
+    with (
+        running_hub(address, configured(live, "skip"), configured(hung, "drop")) as hub,
+        worker_link(address) as link,
+        Client(address) as client,
+    ):
+        frame = make_frame([("r1", 8, 0, 1)])
+        link.send(frame.header, frame.payload)
+        assert live.waiting.wait(20)
+        assert hung.waiting.wait(20)
+        for position in range(1, 4):
+            frame = make_frame([("r1", 8, position, 1)], seq=position + 1)
+            link.send(frame.header, frame.payload)
+        eventually(lambda: len(hub.lanes[0].queue) == 3)
+        eventually(lambda: hub.lanes[0].pace.lag_s(time.monotonic()) > 3 * limits.SKIP_AGE_S)
+        for consumer in (live, hung):
+            consumer.go.set()
+        eventually(lambda: hub.lanes[0].dropped["skipped"] == 3 * frame.counts[0])
+        last = make_frame([("r1", 8, 4, 1)], seq=5, finished=[make_finished("r1", 4, 5, rows=5 * frame.counts[0])])
+        link.send(last.header, last.payload)
+        result = client.results(["r1"], timeout=20)["r1"]
+        assert live.seqs == [1, 5]
+        assert hung.seqs == [1, 2, 3, 4, 5]
+        assert (result["live"].status, result["hung"].status) == ("partial_error", "ok")
+        assert hub.snapshot().rows_lost == 0

@@ -244,7 +244,6 @@ def run_job(running: HubRun, job: ModelJob) -> int:
     """
     _check_names(running, job)
     with running:
-        running.tell_addresses()
         job.hub = running.hub.address
         job.start(running.umask_before)
         try:

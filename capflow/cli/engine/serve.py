@@ -57,7 +57,6 @@ def _serve(hub: Namespace, engine: Namespace, arguments: list[str]) -> int:
                 return server.follow()
             running.check_specs(shape.num_layers, shape.sites)
             with running:
-                running.tell_addresses()
                 server.go_on(running.hub.address)
                 code = server.follow()
         return code or running.exit_code

@@ -129,6 +129,7 @@ class HubRun:
         self._former = _former_links(self.hub.address)
         self._recent.append((time.monotonic(), self.hub.snapshot()))
         self.tell("listening", f"listening at {self.hub.address}", address=self.hub.address)
+        self._tell_addresses()
         for notice in self.hub.notices:
             self.tell("notice", notice)
         if self.endpoint is not None:
@@ -156,13 +157,6 @@ class HubRun:
         for controller in self.controllers:
             for capture in controller.captures:
                 capture.resolve(sites, num_layers=num_layers, where=f"consumers.{controller.name}")
-
-    def tell_addresses(self) -> None:
-        """Print the address of each consumer that listens on one."""
-        for consumer in self.hub.consumers:
-            address = getattr(consumer.consumer, "address", None)
-            if address:
-                self.tell("consumer_listening", f"{consumer.name} at {address}", consumer=consumer.name, url=address)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -222,6 +216,24 @@ class HubRun:
             if time.monotonic() >= due:
                 due = time.monotonic() + every_s
                 yield
+
+    def _tell_addresses(self) -> None:
+        """Print the address of each consumer that listens on one."""
+        for consumer in self.hub.consumers:
+            address = getattr(consumer.consumer, "address", None)
+            if not address:
+                continue
+            fields = {"consumer": consumer.name, "url": address}
+            # A link admits whoever has it, so it is shown on a terminal and never logged.
+            link, link_file = (getattr(consumer.consumer, name, None) for name in ("link", "link_file"))
+            text = f"{consumer.name} at {address}"
+            if link and self.console.is_terminal:
+                text = f"{consumer.name} at {link}"
+            elif link_file:
+                text += f", the link is in {link_file}"
+            if link_file:
+                fields["link_file"] = link_file
+            self.tell("consumer_listening", text, **fields)
 
     def _stop_hub(self) -> bool:
         """Stop the hub within `drain_s`, or at once after a second signal; return whether it drained."""

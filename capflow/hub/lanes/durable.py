@@ -117,8 +117,9 @@ class DurableLane(Lane):
         state: Shares,
         on_result: OnResult,
         on_action: OnAction,
+        hub_status: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        super().__init__(index, configured, on_result=on_result, on_action=on_action)
+        super().__init__(index, configured, on_result=on_result, on_action=on_action, hub_status=hub_status)
         spill = configured.spill
         assert spill is not None
         self.inbox = Inbox(spill.root, spill.name, spill.bytes_max, on_synced=self._synced)

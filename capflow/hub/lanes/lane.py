@@ -91,6 +91,7 @@ class Lane(abc.ABC):
         *,
         on_result: OnResult,
         on_action: OnAction,
+        hub_status: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         self.index = index
         self.name = configured.name
@@ -123,6 +124,7 @@ class Lane(abc.ABC):
         self.notes = Notes()
         self._on_result = on_result
         self._on_action = on_action
+        self._hub_status = hub_status
         self._lock = threading.Lock()
         # Kinds of errors whose traceback is in the log; guarded by `_lock`.
         self._logged: set[tuple[str, type[BaseException]]] = set()
@@ -285,6 +287,10 @@ class Lane(abc.ABC):
         """Add to a counter of this consumer."""
         with self._lock:
             self.counts[name] += amount
+
+    def hub_status(self) -> dict[str, Any]:
+        """Return the hub's counters."""
+        return self._hub_status()
 
     # The thread.
 

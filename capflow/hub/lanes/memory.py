@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from capflow import limits
 from capflow.buffers.newest import keep_newest
@@ -62,8 +62,16 @@ class _Told(NamedTuple):
 class MemoryLane(Lane):
     """One consumer's queue in memory and its thread, from `open` to `close`."""
 
-    def __init__(self, index: int, configured: ConfiguredConsumer, *, on_result: OnResult, on_action: OnAction) -> None:
-        super().__init__(index, configured, on_result=on_result, on_action=on_action)
+    def __init__(
+        self,
+        index: int,
+        configured: ConfiguredConsumer,
+        *,
+        on_result: OnResult,
+        on_action: OnAction,
+        hub_status: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
+        super().__init__(index, configured, on_result=on_result, on_action=on_action, hub_status=hub_status)
         # Only the hub's thread uses it.
         self._tallies = Tallies(index)
         # Engines whose note waits in the queue; guarded by `_lock`.
@@ -244,6 +252,8 @@ class MemoryLane(Lane):
             case _Rows(delivery, taken, at):
                 if self._discarded.is_set():  # not taken: a worker that is waited for keeps it for the next hub
                     self._lose(delivery, "shutdown")
+                elif self.policy is WhenFull.SKIP and time.monotonic() - at > limits.SKIP_AGE_S:
+                    self._lose(delivery, "skipped")
                 else:
                     self.pace.waited_since = at
                     self._give(delivery)
