@@ -1,8 +1,8 @@
-"""The board: everything that the pages show. The consumer's thread writes it, the server's thread reads it.
+"""The board: everything that the pages show. The thread of the channel writes it, the server's thread reads it.
 
-Invariant: the board has at most `requests_max` records, each with at most `tokens_max` tokens, and its version grows
-with every change. A full board drops the oldest finished request, preferably one that no page shows. If all requests
-are running, new ones are counted but not kept.
+Invariant: the board has at most `requests_max` records, which take at most `limits.BOARD_BYTES_MAX`, and its version
+grows with every change. A full board drops the oldest finished request, preferably one that no page shows. If all
+requests are running, new ones are counted but not kept, and running ones drop their oldest tokens.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from capflow.capture.frame import Chunk, FrameHeader
+import numpy as np
+import numpy.typing as npt
+
+from capflow.capture.frame import Frame, FrameHeader, RequestRows, mask_of
 from capflow.capture.model import ModelInfo
 from capflow.capture.result import RequestDone
 from capflow.capture.site import Site
 from capflow.probes.probe import Scorer
+from capflow.steering.action import Answered
 from capflow_dashboard import limits
 from capflow_dashboard.rates import RateSeries
 from capflow_dashboard.record import LIVE, RequestRecord
@@ -30,23 +34,40 @@ class PageState:
     """What one page has received and shows. The server's thread keeps one for each page.
 
     selected: the key of the request that the page shows; 0 for none.
+    probe: the probe whose sparklines it shows.
+    window: the keys of the requests whose sparklines it shows.
+    health: whether it shows the hub's counters.
     version: the board's version when it last received changes.
     second: the last second of the rates that it has.
     detail: the key and the base of the tokens that it has.
-    keys: the keys of the requests that it has.
+    baseline: whether it has the baseline of these.
+    event: the board's version of the last event that it has of this request.
+    sent: the summary of each request that it has, with the version of its record.
+    listed_s: when it last got what changed in the list.
+    sparks: the sparklines that it has, each with the version of its record.
+    drops: how many records had been dropped when it last got the list.
+    status_s: the time of the hub's counters that it has.
     """
 
     selected: int = 0
+    probe: str = ""
+    window: tuple[int, ...] = ()
+    health: bool = False
     version: int = -1
     second: int = -1
     detail: tuple[int, int] = (0, -1)
-    keys: frozenset[int] = frozenset()
+    baseline: bool = False
+    event: int = -1
+    sent: dict[int, tuple[int, dict[str, Any]]] = field(default_factory=dict)
+    listed_s: float = -np.inf
+    sparks: dict[int, tuple[int, list[float | None]]] = field(default_factory=dict)
+    drops: int = 0
+    status_s: float = -np.inf
 
 
 @dataclass
 class _Engine:
     measures: Measures
-    tokens_max: int
     # The last counted step, by data-parallel replica.
     step_last: dict[int, int] = field(default_factory=dict)
 
@@ -70,8 +91,9 @@ class Board:
     ) -> None:
         self.requests_max = requests_max
         self.tokens_max = tokens_max
+        self._clock = clock
         self._wall = wall
-        # Guards the fields below. Held for copies, never while computing or sending.
+        # Guards the fields below. Held for copies, never while norms and scores are computed or while sending.
         self._lock = threading.Lock()
         self._version = 0
         self._counts_version = 0
@@ -87,6 +109,10 @@ class Board:
         self._not_kept: set[tuple[str, str]] = set()
         self._key = 0
         self._done = 0
+        # The memory of all records.
+        self._bytes = 0
+        # How many records were dropped.
+        self._drops = 0
         # Dropped rows by reason.
         self._dropped: Counter[str] = Counter()
         # Tokens, rows, bytes.
@@ -94,8 +120,15 @@ class Board:
         self._rates = RateSeries(clock)
         # How many pages show a request, by key.
         self._viewers: Counter[int] = Counter()
+        # The age of the newest rows when they came; None before the first and for rows without a time.
+        self._lag_s: float | None = None
+        # When the hub last said that it is alive, less the time for which it had been silent then.
+        self._heard_at = clock()
+        # The hub's counters, and when they came.
+        self._status: dict[str, Any] | None = None
+        self._status_at = -np.inf
 
-    # Called on the consumer's thread.
+    # Called on the thread of the channel.
 
     def greet(self, engine: str, model: ModelInfo, sites: Sequence[Site], probes: Sequence[Scorer]) -> list[str]:
         """Add an engine, or continue one that has reconnected.
@@ -107,49 +140,49 @@ class Board:
         measures = Measures(model, sites, probes)
         with self._lock:
             before = self._engines.get(engine)
-        if before is not None and before.measures.is_like(measures):
-            measures = before.measures
-        bytes_each = self.requests_max * max(1, len(measures)) * 4
-        room = max(limits.TOKENS_MIN, limits.VALUES_BYTES_MAX // bytes_each)
-        with self._lock:
-            self._engines[engine] = _Engine(measures, min(self.tokens_max, room))
+            if before is not None and before.measures.is_like(measures):
+                measures = before.measures
+            self._engines[engine] = _Engine(measures)
             self._engines_version = self._next()
             self._gone.discard(engine)
         return measures.problems
 
     def forget(self, engine: str) -> None:
-        """Note that an engine has disconnected. It is shown as long as one of its requests is."""
+        """Note that an engine has disconnected. It is shown as gone for as long as one of its requests is shown."""
         with self._lock:
-            shown = {record.engine for record in self._records.values()}
             self._gone.add(engine)
-            for name in self._gone - shown:
-                self._engines.pop(name, None)
-            self._gone &= shown
+            self._forget_engines()
             self._engines_version = self._next()
 
-    def count(self, header: FrameHeader) -> None:
-        """Count a frame in totals and rates. The tokens of a step that several pipeline stages send count once."""
-        rows = sum(len(block.sites) * block.rows for block in header.blocks)
+    def take(self, frame: Frame) -> None:
+        """Count a frame, compute its norms and scores, and add them to the records. The rows are not kept."""
+        header = frame.header
+        self._count(header)
         with self._lock:
-            engine = self._engines[header.engine]
-            tokens = 0
-            if header.step > engine.step_last.get(header.rank.dp, -1):
-                engine.step_last[header.rank.dp] = header.step
-                tokens = header.step_tokens
-            amounts = (tokens, rows, header.payload_bytes)
-            self._totals = [total + amount for total, amount in zip(self._totals, amounts, strict=True)]
-            self._rates.add(*amounts)
-            self._counts_version = self._next()
-
-    def put(self, engine: str, chunk: Chunk) -> None:
-        """Add the rows of one request."""
+            measures = self._engines[header.engine].measures
+        parts = [(block, *measures.of(block.sites, rows)) for block, rows in frame.blocks()]
+        steered = [_steered(request) for request in header.requests]
         with self._lock:
-            measures = self._engines[engine].measures
-        indices, values = measures.of(chunk.sites, chunk.rows)
-        with self._lock:
-            record = self._record(engine, chunk)
-            if record is not None and record.measures is measures:
-                record.put(self._next(), chunk.start, chunk.token_ids, chunk.texts, indices, values)
+            version = self._next()
+            for block, indices, values in parts:
+                if measures.baseline.add(indices, values):
+                    self._engines_version = version
+                for number, start, length, row in block.spans:
+                    request = header.requests[number]
+                    record = self._record(header.engine, request, start)
+                    if record is None or record.measures is not measures:
+                        continue
+                    at = start - request.start
+                    mask = steered[number]
+                    record.put(
+                        version,
+                        start,
+                        request.token_ids[at : at + length],
+                        request.texts[at : at + length],
+                        indices,
+                        values[:, row : row + length],
+                        None if mask is None else mask[at : at + length],
+                    )
 
     def finish(self, done: RequestDone) -> None:
         """Mark a request as finished."""
@@ -162,13 +195,36 @@ class Board:
             record = self._open.pop((done.engine, done.request), None)
             self._counts_version = self._next()
             if record is not None:
-                record.end(self._version, done.status, done.prompt_length, lost)
+                record.end(self._version, done.status, done.prompt_length, lost, self._wall())
+
+    def note(self, answered: Answered) -> None:
+        """Add an event of a request's steering to its record."""
+        with self._lock:
+            record = self._open.get((answered.engine, answered.request))
+            if record is not None:
+                record.note(self._next(), answered)
+
+    def hear(self, silent_s: float, status: dict[str, Any] | None) -> None:
+        """Note that the hub is alive.
+
+        silent_s: for how long nothing had come from it.
+        status: its counters, if they were asked for.
+        """
+        with self._lock:
+            self._heard_at = self._clock() - silent_s
+            if status is not None:
+                self._status, self._status_at = status, self._clock()
 
     # Called on the server's thread.
 
-    def look(self, page: PageState, key: int) -> None:
-        """Note that a page shows another request; 0 for none."""
+    def look(
+        self, page: PageState, key: int, window: Sequence[int] = (), probe: str = "", *, health: bool = False
+    ) -> None:
+        """Note what a page shows: a request (0 for none), rows of the list, a probe, and the hub's counters."""
         with self._lock:
+            if probe != page.probe:
+                page.sparks = {}
+            page.window, page.probe, page.health = tuple(window), probe, health
             self._viewers[page.selected] -= 1
             page.selected = key
             self._viewers[key] += 1
@@ -178,6 +234,18 @@ class Board:
     def leave(self, page: PageState) -> None:
         """Note that a page was closed."""
         self.look(page, 0)
+
+    def heartbeat(self) -> dict[str, Any]:
+        """Return whether the hub is alive and how old the newest rows were when they came."""
+        with self._lock:
+            silent_s = max(0.0, self._clock() - self._heard_at)
+            return {
+                "t": round(self._wall(), 3),
+                "state": "stale" if silent_s > limits.SILENCE_S else "live",
+                "silent_s": round(silent_s, 1),
+                "lag_s": None if self._lag_s is None else round(self._lag_s, 2),
+                "skipped_rows": self._dropped["skipped"] + self._dropped["not_tapped"],
+            }
 
     def news(self, page: PageState) -> tuple[dict[str, Any], Values | None] | None:
         """Return what a page has not received yet, and note that it has; None if there is nothing.
@@ -191,8 +259,12 @@ class Board:
             if rates is not None:
                 head["rates"] = rates
                 page.second = rates["last"]
+            if page.health and self._status_at > page.status_s:
+                head["health"] = {"status": self._status}
+                page.status_s = self._status_at
+            self._add_list(page, head)
             if self._version > page.version:
-                self._add_changes(page, head)
+                self._add_counts(page, head)
                 values = self._add_detail(page, head)
                 page.version = self._version
             elif page.detail[0] != page.selected:
@@ -201,9 +273,9 @@ class Board:
 
     # Called with the lock held.
 
-    def _add_changes(self, page: PageState, head: dict[str, Any]) -> None:
+    def _add_counts(self, page: PageState, head: dict[str, Any]) -> None:
         if self._engines_version > page.version:
-            head["engines"] = [_engine_fields(name, engine) for name, engine in self._engines.items()]
+            head["engines"] = [self._engine_fields(name, engine) for name, engine in self._engines.items()]
         if self._counts_version > page.version or page.version < 0:
             tokens, rows, nbytes = self._totals
             head["counts"] = {
@@ -215,72 +287,216 @@ class Board:
                 "rows": rows,
                 "bytes": nbytes,
             }
-        changed = [record.summary() for record in self._records.values() if record.version > page.version]
-        if changed:
-            head["requests"] = changed
-        gone = sorted(page.keys - self._records.keys())
-        if gone:
-            head["gone"] = gone
-        page.keys = frozenset(self._records)
+
+    def _add_list(self, page: PageState, head: dict[str, Any]) -> None:
+        """Add what changed in the list of requests, `limits.LISTS_PER_S_MAX` times a second; new requests at once."""
+        now = self._clock()
+        due = now - page.listed_s >= 1 / limits.LISTS_PER_S_MAX
+        if page.drops != self._drops:
+            page.drops = self._drops
+            if gone := [key for key in page.sent if key not in self._records]:
+                head["gone"] = gone
+            for key in gone:
+                del page.sent[key]
+                page.sparks.pop(key, None)
+        changed: list[RequestRecord] = []
+        for record in reversed(self._records.values()):
+            version, _ = page.sent.get(record.key, (-1, None))
+            if version >= 0 and not due and len(page.sent) + len(changed) == len(self._records):
+                break
+            if version < 0 or (due and record.version > version):
+                changed.append(record)
+                if len(changed) == limits.REQUESTS_PER_UPDATE:
+                    break
+        if requests := [fields for record in changed if (fields := _changed(page.sent, record))]:
+            head["requests"] = requests
+        if due:
+            page.listed_s = now
+            self._add_sparks(page, head)
+
+    def _add_sparks(self, page: PageState, head: dict[str, Any]) -> None:
+        sparks = {}
+        for key in page.window if page.probe else ():
+            record = self._records.get(key)
+            version, before = page.sparks.get(key, (-1, []))
+            if record is None or record.version <= version:
+                continue
+            spark = record.spark(page.probe)
+            page.sparks[key] = record.version, spark
+            if spark != before:
+                sparks[str(key)] = spark
+        if sparks:
+            head["sparks"] = sparks
 
     def _add_detail(self, page: PageState, head: dict[str, Any]) -> Values | None:
         record = self._records.get(page.selected)
         if record is None:
             return None
         fresh = page.detail != (record.key, record.base)
+        if fresh:
+            page.event, page.baseline = -1, False
         columns = record.since(-1 if fresh else page.version)
-        if columns is None:
+        baseline = record.measures.baseline.fields
+        events = [(version, event) for version, event in record.events if version > page.event]
+        if columns is None and not fresh and (baseline is None or page.baseline) and not events:
             return None
+        if columns is None:
+            if not record.count and not events:
+                return None
+            empty = np.empty((len(record.measures), 0), np.float32)
+            columns = ({"key": record.key, "base": record.base, "first": 0, "count": 0, "ids": [], "texts": []}, empty)
+            columns[0]["steered"] = ()
         page.detail = (record.key, record.base)
         detail, values = columns
-        head["detail"] = detail | {"fresh": fresh}
+        detail["fresh"] = fresh
         if fresh:
-            head["detail"]["series"] = [series.fields() for series in record.measures.series]
+            detail["series"] = [series.fields() for series in record.measures.series]
+        if fresh or (baseline is not None and not page.baseline):
+            detail["baseline"] = baseline
+            page.baseline = baseline is not None
+        if fresh or events:
+            detail["events"] = [_event_fields(event) for _, event in events]
+            page.event = events[-1][0] if events else page.event
+        head["detail"] = detail
         return values
+
+    def _count(self, header: FrameHeader) -> None:
+        """Count a frame in totals and rates. The tokens of a step that several pipeline stages send count once."""
+        rows = sum(len(block.sites) * block.rows for block in header.blocks)
+        with self._lock:
+            engine = self._engines[header.engine]
+            tokens = 0
+            if header.step > engine.step_last.get(header.rank.dp, -1):
+                engine.step_last[header.rank.dp] = header.step
+                tokens = header.step_tokens
+            amounts = (tokens, rows, header.payload_bytes)
+            self._totals = [total + amount for total, amount in zip(self._totals, amounts, strict=True)]
+            self._rates.add(*amounts)
+            if header.time_ns:
+                self._lag_s = max(0.0, self._wall() - header.time_ns / 1e9)
+            self._counts_version = self._next()
 
     def _next(self) -> int:
         self._version += 1
         return self._version
 
-    def _record(self, engine: str, chunk: Chunk) -> RequestRecord | None:
-        """Return the record of a chunk's request, created if missing; None when the board is full."""
-        name = (engine, chunk.request.id)
+    def _record(self, engine: str, request: RequestRows, start: int) -> RequestRecord | None:
+        """Return the record of a request, created if missing; None when the board is full."""
+        name = (engine, request.id)
         record = self._open.get(name)
         if record is not None or name in self._not_kept:
             return record
-        if len(self._records) >= self.requests_max and not self._make_room():
+        owner = self._engines[engine]
+        record = RequestRecord(
+            self._key + 1,
+            engine,
+            request.id,
+            owner.measures,
+            prompt_length=request.prompt_length,
+            base=start,
+            tokens_max=self.tokens_max,
+            started_s=self._wall(),
+            grow=self._grow,
+        )
+        full = len(self._records) >= self.requests_max and not self._drop_oldest()
+        if full or not self._grow(record.nbytes):
             self._not_kept.add(name)
             return None
         self._key += 1
-        owner = self._engines[engine]
-        record = RequestRecord(
-            self._key,
-            engine,
-            chunk.request.id,
-            owner.measures,
-            prompt_length=chunk.request.prompt_length,
-            base=chunk.start,
-            tokens_max=owner.tokens_max,
-            started_s=self._wall(),
-        )
         self._records[record.key] = self._open[name] = record
         return record
 
-    def _make_room(self) -> bool:
-        finished = [key for key, record in self._records.items() if record.status != LIVE]
-        if finished:
-            del self._records[next((key for key in finished if not self._viewers[key]), finished[0])]
-        return bool(finished)
+    def _grow(self, nbytes: int) -> bool:
+        """Take memory for a record; drop finished requests for it. Return whether there is room."""
+        while self._bytes + nbytes > limits.BOARD_BYTES_MAX:
+            if not self._drop_oldest():
+                return False
+        self._bytes += nbytes
+        return True
+
+    def _drop_oldest(self) -> bool:
+        """Drop the oldest finished request, preferably one that no page shows; return whether there was one."""
+        shown = None
+        for key, record in self._records.items():
+            if record.status == LIVE:
+                continue
+            if not self._viewers[key]:
+                self._drop(key)
+                return True
+            shown = key if shown is None else shown
+        if shown is not None:
+            self._drop(shown)
+        return shown is not None
+
+    def _drop(self, key: int) -> None:
+        self._bytes -= self._records.pop(key).nbytes
+        self._drops += 1
+        if self._gone:
+            self._forget_engines()
+
+    def _forget_engines(self) -> None:
+        """Forget engines that are gone and have no request any more."""
+        shown = {record.engine for record in self._records.values()}
+        for name in self._gone - shown:
+            self._engines.pop(name, None)
+            self._engines_version = self._next()
+        self._gone &= shown
+
+    def _engine_fields(self, name: str, engine: _Engine) -> dict[str, Any]:
+        measures = engine.measures
+        return {
+            "name": name,
+            "model": measures.model.name,
+            "num_layers": measures.model.num_layers,
+            "hidden_size": measures.model.hidden_size,
+            "dtype": measures.model.dtype,
+            "gone": name in self._gone,
+            "sites": [str(series.site) for series in measures.series[: measures.norms_count]],
+            "probes": [
+                {
+                    "name": series.probe,
+                    "site": str(series.site),
+                    "threshold": series.threshold,
+                    "pool": series.pool,
+                }
+                for series in measures.series[measures.norms_count :]
+            ],
+            "problems": measures.problems,
+        }
 
 
-def _engine_fields(name: str, engine: _Engine) -> dict[str, Any]:
-    model = engine.measures.model
+def _steered(request: RequestRows) -> npt.NDArray[np.bool_] | None:
+    """Return whether each position of a request's part of a step was steered; None if none was or this is unknown."""
+    if not request.steered:
+        return None
+    return mask_of(request.steered, request.start, request.start + len(request.token_ids))
+
+
+def _changed(sent: dict[int, tuple[int, dict[str, Any]]], record: RequestRecord) -> dict[str, Any] | None:
+    """Return the key and the changed fields of a request, and note that they are sent; None if nothing changed."""
+    _, before = sent.get(record.key, (-1, None))
+    summary = record.summary()
+    sent[record.key] = record.version, summary
+    if before is None:
+        return summary
+    fields = {name: value for name, value in summary.items() if name == "key" or before[name] != value}
+    return fields if len(fields) > 1 else None
+
+
+def _event_fields(event: Answered) -> dict[str, Any]:
     return {
-        "name": name,
-        "model": model.name,
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "dtype": model.dtype,
-        "sites": engine.measures.norms_count,
-        "problems": engine.measures.problems,
+        "id": event.id,
+        "kind": event.kind,
+        "by": event.asked_by,
+        "sites": [str(site) for site in event.sites],
+        "step": event.step,
+        "position": event.position,
+        "time_s": event.time_ns / 1e9,
+        "label": event.label,
+        "scale": event.scale,
+        "score": event.score,
+        "threshold": event.threshold,
+        "target": event.target,
+        "outcome": event.outcome,
+        "reason": event.reason,
     }

@@ -1,13 +1,14 @@
-"""The dashboard consumer: writes frames and results to a board, and serves the page that shows it."""
+"""The dashboard consumer: sends frames and results to the process that serves the page.
+
+Rows that the process does not read in time wait in the consumer's queue, which skips what is older than a second.
+"""
 
 from __future__ import annotations
 
-import logging
-import re
-import secrets
 import socket
+import time
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -19,13 +20,23 @@ from capflow.errors import explain
 from capflow.plugins.consumer import Context
 from capflow.probes.kinds import load_probes
 from capflow.probes.probe import Scorer
+from capflow.steering.action import Answered
 from capflow_dashboard import limits
-from capflow_dashboard.board import Board
+from capflow_dashboard.channel import (
+    EngineLeft,
+    EngineMet,
+    EventTaken,
+    HubAlive,
+    PageSetup,
+    RequestOver,
+    RowsTaken,
+    ToPages,
+    wanted_part,
+)
 
 if TYPE_CHECKING:
-    from capflow_dashboard.server import PageServer
-
-logger = logging.getLogger("capflow.consumer.dashboard")
+    from capflow_dashboard.access import LinkFile
+    from capflow_dashboard.process import PageProcess
 
 
 class DashboardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,8 +47,9 @@ class DashboardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hook: the hook to capture for every request.
     layers: the layers to capture.
     positions: the positions to capture.
-    probes: probe files whose scores can be shown.
-    token: the secret in the page's address; a new random one at each start unless given.
+    probes: probe files whose scores are shown.
+    token_file: a file with the secret that admits a browser; by default the variable `CAPFLOW_DASHBOARD_TOKEN`, or else
+        a new random one at each start.
     requests_max: how many requests are kept.
     tokens_max: how many tokens of each request are kept, the latest ones.
     """
@@ -48,32 +60,51 @@ class DashboardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layers: list[int | str] | str = "all"
     positions: str = "all"
     probes: tuple[str, ...] = ()
-    token: str | None = None
-    requests_max: int = 64
-    tokens_max: int = 2048
+    token_file: str | None = None
+    requests_max: int = 4096
+    tokens_max: int = 32_768
+
+
+class WatchedHub(Protocol):
+    """The hub that is shown, if it is another one than the consumer's."""
+
+    def silent_s(self) -> float:
+        """Return for how many seconds nothing has come from it."""
+
+    def hub_status(self) -> dict[str, Any] | None:
+        """Return its counters, as `capflow status --json` prints them; None if they are not known."""
 
 
 class Dashboard(Consumer):
-    """Shows the norms of rows and the scores of probes live.
+    """Shows the norms of rows, the scores of probes and the steering of requests live.
 
-    address: the page's address with its token; None until `open`.
+    address: the page's address; empty until `open`.
+    link: the address with the token, which admits a browser.
+    link_file: the path of a file of this user's that leads a browser to the link; None if there is none.
+    watched: the hub that is shown, if it is another one than the consumer's.
     """
 
     name = "dashboard"
     extra = "dashboard"
     Config = DashboardConfig
     policy = "skip"
+    queue_bytes_max = limits.QUEUE_BYTES
     reads_requests = False
 
     def __init__(self, config: DashboardConfig) -> None:
         super().__init__(config)
         self.config: DashboardConfig = config
-        self.address: str | None = None
-        self._board = Board(config.requests_max, config.tokens_max)
+        self.address = ""
+        self.link = ""
+        self.watched: WatchedHub | None = None
+        # A random token is kept from one `open` to the next, so that open pages come back.
+        self._token: str | None = None
         # Set from `open` to `close`.
-        self._server: PageServer | None = None
-        # The address without the token, for results, which are public.
-        self._url = ""
+        self._process: PageProcess | None = None
+        self._link_file: LinkFile | None = None
+        self._context: Context | None = None
+        # When the process last got a beat.
+        self._beat_at = 0.0
 
     def spec(self) -> CaptureSpec:
         """Return a spec of the configured sites and those of the probes, for every request.
@@ -90,6 +121,7 @@ class Dashboard(Consumer):
 
     def check(self) -> None:
         """Raise UsageError when an option is invalid or the port cannot be used."""
+        from capflow_dashboard.access import new_token, read_token
         from capflow_dashboard.pages import LOOPBACK_NAMES
 
         config = self.config
@@ -100,13 +132,7 @@ class Dashboard(Consumer):
         _check_range("port", config.port, 0, limits.PORT_MAX)
         _check_range("requests_max", config.requests_max, 1, limits.REQUESTS_MAX)
         _check_range("tokens_max", config.tokens_max, limits.TOKENS_MIN, limits.TOKENS_MAX)
-        if config.token is not None and not re.fullmatch(
-            rf"[\w.~-]{{{limits.TOKEN_LENGTH_MIN},}}", config.token, re.ASCII
-        ):
-            expected = f"{limits.TOKEN_LENGTH_MIN} or more letters, digits, '.', '_', '~' and '-'"
-            raise UsageError(
-                explain("consumers.dashboard.token", got=f"{len(config.token)} characters", expected=expected)
-            )
+        self._token = read_token(config.token_file) or new_token()
         self._try_port()
 
     def claim(self) -> tuple[str, str] | None:
@@ -114,56 +140,89 @@ class Dashboard(Consumer):
         return ("port", str(self.config.port)) if self.config.port else None
 
     def open(self, context: Context) -> None:
-        """Serve the page."""
-        from capflow_dashboard.pages import PageFiles
-        from capflow_dashboard.server import PageServer
+        """Start the process that serves the page."""
+        from capflow_dashboard.access import LinkFile, link_to, new_token
+        from capflow_dashboard.process import PageProcess
 
-        token = self.config.token or secrets.token_urlsafe(24)
-        # "localhost" may be two addresses, IPv4 and IPv6, which would get different free ports.
-        listen_at = "127.0.0.1" if self.config.host == "localhost" else self.config.host
-        server = PageServer(listen_at, self.config.port, self._board, PageFiles(token), context.count)
-        server.start()
-        self._server = server
+        self._token = self._token or new_token()
+        setup = PageSetup(
+            # "localhost" may be two addresses, IPv4 and IPv6, which would get different free ports.
+            "127.0.0.1" if self.config.host == "localhost" else self.config.host,
+            self.config.port,
+            self._token,
+            self.config.requests_max,
+            self.config.tokens_max,
+            self.config.probes,
+        )
+        process = PageProcess(setup, context.count)
+        process.start()
+        self._process, self._context = process, context
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
-        self._url = f"http://{host}:{server.port}/"
-        self.address = f"{self._url}?token={token}"
-        logger.info("dashboard at %s", self.address)
+        self.address = f"http://{host}:{process.port}/"
+        self.link = link_to(self.address, self._token)
+        self._link_file = LinkFile(process.port, self.link)
+
+    @property
+    def link_file(self) -> str | None:
+        """The path of a file that leads a browser to the link; None if there is none."""
+        path = None if self._link_file is None else self._link_file.path
+        return None if path is None else str(path)
 
     def on_session(self, engine: str, model: ModelInfo) -> None:
-        """Add the engine to the board; log the probes that do not fit its model."""
-        sites = list(self.spec().resolve(model.sites, num_layers=model.num_layers))
-        for problem in self._board.greet(engine, model, sites, self._probes):
-            logger.error("%s", problem)
+        """Show the engine; errors of probes that do not fit its model are logged."""
+        sites = tuple(self.spec().resolve(model.sites, num_layers=model.num_layers))
+        self._send(EngineMet(engine, model, sites))
 
     def on_engine_gone(self, engine: str) -> None:
-        """Remove the engine from the board, once none of its requests is shown."""
-        self._board.forget(engine)
+        """Show the engine as gone, as long as one of its requests is shown."""
+        self._send(EngineLeft(engine))
 
     def on_frame(self, frame: Frame) -> None:
-        """Compute norms and scores; the rows are not kept."""
-        chunks = list(frame.chunks())
-        self._board.count(frame.header)
-        for chunk in chunks:
-            self._board.put(frame.header.engine, chunk)
+        """Send the rows to the process, which does not keep them."""
+        header, rows = wanted_part(frame)
+        self._send(RowsTaken(header), rows)
+
+    def on_action(self, answered: Answered) -> None:
+        """Show an event of a request's steering."""
+        self._send(EventTaken(answered))
 
     def on_request_done(self, done: RequestDone) -> CaptureResult:
         """Show the request as finished."""
-        self._board.finish(done)
-        return CaptureResult("partial_error" if done.dropped else "ok", payload={"address": self._url})
+        self._send(RequestOver(done))
+        return CaptureResult("partial_error" if done.dropped else "ok", payload={"address": self.address})
+
+    def on_idle(self) -> None:
+        """Say that the hub is alive, and its counters if a page shows them."""
+        now = time.monotonic()
+        if now - self._beat_at < limits.TICK_S or self._process is None or self._context is None:
+            return
+        self._beat_at = now
+        watched = self.watched
+        status = None
+        if self._process.health_wanted:
+            status = self._context.hub_status() if watched is None else watched.hub_status()
+        self._send(HubAlive(0.0 if watched is None else watched.silent_s(), status))
 
     def look(self) -> tuple[str, str]:
         """Return that nothing is stored."""
         return "shown live, not kept", ""
 
     def close(self) -> None:
-        """Close the pages' connections and stop serving."""
-        if self._server is not None:
-            self._server.stop()
-            self._server = None
+        """Close the pages' connections and end the process."""
+        if self._link_file is not None:
+            self._link_file.remove()
+            self._link_file = None
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
 
     @cached_property
     def _probes(self) -> list[Scorer]:
         return load_probes(self.config.probes, "consumers.dashboard.probes")
+
+    def _send(self, message: ToPages, rows: list[Any] | None = None) -> None:
+        assert self._process is not None
+        self._process.send(message, rows or ())
 
     def _try_port(self) -> None:
         """Raise UsageError when the port cannot be used, before an engine is started."""

@@ -5,19 +5,41 @@ Units stand last in names: `_BYTES`, `_S` for seconds.
 
 from __future__ import annotations
 
-MIB = 1024 * 1024
+KIB = 1024
+MIB = 1024 * KIB
 
 # Requests that are kept.
-REQUESTS_MAX = 512
+REQUESTS_MAX = 65_536
 TOKENS_MIN = 16
-TOKENS_MAX = 32_768
-# Values of one engine's requests; `tokens_max` is lowered for models with many sites.
-VALUES_BYTES_MAX = 512 * MIB
+TOKENS_MAX = 131_072
+# The memory of all tokens that are kept: their values, ids and texts.
+BOARD_BYTES_MAX = 512 * MIB
+# The memory of a token besides its values: its id, its text and its marks.
+TOKEN_BYTES = 128
 # Characters of one token.
 TEXT_LENGTH_MAX = 80
+# Characters of a prompt in the list of requests.
+PREVIEW_LENGTH_MAX = 160
+# Events of one request's steering, the latest.
+EVENTS_MAX = 256
+# Numbers of a request's sparkline.
+SPARK_LENGTH = 24
+# Tokens after which the baseline of an engine is computed; it is fixed from then on.
+BASELINE_TOKENS = 512
 
 # The charts of rates.
 RATES_S = 120
+
+# Rows that wait in the hub for the page's process.
+QUEUE_BYTES = 32 * MIB
+# A message between the hub and the page's process, besides its rows.
+HEAD_BYTES_MAX = 64 * MIB
+# How long the page's process may take to listen.
+START_S_MAX = 60.0
+# How often the hub says that it is alive.
+TICK_S = 0.5
+# After so long without a word, what is shown is stale.
+SILENCE_S = 2.0
 
 # Open pages.
 CLIENTS_MAX = 16
@@ -25,19 +47,34 @@ CLIENTS_MAX = 16
 VISITORS_MAX = 32
 # Connections that wait to be accepted; as many are accepted at once.
 BACKLOG = 16
+# Updates of a page, of which one is in flight.
 UPDATES_PER_S_MAX = 8
+# Updates of the list of requests.
+LISTS_PER_S_MAX = 2
+HEARTBEAT_S = 1.0
+# Requests in one update; a page that opens gets the newest first.
+REQUESTS_PER_UPDATE = 512
 # A message from a page.
-MESSAGE_BYTES_MAX = 1024
+MESSAGE_BYTES_MAX = 4 * KIB
+# Rows of the list that a page may have in view.
+WINDOW_MAX = 64
 # Of one page's socket; above it, nothing is sent until the page has read.
-WRITE_BUFFER_BYTES = 256 * 1024
+WRITE_BUFFER_BYTES = 256 * KIB
+# How long a page may leave an update unread before it gets the next: the page may be hidden, and draws nothing.
+UNSEEN_S = 2.0
 # How long a page may read nothing before it is disconnected.
 STALL_S_MAX = 60.0
 PING_S = 20.0
-OPEN_S_MAX = 10.0
+# How long a connection may take to send its request.
+OPEN_S_MAX = 3.0
 
 # Values of options.
 PORT_MAX = 65_535
 TOKEN_LENGTH_MIN = 16
+TOKEN_LENGTH_MAX = 256
+TOKEN_FILE_BYTES_MAX = 4 * KIB
 
 assert TOKENS_MIN < TOKENS_MAX
 assert PING_S < STALL_S_MAX
+assert TICK_S < SILENCE_S / 2
+assert HEARTBEAT_S < SILENCE_S

@@ -1,35 +1,40 @@
 """Pages: answers HTTP requests with the page's files, or refuses them. It does no I/O once `PageFiles` is made.
 
 A request is admitted by these rules. Its Host header must name a loopback address: this refuses foreign names that
-resolve to this machine. The page and the live socket need the token, which is compared in constant time. The live
-socket needs this page's Origin. The other files need no token: they are public parts of the package.
+resolve to this machine. The page's files are public parts of the package. `/session` exchanges the token, which the
+page has from the fragment of its address and sends as a bearer token (RFC 6750), for a cookie that no script can read
+and no other site's request carries (`HttpOnly`, `SameSite=Strict`, RFC 6265bis). So the token stands in no request's
+path, and in no history. The live socket needs the cookie, and this page's Origin. Tokens are compared in constant time.
 """
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import hmac
+from collections.abc import Iterator
 from http import HTTPStatus
 from importlib import resources
-from urllib.parse import parse_qs, urlsplit
+from importlib.resources.abc import Traversable
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from websockets.datastructures import Headers, MultipleValuesError
 from websockets.http11 import Request, Response
 
 LIVE_PATH = "/live"
+SESSION_PATH = "/session"
 LOOPBACK_NAMES = ("127.0.0.1", "::1", "localhost")
 
-_FILES = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/style.css": ("style.css", "text/css; charset=utf-8"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
-} | {
-    f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8")
-    for name in ("app", "charts", "feed", "keys", "requests", "scale", "tokens")
+# Files of the page, by the end of their names; others, such as licences, are not served.
+_KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
 }
-_PLOTLY_PATH = "/plotly.js"
-# plotly.js writes style attributes. Scripts come only from this server's files.
 _POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _SECURITY = {
@@ -42,46 +47,88 @@ _SECURITY = {
 }
 
 
+class _Body(NamedTuple):
+    content: bytes
+    packed: bytes
+    kind: str
+    tag: str
+
+
 class PageFiles:
     """The page's files, read once.
 
-    token: what the page and the live socket need.
+    token: what `/session` and the live socket need.
     """
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
-        web = resources.files("capflow_dashboard") / "web"
-        self._bodies = {path: ((web / name).read_bytes(), kind) for path, (name, kind) in _FILES.items()}
-        plotly = resources.files("plotly") / "package_data" / "plotly.min.js"
-        self._bodies[_PLOTLY_PATH] = (plotly.read_bytes(), "text/javascript; charset=utf-8")
+        # Cookies do not depend on the port, so two dashboards of one host need two names.
+        self._cookie = "capflow-" + hashlib.sha256(self._token).hexdigest()[:12]
+        self._bodies = dict(_bodies(resources.files("capflow_dashboard") / "web", "/"))
+        self._bodies["/"] = self._bodies["/index.html"]
 
     def answer(self, request: Request) -> Response | None:
         """Return the response to a request; None for the live socket if it is admitted."""
         try:
             host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
+            bearer = request.headers.get("Authorization")
+            match = request.headers.get("If-None-Match", "")
+            packs = "gzip" in request.headers.get("Accept-Encoding", "")
         except MultipleValuesError:
-            return _refusal(HTTPStatus.BAD_REQUEST, "the Host or Origin header is repeated")
-        url = urlsplit(request.path)
+            return _refusal(HTTPStatus.BAD_REQUEST, "a header is repeated")
+        path = urlsplit(request.path).path
         if not is_loopback(host):
             return _refusal(HTTPStatus.FORBIDDEN, "this page is served to loopback addresses only")
-        if url.path in ("/", LIVE_PATH) and not self._is_allowed(url.query):
-            return _refusal(HTTPStatus.FORBIDDEN, "the token is missing or wrong; open the address that capflow prints")
-        if url.path == LIVE_PATH:
+        if path == SESSION_PATH:
+            return self._session(request, bearer)
+        if path == LIVE_PATH:
+            if not self._has_cookie(request):
+                return _refusal(HTTPStatus.FORBIDDEN, "no session; open the link that capflow prints")
             if origin != f"http://{host}":
                 return _refusal(HTTPStatus.FORBIDDEN, "the Origin is not this page")
             return None
-        if url.path not in self._bodies:
+        body = self._bodies.get(path)
+        if body is None:
             return _refusal(HTTPStatus.NOT_FOUND, "no such page")
-        body, kind = self._bodies[url.path]
-        caching = "private, max-age=3600" if url.path == _PLOTLY_PATH else "no-store"
-        return _response(HTTPStatus.OK, kind, body, caching)
+        headers = {"Content-Type": body.kind, "Cache-Control": "no-cache", "ETag": body.tag, "Vary": "Accept-Encoding"}
+        if match == body.tag:
+            return _response(HTTPStatus.NOT_MODIFIED, b"", headers)
+        if packs:
+            return _response(HTTPStatus.OK, body.packed, headers | {"Content-Encoding": "gzip"})
+        return _response(HTTPStatus.OK, body.content, headers)
 
-    def _is_allowed(self, query: str) -> bool:
-        try:
-            tokens = parse_qs(query, max_num_fields=8).get("token", [])
-        except ValueError:
-            return False
-        return len(tokens) == 1 and hmac.compare_digest(tokens[0].encode(), self._token)
+    def _session(self, request: Request, bearer: str | None) -> Response:
+        """Give a cookie for the token; without a token, say whether the cookie is right."""
+        if bearer is None:
+            if self._has_cookie(request):
+                return _response(HTTPStatus.NO_CONTENT, b"", {"Cache-Control": "no-store"})
+            return _refusal(HTTPStatus.FORBIDDEN, "no session; open the link that capflow prints")
+        if not bearer.startswith("Bearer ") or not self._is_token(bearer.removeprefix("Bearer ")):
+            return _refusal(HTTPStatus.FORBIDDEN, "the token is wrong; open the link that capflow prints")
+        cookie = f"{self._cookie}={self._token.decode()}; HttpOnly; SameSite=Strict; Path=/"
+        return _response(HTTPStatus.NO_CONTENT, b"", {"Cache-Control": "no-store", "Set-Cookie": cookie})
+
+    def _has_cookie(self, request: Request) -> bool:
+        for header in request.headers.get_all("Cookie"):
+            for part in header.split(";"):
+                name, _, value = part.strip().partition("=")
+                if name == self._cookie and self._is_token(value):
+                    return True
+        return False
+
+    def _is_token(self, text: str) -> bool:
+        return hmac.compare_digest(text.encode(errors="replace"), self._token)
+
+
+def _bodies(folder: Traversable, path: str) -> Iterator[tuple[str, _Body]]:
+    for entry in folder.iterdir():
+        kind = _KINDS.get("." + entry.name.rpartition(".")[2])
+        if entry.is_dir():
+            yield from _bodies(entry, f"{path}{entry.name}/")
+        elif kind is not None:
+            content = entry.read_bytes()
+            tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+            yield path + entry.name, _Body(content, gzip.compress(content, mtime=0), kind, tag)
 
 
 def is_loopback(host: str) -> bool:
@@ -96,13 +143,12 @@ def is_loopback(host: str) -> bool:
 
 
 def _refusal(status: HTTPStatus, why: str) -> Response:
-    return _response(status, "text/plain; charset=utf-8", f"capflow: {why}\n".encode(), "no-store")
+    headers = {"Content-Type": "text/plain; charset=utf-8", "Cache-Control": "no-store"}
+    return _response(status, f"capflow: {why}\n".encode(), headers)
 
 
-def _response(status: HTTPStatus, kind: str, body: bytes, caching: str) -> Response:
-    headers = Headers(_SECURITY)
-    headers["Content-Type"] = kind
+def _response(status: HTTPStatus, body: bytes, more: dict[str, str]) -> Response:
+    headers = Headers(_SECURITY | more)
     headers["Content-Length"] = str(len(body))
-    headers["Cache-Control"] = caching
     headers["Connection"] = "close"
     return Response(status.value, status.phrase, headers, body)

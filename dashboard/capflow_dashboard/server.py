@@ -1,11 +1,11 @@
 """The server: one thread with one event loop, which serves the page and updates open pages.
 
 Nothing is queued for a page. Each page has a task of its own, which asks the board for changes, sends them, and asks
-again once the page's socket has taken them. A slow page gets fewer and larger updates, a dead page none; neither uses
-more memory than one update. The consumer's thread never waits for the server.
+again once the page has drawn them. A slow page gets fewer and larger updates, a dead page none; neither uses more
+memory than one update. The thread that writes the board never waits for the server.
 
-The server shares the hub's file descriptors. At most `limits.VISITORS_MAX` connections that are not open pages are
-kept: a further one closes the oldest of them, so that a page can be opened during a flood of connections.
+At most `limits.VISITORS_MAX` connections that are not open pages are kept: a further one closes the oldest of them, so
+that a page can be opened during a flood of connections.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ import asyncio
 import contextlib
 import errno
 import functools
+import itertools
 import logging
 import threading
 from collections.abc import Callable
 from typing import Any, cast
 
 from websockets.asyncio.server import Server, ServerConnection, serve
-from websockets.exceptions import ConnectionClosed
+from websockets.exceptions import ConnectionClosed, ConnectionClosedError
 from websockets.frames import CloseCode
 from websockets.http11 import Request, Response
 
+import capflow
 from capflow.errors import CapflowError, RemoteProtocolError, UsageError, explain
 from capflow_dashboard import limits, wire
 from capflow_dashboard.board import Board, PageState
 from capflow_dashboard.pages import PageFiles
-
-logger = logging.getLogger("capflow.consumer.dashboard")
+from capflow_dashboard.series import Values
 
 _quiet = logging.getLogger("capflow.consumer.dashboard.websockets")
 # Errors of clients are counted, not logged.
@@ -41,18 +42,34 @@ class PageServer:
 
     port: 0 for any free port; the port in use once started.
     on_count: called on the server's thread with the name of a counter.
+    on_trouble: called on the server's thread with the text and the fields of an error to log.
+    on_health: called on the server's thread when pages begin or cease to show the hub's counters.
     """
 
-    def __init__(self, host: str, port: int, board: Board, pages: PageFiles, on_count: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        board: Board,
+        pages: PageFiles,
+        *,
+        on_count: Callable[[str], None],
+        on_trouble: Callable[[str, dict[str, Any]], None],
+        on_health: Callable[[bool], None],
+    ) -> None:
         self.host = host
         self.port = port
         # Connections of open pages. This and the fields below are used on the server's thread.
-        self.connections: set[ServerConnection] = set()
+        self.connections: dict[ServerConnection, PageState] = {}
         # Connections that are not open pages, oldest first.
         self.visitors: dict[ServerConnection, None] = {}
         self._board = board
         self._pages = pages
         self._on_count = on_count
+        self._on_trouble = on_trouble
+        self._on_health = on_health
+        # Whether a page shows the hub's counters.
+        self._health = False
         # Set by the thread once it listens or has failed, after `_error`, `_loop` and `_stop`.
         self._ready = threading.Event()
         # Why it does not listen.
@@ -145,8 +162,8 @@ class PageServer:
         if not self._failed:
             self._failed = True
             event = {"event": "dashboard_failed", "reason": str(context.get("exception"))}
-            text = "the dashboard failed at a connection; further failures are only counted: %s: %s"
-            logger.error(text, context.get("message"), context.get("exception"), extra=event)
+            text = "the dashboard failed at a connection; further failures are only counted"
+            self._on_trouble(f"{text}: {context.get('message')}: {context.get('exception')}", event)
 
     def _answer(self, _: ServerConnection, request: Request) -> Response | None:
         response = self._pages.answer(request)
@@ -160,44 +177,102 @@ class PageServer:
             await connection.close(CloseCode.TRY_AGAIN_LATER, f"{limits.CLIENTS_MAX} pages are open already")
             return
         page = PageState()
-        listening: asyncio.Task[Any] | None = None
-        self.connections.add(connection)
+        drawn = _Drawn()
+        self.connections[connection] = page
         self.leave(connection)
         try:
-            listening = asyncio.create_task(self._receive(connection, page))
-            await self._update(connection, page)
-        except ConnectionClosed:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._receive(connection, page, drawn))
+                tasks.create_task(self._beat(connection))
+                tasks.create_task(self._update(connection, page, drawn))
+        except* ConnectionClosed:
             pass
-        except TimeoutError:
+        except* TimeoutError:
             self._on_count("pages_stalled")
             connection.transport.abort()
         finally:
-            self.connections.discard(connection)
+            del self.connections[connection]
             self._board.leave(page)
-            if listening is not None:
-                listening.cancel()
+            self._tell_health()
 
-    async def _update(self, connection: ServerConnection, page: PageState) -> None:
+    async def _update(self, connection: ServerConnection, page: PageState, drawn: _Drawn) -> None:
         """Send changes until the page is closed. Raises TimeoutError when the page does not read them."""
+        hello = {
+            "version": wire.VERSION,
+            "capflow": capflow.__version__,
+            "rights": ["watch"],
+            "requests_max": self._board.requests_max,
+            "tokens_max": self._board.tokens_max,
+        }
+        await _send(connection, wire.encode({"hello": hello, "heartbeat": self._board.heartbeat()}))
+        for seq in itertools.count(1):
+            head, values = await self._news(page)
+            await _send(connection, wire.encode({"seq": seq, **head}, values))
+            await asyncio.sleep(1 / limits.UPDATES_PER_S_MAX)
+            await drawn.wait(seq)
+
+    async def _news(self, page: PageState) -> tuple[dict[str, Any], Values | None]:
+        """Wait for changes and return them; the board is asked at most `limits.UPDATES_PER_S_MAX` times a second."""
         while True:
             news = self._board.news(page)
             if news is not None:
-                async with asyncio.timeout(limits.STALL_S_MAX):
-                    await connection.send(wire.encode(*news))
+                return news
             await asyncio.sleep(1 / limits.UPDATES_PER_S_MAX)
-            if connection.close_code is not None:
-                return
 
-    async def _receive(self, connection: ServerConnection, page: PageState) -> None:
-        """Handle the page's messages until it is closed or sends an invalid one."""
+    async def _beat(self, connection: ServerConnection) -> None:
+        """Send a heartbeat each second. Raises TimeoutError when the page does not read them."""
+        while True:
+            await asyncio.sleep(limits.HEARTBEAT_S)
+            await _send(connection, wire.encode({"heartbeat": self._board.heartbeat()}))
+
+    async def _receive(self, connection: ServerConnection, page: PageState, drawn: _Drawn) -> None:
+        """Handle the page's messages until it is closed or sends an invalid one; raise ConnectionClosed then."""
         try:
-            async for message in connection:
-                self._board.look(page, wire.decode(message).select)
+            while True:
+                message = wire.decode(await connection.recv())
+                if message.seen is not None:
+                    drawn.note(message.seen)
+                elif (shown := message.subscribe) is not None:
+                    self._board.look(page, shown.request, shown.window, shown.probe, health=shown.health)
+                    self._tell_health()
         except RemoteProtocolError as e:
             self._on_count("requests_refused")
             await connection.close(CloseCode.POLICY_VIOLATION, str(e)[:100])
-        except ConnectionClosed:
-            pass
+            raise ConnectionClosedError(None, None) from e
+
+    def _tell_health(self) -> None:
+        """Say when pages begin or cease to show the hub's counters."""
+        wanted = any(page.health for page in self.connections.values())
+        if wanted != self._health:
+            self._health = wanted
+            self._on_health(wanted)
+
+
+class _Drawn:
+    """The last update that a page has drawn."""
+
+    def __init__(self) -> None:
+        self._seq = 0
+        # Set when the page has drawn another update.
+        self._changed = asyncio.Event()
+
+    def note(self, seq: int) -> None:
+        self._seq = max(self._seq, seq)
+        self._changed.set()
+
+    async def wait(self, seq: int) -> None:
+        """Wait until the page has drawn an update, but at most `limits.UNSEEN_S`: a hidden page draws nothing."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limits.UNSEEN_S):
+                while self._seq < seq:
+                    self._changed.clear()
+                    await self._changed.wait()
+
+
+async def _send(connection: ServerConnection, message: bytes) -> None:
+    """Send a message. Raises TimeoutError when the page does not read it, ConnectionClosed when it is closed."""
+    async with asyncio.timeout(limits.STALL_S_MAX):
+        await connection.send(message)
 
 
 class _Connection(ServerConnection):

@@ -1,4 +1,4 @@
-"""The messages between the server and a page.
+"""The messages between the server and a page, version 1.
 
 The server sends binary messages. A message is the length of its head in bytes (uint32), the head (JSON, padded with
 spaces to a multiple of 4 bytes), and numbers (float32, which hold NaN and infinity). All are little-endian. The head
@@ -6,39 +6,75 @@ has these keys; a key without news is left out:
 
 | key | meaning |
 |---|---|
-| engines | the engines on the board: name, model, number of sites, problems |
+| hello | the first message: the version of the protocol, capflow's version, what the page may do, the board's limits |
+| heartbeat | each second: whether the hub is alive (`live`, `stale`), how long it has been silent, the rows' lag |
+| seq | the number of an update; the page answers `seen` once it has drawn it, and then gets the next |
+| engines | the engines on the board: name, model, sites, probes, problems, whether they are gone |
 | counts | requests open, done and not kept; rows dropped by reason; totals |
 | rates | tokens, rows and bytes in each second up to `last` |
-| requests | summaries of requests that are new or changed, each with its `key` |
+| requests | requests that are new or changed, each with its `key` and its changed fields |
+| sparks | sparklines of requests in the page's window: highest scores of its probe in equal parts of the request |
 | gone | keys of requests that were dropped from the board |
 | detail | tokens of the selected request: columns `first .. first+count`, at positions `base + column` |
+| health | the hub's counters, as `capflow status --json` prints them |
 
-The numbers are the values of `detail`, `[series, count]`. With `fresh`, `detail` replaces the tokens that the page has
-and lists the series. The page sends the text `{"select": KEY}`: the request that it shows, 0 for none.
+The numbers are the values of `detail`, `[series, count]`: a norm or a score, NaN or infinity if the row has such
+numbers, and minus infinity if there is no row. With `fresh`, `detail` replaces what the page has, and has the
+series, the baseline and all events. Otherwise it has the baseline and events only if they are new.
+
+A page sends text, one of these:
+
+| message | meaning |
+|---|---|
+| `{"subscribe": {"request": KEY, "window": [KEY, …], "probe": NAME, "health": BOOL}}` | what it shows |
+| `{"seen": SEQ, "frame_ms": NUMBER}` | it has drawn an update; its 95th percentile of the time of a frame |
 """
 
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from capflow.errors import RemoteProtocolError, explain
+from capflow_dashboard import limits
 from capflow_dashboard.series import Values
 
+VERSION = 1
 
-class Select(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A page's message that it shows another request.
+_Key = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
-    select: the request's key; 0 for none.
+
+class Subscribe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a page shows.
+
+    request: the request's key; 0 for none.
+    window: the keys of the requests in view, in the list.
+    probe: the probe whose sparklines it shows.
+    health: whether it shows the hub's counters.
     """
 
-    select: int
+    request: _Key = 0
+    window: Annotated[tuple[_Key, ...], msgspec.Meta(max_length=limits.WINDOW_MAX)] = ()
+    probe: str = ""
+    health: bool = False
+
+
+class PageMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A message of a page: exactly one of `subscribe` and `seen`.
+
+    seen: the number of the update that the page has drawn.
+    frame_ms: the 95th percentile of the time of a frame, in milliseconds.
+    """
+
+    subscribe: Subscribe | None = None
+    seen: _Key | None = None
+    frame_ms: float = 0.0
 
 
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(Select)
+_decoder = msgspec.json.Decoder(PageMessage)
 
 
 def encode(head: dict[str, Any], values: Values | None = None) -> bytes:
@@ -52,9 +88,14 @@ def encode(head: dict[str, Any], values: Values | None = None) -> bytes:
     return struct.pack("<I", len(text)) + text + numbers
 
 
-def decode(message: str | bytes) -> Select:
+def decode(message: str | bytes) -> PageMessage:
     """Return a page's message. Raises RemoteProtocolError when it is invalid."""
+    expected = '{"subscribe": {…}} or {"seen": SEQ}'
     try:
-        return _decoder.decode(message)
+        read = _decoder.decode(message)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
-        raise RemoteProtocolError(explain("message of a page", got=str(e), expected='{"select": KEY}')) from e
+        raise RemoteProtocolError(explain("message of a page", got=str(e), expected=expected)) from e
+    if (read.subscribe is None) == (read.seen is None):
+        got = "neither" if read.subscribe is None else "both"
+        raise RemoteProtocolError(explain("message of a page", got=got, expected=expected))
+    return read

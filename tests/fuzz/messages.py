@@ -142,7 +142,11 @@ class Page(Messages):
     taken = True
 
     def __init__(self, _):
-        self.inputs = [b'{"select":3}', b'{"select":0}']
+        self.inputs = [
+            b'{"subscribe":{"request":3,"window":[1,2],"probe":"code","health":true}}',
+            b'{"subscribe":{}}',
+            b'{"seen":7,"frame_ms":12.5}',
+        ]
 
     def read(self, data):
         """Read it as bytes, and as text."""

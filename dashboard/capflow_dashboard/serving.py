@@ -1,0 +1,118 @@
+"""The page's process: reads the channel from the consumer, keeps the board, and serves the page.
+
+It is a process of its own, so that it takes no time, no memory and no file descriptors from the hub. It ends when the
+channel does: the hub, however it ends, cannot leave it behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from capflow.capture.frame import Frame
+from capflow.errors import CapflowError, UsageError
+from capflow.probes.kinds import load_probes
+from capflow.probes.probe import Scorer
+from capflow.system import descriptors
+from capflow_dashboard.board import Board
+from capflow_dashboard.channel import (
+    Channel,
+    Counted,
+    EngineLeft,
+    EngineMet,
+    EventTaken,
+    FromPages,
+    HealthWanted,
+    HubAlive,
+    Listening,
+    PageSetup,
+    RequestOver,
+    RowsTaken,
+    ServerTrouble,
+    StartFailed,
+    ToPages,
+)
+from capflow_dashboard.pages import PageFiles
+from capflow_dashboard.server import PageServer
+
+
+class BoardWriter:
+    """Writes what comes through the channel to a board.
+
+    probes: the probes whose scores are shown.
+    """
+
+    def __init__(self, board: Board, probes: Sequence[Scorer]) -> None:
+        self.board = board
+        self._probes = probes
+
+    def take(self, message: ToPages | FromPages, rows: Any = b"") -> list[str]:
+        """Handle a message; return an error for each probe that does not fit a new engine's model."""
+        match message:
+            case EngineMet(engine, model, sites):
+                return self.board.greet(engine, model, sites, self._probes)
+            case EngineLeft(engine):
+                self.board.forget(engine)
+            case RowsTaken(header):
+                self.board.take(Frame(header, rows))
+                self.board.hear(0.0, None)
+            case RequestOver(done):
+                self.board.finish(done)
+            case EventTaken(answered):
+                self.board.note(answered)
+            case HubAlive(silent_s, status):
+                self.board.hear(silent_s, status)
+        return []
+
+
+def serve(channel: Channel) -> None:
+    """Serve the page that the first message of a channel describes, until the channel ends."""
+    try:
+        setup, _ = channel.receive()
+    except EOFError:
+        return
+    assert isinstance(setup, PageSetup)
+    board = Board(setup.requests_max, setup.tokens_max)
+    server = PageServer(
+        setup.host,
+        setup.port,
+        board,
+        PageFiles(setup.token),
+        on_count=lambda name: _tell(channel, Counted(name)),
+        on_trouble=lambda text, event: _tell(channel, ServerTrouble(text, event)),
+        on_health=lambda wanted: _tell(channel, HealthWanted(wanted)),
+    )
+    try:
+        writer = BoardWriter(board, load_probes(setup.probes, "consumers.dashboard.probes"))
+        server.start()
+    except CapflowError as e:
+        _tell(channel, StartFailed(str(e), isinstance(e, UsageError)))
+        return
+    _tell(channel, Listening(server.port))
+    with contextlib.suppress(EOFError):
+        while True:
+            for problem in writer.take(*channel.receive()):
+                _tell(channel, ServerTrouble(problem, {"event": "probe_unfit"}))
+    server.stop()
+
+
+def _tell(channel: Channel, message: FromPages) -> None:
+    # The hub is gone; `receive` says so too.
+    with contextlib.suppress(OSError):
+        channel.send(message)
+
+
+def main() -> None:
+    """Serve the channel whose file descriptor is the argument."""
+    # Ctrl-C is for the hub, which ends the channel after its last message.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    descriptors.raise_limit()
+    serve(Channel(socket.socket(fileno=int(sys.argv[1]))))
+
+
+if __name__ == "__main__":
+    main()
