@@ -22,6 +22,7 @@ from capflow.text.printable import printable
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "abort": ("capflow.cli.hub.act", "abort", "Stop a running request."),
     "act": ("capflow.cli.hub.act", "act", "Send several actions on running requests."),
+    "dashboard": ("capflow.cli.hub.dashboard", "dashboard", "Show a hub or stored rows, live in a browser."),
     "doctor": (
         "capflow.cli.model.doctor",
         "doctor",

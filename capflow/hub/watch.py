@@ -76,13 +76,23 @@ class Tapping:
 
         Raises HubUnreachableError if it does not answer, CapflowError if it refuses.
         """
-        self.link.start()
-        if self.link.wait_welcome(limits.HUB_WAIT_S_DEFAULT) is None:
-            refusal = self.link.refusal
+        if not self.join():
             self.close()
-            if refusal is not None:
-                raise CapflowError(explain(f"the hub at {self.link.address} refused", got=refusal))
             raise HubUnreachableError(explain(f"no hub answers at {self.link.address}", do="see --tap"))
+
+    def join(self) -> bool:
+        """Connect to the tapped hub, now or once it is there; return whether it has answered.
+
+        Raises CapflowError if it refuses.
+        """
+        self.link.start()
+        if self.link.wait_welcome(limits.HUB_WAIT_S_DEFAULT) is not None:
+            return True
+        refusal = self.link.refusal
+        if refusal is not None:
+            self.close()
+            raise CapflowError(explain(f"the hub at {self.link.address} refused", got=refusal))
+        return False
 
     def close(self) -> None:
         """Leave both hubs."""

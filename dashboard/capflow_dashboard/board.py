@@ -89,6 +89,8 @@ class Board:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
+        # What is shown: `live` and a hub's address, or `stored` and a name.
+        self.source = ("live", "")
         self.requests_max = requests_max
         self.tokens_max = tokens_max
         self._clock = clock
@@ -162,6 +164,8 @@ class Board:
             measures = self._engines[header.engine].measures
         parts = [(block, *measures.of(block.sites, rows)) for block, rows in frame.blocks()]
         steered = [_steered(request) for request in header.requests]
+        # Data sets have no times.
+        time_s = header.time_ns / 1e9 if header.time_ns else None
         with self._lock:
             version = self._next()
             for block, indices, values in parts:
@@ -169,9 +173,10 @@ class Board:
                     self._engines_version = version
                 for number, start, length, row in block.spans:
                     request = header.requests[number]
-                    record = self._record(header.engine, request, start)
+                    record = self._record(header.engine, request, start, time_s)
                     if record is None or record.measures is not measures:
                         continue
+                    record.last_s = time_s
                     at = start - request.start
                     mask = steered[number]
                     record.put(
@@ -195,7 +200,7 @@ class Board:
             record = self._open.pop((done.engine, done.request), None)
             self._counts_version = self._next()
             if record is not None:
-                record.end(self._version, done.status, done.prompt_length, lost, self._wall())
+                record.end(self._version, done.status, done.prompt_length, lost)
 
     def note(self, answered: Answered) -> None:
         """Add an event of a request's steering to its record."""
@@ -380,7 +385,7 @@ class Board:
         self._version += 1
         return self._version
 
-    def _record(self, engine: str, request: RequestRows, start: int) -> RequestRecord | None:
+    def _record(self, engine: str, request: RequestRows, start: int, time_s: float | None) -> RequestRecord | None:
         """Return the record of a request, created if missing; None when the board is full."""
         name = (engine, request.id)
         record = self._open.get(name)
@@ -395,7 +400,7 @@ class Board:
             prompt_length=request.prompt_length,
             base=start,
             tokens_max=self.tokens_max,
-            started_s=self._wall(),
+            started_s=time_s,
             grow=self._grow,
         )
         full = len(self._records) >= self.requests_max and not self._drop_oldest()

@@ -32,6 +32,7 @@ class PageSetup(msgspec.Struct, frozen=True, tag_field="type", tag="setup"):
     """What the page's process serves, and where. The first message to it.
 
     probes: the probe files.
+    kind, name: what is shown: `live` and a hub's address, or `stored` and a name.
     """
 
     host: str
@@ -40,6 +41,8 @@ class PageSetup(msgspec.Struct, frozen=True, tag_field="type", tag="setup"):
     requests_max: int
     tokens_max: int
     probes: tuple[str, ...] = ()
+    kind: str = "live"
+    name: str = ""
 
 
 class EngineMet(msgspec.Struct, frozen=True, tag_field="type", tag="engine"):
@@ -75,7 +78,7 @@ class EventTaken(msgspec.Struct, frozen=True, tag_field="type", tag="event"):
 
 
 class HubAlive(msgspec.Struct, frozen=True, tag_field="type", tag="hub_alive"):
-    """The hub is alive, or what is known of it.
+    """The hub is alive, or has been silent for a while.
 
     silent_s: for how long nothing has come from the hub that is shown.
     status: its counters, if a page shows them.

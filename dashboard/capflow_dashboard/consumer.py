@@ -82,6 +82,7 @@ class Dashboard(Consumer):
     link: the address with the token, which admits a browser.
     link_file: the path of a file of this user's that leads a browser to the link; None if there is none.
     watched: the hub that is shown, if it is another one than the consumer's.
+    source: what is shown: `live` and a hub's address, or `stored` and a name.
     """
 
     name = "dashboard"
@@ -97,6 +98,7 @@ class Dashboard(Consumer):
         self.address = ""
         self.link = ""
         self.watched: WatchedHub | None = None
+        self.source = ("live", "")
         # A random token is kept from one `open` to the next, so that open pages come back.
         self._token: str | None = None
         # Set from `open` to `close`.
@@ -153,6 +155,7 @@ class Dashboard(Consumer):
             self.config.requests_max,
             self.config.tokens_max,
             self.config.probes,
+            *self.source,
         )
         process = PageProcess(setup, context.count)
         process.start()

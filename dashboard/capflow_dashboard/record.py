@@ -29,7 +29,7 @@ class RequestRecord:
 
     key: its number on the board. Request ids may return, keys never do.
     base: the position of the first column.
-    started_s, ended_s: wall clock, seconds since 1970.
+    started_s, ended_s: the times of its first and last rows, seconds since 1970; None if rows have no time.
     status: `live`, or how the request ended.
     rows_lost: dropped rows.
     version: the board's version at its last change.
@@ -46,7 +46,7 @@ class RequestRecord:
         prompt_length: int,
         base: int,
         tokens_max: int,
-        started_s: float,
+        started_s: float | None,
         grow: Callable[[int], bool] = lambda _: True,
     ) -> None:
         self.key = key
@@ -55,6 +55,8 @@ class RequestRecord:
         self.measures = measures
         self.prompt_length = prompt_length
         self.started_s = started_s
+        # The time of its last rows.
+        self.last_s = started_s
         self.ended_s: float | None = None
         self.status = LIVE
         self.rows_lost = 0
@@ -128,13 +130,13 @@ class RequestRecord:
         self.version = version
         self.events.append((version, answered))
 
-    def end(self, version: int, status: str, prompt_length: int, rows_lost: int, ended_s: float) -> None:
+    def end(self, version: int, status: str, prompt_length: int, rows_lost: int) -> None:
         """Mark the request as finished."""
         self.version = version
         self.status = status
         self.prompt_length = prompt_length or self.prompt_length
         self.rows_lost = rows_lost
-        self.ended_s = ended_s
+        self.ended_s = self.last_s
 
     def summary(self) -> dict[str, Any]:
         """Return the request's fields for the list of requests."""

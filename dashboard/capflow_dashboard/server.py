@@ -201,6 +201,7 @@ class PageServer:
             "version": wire.VERSION,
             "capflow": capflow.__version__,
             "rights": ["watch"],
+            "source": dict(zip(("kind", "name"), self._board.source, strict=True)),
             "requests_max": self._board.requests_max,
             "tokens_max": self._board.tokens_max,
         }

@@ -77,6 +77,7 @@ def serve(channel: Channel) -> None:
         return
     assert isinstance(setup, PageSetup)
     board = Board(setup.requests_max, setup.tokens_max)
+    board.source = setup.kind, setup.name
     server = PageServer(
         setup.host,
         setup.port,
@@ -101,7 +102,7 @@ def serve(channel: Channel) -> None:
 
 
 def _tell(channel: Channel, message: FromPages) -> None:
-    # The hub is gone; `receive` says so too.
+    # The hub is gone, which ends `receive`.
     with contextlib.suppress(OSError):
         channel.send(message)
 

@@ -208,8 +208,8 @@ def test_a_page_that_opens_gets_the_newest_requests_first(monkeypatch):
     made, page = board(requests_max=8), PageState()
     for number in range(8):
         made.take(make_frame([(f"r{number}", 2, 0, 2)], SITES, seq=number + 1))
-    told = [[request["id"] for request in made.news(page)[0]["requests"]] for _ in range(3)]
-    assert told == [["r7", "r6", "r5"], ["r4", "r3", "r2"], ["r1", "r0"]]
+    parts = [[request["id"] for request in made.news(page)[0]["requests"]] for _ in range(3)]
+    assert parts == [["r7", "r6", "r5"], ["r4", "r3", "r2"], ["r1", "r0"]]
     assert made.news(page) is None
 
 

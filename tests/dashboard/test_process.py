@@ -1,4 +1,4 @@
-"""The process that serves the dashboard's page, beside a hub: what comes through, and what becomes of both."""
+"""The process that serves the page of the dashboard, beside a hub: what reaches it, and how each outlives the other."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def replay(
         raise UsageError(explain(f"--consumer {controllers[0].name}", got="a controller", expected="a consumer", do=do))
     if not made:
         raise UsageError(explain("--consumer", got="none", expected="at least one", do="see `capflow plugins`"))
-    entries = _entries(path, made, ask=ask, timed=factor is not None and steps_per_s is None)
+    entries = entries_at(path, made, ask=ask, timed=factor is not None and steps_per_s is None)
     running = HubRun(
         private_address("replay"),
         made,
@@ -99,7 +99,7 @@ def replay(
     )
     with running:
         replayed = Replay(running.hub, ReplayPace(factor, steps_per_s), stopped=running.stopped.is_set)
-        _run(replayed, entries, running.wait)
+        replay_beside(replayed, entries, running.wait)
         text = f"replayed {replayed.frames} frames, {replayed.rows} rows"
         if replayed.records_lost:
             text += f"; {replayed.records_lost} records of {path} are damaged"
@@ -130,8 +130,11 @@ def _factor(speed: str) -> float | None:
     return factor
 
 
-def _entries(path: Path, consumers: Sequence[ConfiguredConsumer], *, ask: bool, timed: bool) -> Iterator[Entry]:
-    """Return the entries of a recording or a data set."""
+def entries_at(path: Path, consumers: Sequence[ConfiguredConsumer], *, ask: bool, timed: bool) -> Iterator[Entry]:
+    """Return the entries of a recording or a data set. Raises UsageError for what is neither.
+
+    ask, timed: as the options of `replay` say.
+    """
     import capflow
     from capflow.errors import UsageError, explain
     from capflow.protocol import recording
@@ -157,7 +160,7 @@ def _entries(path: Path, consumers: Sequence[ConfiguredConsumer], *, ask: bool, 
     return entries_of(captures, ask=ask)
 
 
-def _run(replayed: Replay, entries: Iterator[Entry], wait: Callable[[Callable[[], bool]], None]) -> None:
+def replay_beside(replayed: Replay, entries: Iterator[Entry], wait: Callable[[Callable[[], bool]], None]) -> None:
     """Replay on a thread of its own while `wait` shows the rates; raise the thread's error."""
     failed: list[BaseException] = []
 

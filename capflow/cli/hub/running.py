@@ -58,6 +58,7 @@ class HubRun:
     metrics: the host and port at which to serve metrics and health.
     log_format: `json` logs every event and prints nothing.
     live: whether the rates are shown in one line that changes in place, if the output is a terminal.
+    shown: whether the consumers are what the user sees: neither the hub's address nor a summary is printed.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class HubRun:
         console: Console | None = None,
         live: bool = True,
         signals: Signals | None = None,
+        shown: bool = False,
     ) -> None:
         self.log_format: Format = log_format
         self._outlet = _outlet(log_format) if console is None else None
@@ -83,6 +85,7 @@ class HubRun:
             console = Console(file=self._file, force_terminal=None if live else False)
         self.console = console or Console(file=io.StringIO(), quiet=True)
         self.ends = ends
+        self._shown = shown
         self.drain_s = (limits.DRAIN_S_MAX if ends else limits.DRAIN_S_DEFAULT) if drain_s is None else drain_s
         self.refusals: list[tuple[str, str]] = []
         self.signals = signals or Signals()
@@ -128,9 +131,10 @@ class HubRun:
             self._undo = undo.pop_all()
         self._former = _former_links(self.hub.address)
         self._recent.append((time.monotonic(), self.hub.snapshot()))
-        self.tell("listening", f"listening at {self.hub.address}", address=self.hub.address)
+        if not self._shown:
+            self.tell("listening", f"listening at {self.hub.address}", address=self.hub.address)
         self._tell_addresses()
-        for notice in self.hub.notices:
+        for notice in () if self._shown else self.hub.notices:
             self.tell("notice", notice)
         if self.endpoint is not None:
             self.tell("metrics", f"metrics at {self.endpoint.url}/metrics", url=self.endpoint.url)
@@ -170,7 +174,8 @@ class HubRun:
                 link.close(0.0)
             self._drained = self._stop_hub()
             self._tell_left()
-            self.console.print(self._summary())
+            if not self._shown:
+                self.console.print(self._summary())
             if self.log_format == "json":
                 self._tell_end()
 

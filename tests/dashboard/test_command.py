@@ -1,0 +1,182 @@
+"""`capflow dashboard`: a hub and stored rows, in a real process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from capflow.cli import main
+from tests.kit.captured import write
+from tests.kit.dashboards import Pageless
+from tests.kit.frames import make_finished, make_frame
+from tests.kit.hubs import Recorder, address, running_hub, worker_link
+from tests.kit.keyrings import keyed_hub, keys
+from tests.kit.recordings import record
+from tests.kit.waiting import eventually
+
+__all__ = ["address", "keys"]
+
+SITES = [(layer, "post_block") for layer in range(4)]
+
+
+@contextlib.contextmanager
+def dashboard_of(*arguments, cwd=None, **environment):
+    """Run the command; yield what has its link, as a dashboard has. It must end well at Ctrl-C."""
+    command = [sys.executable, "-m", "capflow", "dashboard", "--port", "0", *map(str, arguments)]
+    with subprocess.Popen(
+        command, cwd=cwd, stderr=subprocess.PIPE, text=True, env=dict(os.environ, **environment)
+    ) as process:
+        try:
+            lines = []
+            while not (found := re.search(r"the link is in (\S+)", "".join(lines))):
+                lines.append(process.stderr.readline())
+                assert lines[-1], lines
+            link = re.search(r'href="([^"]+)"', Path(found[1]).read_text())[1]
+            yield SimpleNamespace(link=link, address=link.partition("#")[0], process=process, lines=lines)
+            process.send_signal(signal.SIGINT)
+            _, rest = process.communicate(timeout=30)
+            assert process.returncode == 0, rest
+            assert "Traceback" not in rest
+        finally:
+            process.kill()
+
+
+def send(link, frame):
+    assert link.send(frame.header, frame.payload) is None
+
+
+def test_it_follows_a_hub_outlives_it_and_finds_the_next_one(address):
+    with dashboard_of(address) as shown, Pageless(shown) as page:
+        assert "waiting for one" in shown.process.stderr.readline()
+        page.until(lambda p: p.heartbeats and p.heartbeats[-1]["state"] == "stale")
+        assert page.hello["source"] == {"kind": "live", "name": address}
+        with running_hub(address, Recorder("keeper")) as hub:
+            page.until(lambda p: p.heartbeats[-1]["state"] == "live")
+            with worker_link(address) as link:
+                eventually(lambda: hub.status()["taps"])
+                send(link, make_frame([("r1", 4, 0, 4)], SITES, texts=True))
+                page.until(lambda p: p.requests)
+                page.subscribe(request=1, health=True)
+                page.until(lambda p: p.columns == 4 and p.health)
+                assert set(page.health["status"]["consumers"]) == {"keeper"}
+                last = make_frame([("r1", 4, 4, 1)], SITES, seq=2, finished=[make_finished("r1", 4, 5, rows=20)])
+                send(link, last)
+                page.until(lambda p: p.requests[1]["status"] == "stop")
+        page.until(lambda p: p.heartbeats[-1]["state"] == "stale")
+        assert page.columns == 5
+        with running_hub(address, Recorder("keeper")) as hub, worker_link(address) as link:
+            page.until(lambda p: p.heartbeats[-1]["state"] == "live")
+            eventually(lambda: hub.status()["taps"])
+            send(link, make_frame([("r2", 4, 0, 4)], SITES))
+            page.until(lambda p: 2 in p.requests)
+            assert page.requests[1]["status"] == "stop"
+
+
+def test_a_hub_that_hangs_is_stale_in_three_seconds(tmp_path):
+    command = [sys.executable, "-m", "capflow", "run", "--consumer", "log", "--address", f"ipc://{tmp_path}/h"]
+    tmp_path.chmod(0o700)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as hub:
+        try:
+            assert "listening" in hub.stderr.readline()
+            with dashboard_of(f"ipc://{tmp_path}/h") as shown, Pageless(shown) as page:
+                page.until(lambda p: p.heartbeats and p.heartbeats[-1]["state"] == "live")
+                page.until(lambda p: len(p.heartbeats) >= 3)
+                count = len(page.heartbeats)
+                os.kill(hub.pid, signal.SIGSTOP)
+                page.until(lambda p: p.heartbeats[-1]["state"] == "stale")
+                # A heartbeat comes each second.
+                assert len(page.heartbeats) - count <= 5
+                os.kill(hub.pid, signal.SIGCONT)
+                page.until(lambda p: p.heartbeats[-1]["state"] == "live")
+        finally:
+            os.kill(hub.pid, signal.SIGCONT)
+            hub.terminate()
+
+
+def test_it_watches_with_the_rights_of_its_key(keys):
+    with keyed_hub() as hub, worker_link(hub.address, key="gpu") as link:
+        with dashboard_of(hub.address, "--key", "ann") as shown, Pageless(shown) as page:
+            eventually(lambda: hub.status()["taps"])
+            send(link, make_frame([("r1", 4, 0, 4)], SITES))
+            page.until(lambda p: p.requests)
+            page.subscribe(health=True)
+            page.until(lambda p: p.health and p.heartbeats[-1]["state"] == "live")
+        for arguments in (["--key", "eve"], ["--key", "nobody"], []):
+            command = [sys.executable, "-m", "capflow", "dashboard", "--port", "0", hub.address, *arguments]
+            refused = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+            assert refused.returncode in (1, 2)
+            assert "Traceback" not in refused.stderr
+            assert refused.stderr.splitlines()[-1].startswith("capflow: ")
+
+
+@pytest.mark.parametrize("layout", ["per_file", "packed", "shards"])
+def test_it_shows_a_data_set_whole(tmp_path, layout):
+    write(tmp_path / "rows", {f"r{number}": (4, 30 + number) for number in range(30)}, layout=layout)
+    with dashboard_of(tmp_path / "rows") as shown, Pageless(shown) as page:
+        page.until(lambda p: len(p.requests) == 30 and all(r["status"] == "stop" for r in p.requests.values()))
+        assert page.hello["source"] == {"kind": "stored", "name": "rows"}
+        assert {r["id"]: r["tokens"] for r in page.requests.values()} == {f"r{n}": 30 + n for n in range(30)}
+        assert {(r["started_s"], r["ended_s"], r["rows_lost"]) for r in page.requests.values()} == {(None, None, 0)}
+        assert page.heartbeats[-1]["lag_s"] is None
+
+
+def test_it_shows_a_recording_with_its_times(address, tmp_path):
+    path = tmp_path / "recording"
+    with running_hub(address, record(path)) as hub, worker_link(address) as link:
+        last = make_frame([("r1", 4, 0, 5)], SITES, finished=[make_finished("r1", 4, 5, rows=20)])
+        send(link, last)
+        eventually(lambda: hub.snapshot().requests_done == 1)
+    with dashboard_of(path) as shown, Pageless(shown) as page:
+        page.until(lambda p: p.counts and p.counts["done"])
+        assert page.hello["source"] == {"kind": "stored", "name": "recording"}
+        assert all(request["started_s"] for request in page.requests.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "HUB|PATH: got nowhere, which does not exist, expected a hub's address"),
+        (["."], "expected a recording (capflow record) or a data set"),
+        (["http://127.0.0.1"], "HUB: got http://127.0.0.1, expected"),
+        (["tcp://10.0.0.1:5555"], "HUB: got tcp://10.0.0.1:5555"),
+        (["hub.sock"], "HUB|PATH: got hub.sock, a socket, expected"),
+        (["--probe", "nowhere.safetensors"], "nowhere.safetensors: got no such file"),
+        (["--layers", "most"], "consumers.dashboard"),
+        (["--hook", "nowhere"], "consumers.dashboard"),
+        (["--token-file", "nowhere"], "consumers.dashboard.token_file"),
+        (["--port", "70000"], "--port"),
+    ],
+)
+def test_what_it_cannot_show_is_one_line(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("hub.sock")
+        monkeypatch.setattr(sys, "argv", ["capflow", "dashboard", "--port", "0", *arguments])
+        with pytest.raises(SystemExit) as raised:
+            main()
+    assert raised.value.code == 2
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert errors.count("\n") == 1
+
+
+def test_a_browser_is_given_a_file_and_not_the_token(tmp_path):
+    write(tmp_path / "rows", {"r": (4, 8)}, layout="packed")
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/opened\n')
+    browser.chmod(0o700)
+    with dashboard_of(tmp_path / "rows", "--open", BROWSER=str(browser)) as shown:
+        eventually((tmp_path / "opened").exists)
+        eventually((tmp_path / "opened").read_text)
+        opened = (tmp_path / "opened").read_text()
+        assert opened.startswith("file:///")
+        assert shown.link.partition("token=")[2] not in opened
