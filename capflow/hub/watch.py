@@ -69,7 +69,9 @@ class Tapping:
         self._workers: dict[tuple[str, Rank], _Worker] = {}
         # The number of frames that the tapped hub skipped since the start.
         self.skipped_frames = 0
-        self.link = TapLink(tapped, on_frame=self._take, on_tapped=self._note, on_lost=self._end, key=key)
+        self.link = TapLink(
+            tapped, on_frame=self._take, on_tapped=self._note, on_event=own.tell, on_lost=self._end, key=key
+        )
 
     def start(self) -> None:
         """Connect to the tapped hub.

@@ -19,6 +19,7 @@ peer opens with `Hello`; the hub answers `Welcome` or `Refused`. All other messa
 | status | client, hub | the hub's counters; empty as a question |
 | tap | client | a request for copies of frames, `credit_bytes` more; frames beyond that are skipped |
 | tapped | hub | an engine whose frames are copied; without a model: its open requests are over |
+| told | hub | the answer to an action, for a client that asked for copies with `events` |
 | bye | both | the sender leaves; nothing follows |
 """
 
@@ -35,7 +36,7 @@ from capflow.capture.model import ModelInfo
 from capflow.capture.result import CaptureResult
 from capflow.capture.spec import CaptureSpec
 from capflow.limits import Count, Name, Place, Text, Total
-from capflow.steering.action import Action, Outcome
+from capflow.steering.action import Action, Answered, Outcome
 from capflow.steering.request import Steering
 
 Role = Literal["worker", "scheduler", "client"]
@@ -301,10 +302,14 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     counters: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-class WatchRequest(msgspec.Struct, frozen=True, tag="tap"):
-    """A request for copies of frames, of `credit_bytes` more bytes. A client repeats it as it takes frames."""
+class WatchRequest(msgspec.Struct, frozen=True, tag="tap", omit_defaults=True):
+    """A request for copies of frames, of `credit_bytes` more bytes. A client repeats it as it takes frames.
+
+    events: also send a `WatchedEvent` for each answered action.
+    """
 
     credit_bytes: Count
+    events: bool = False
 
 
 class Watched(msgspec.Struct, frozen=True, tag="tapped", omit_defaults=True):
@@ -319,6 +324,12 @@ class Watched(msgspec.Struct, frozen=True, tag="tapped", omit_defaults=True):
     model: ModelInfo | None = None
     replica: Place | None = None
     stage: Place | None = None
+
+
+class WatchedEvent(msgspec.Struct, frozen=True, tag="told"):
+    """An action was answered. What the workers' frames say of steering is in the copies of these."""
+
+    answered: Answered
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
@@ -339,6 +350,7 @@ Message = (
     | Status
     | WatchRequest
     | Watched
+    | WatchedEvent
     | Bye
 )
 
@@ -353,7 +365,7 @@ _from_peer = msgspec.msgpack.Decoder(
     Hello | Beat | Act | ActBatch | ActionOutcome | Await | _Question | WatchRequest | Bye
 )
 _from_hub = msgspec.msgpack.Decoder(
-    Welcome | Refused | Ack | Beat | Act | ActionOutcome | Results | Status | Watched | Bye
+    Welcome | Refused | Ack | Beat | Act | ActionOutcome | Results | Status | Watched | WatchedEvent | Bye
 )
 
 

@@ -52,6 +52,7 @@ from capflow.protocol.message import (
     Results,
     Status,
     Watched,
+    WatchedEvent,
     WatchRequest,
     Welcome,
 )
@@ -80,7 +81,7 @@ _FROM_PEER: dict[str, tuple[type[Any], ...]] = {
 _FROM_HUB: dict[str, tuple[type[Any], ...]] = {
     "worker": (Ack, Beat, Bye, Refused),
     "scheduler": (Act, Beat, Bye, Refused),
-    "client": (ActionOutcome, Results, Status, Watched, Frame, Beat, Bye, Refused),
+    "client": (ActionOutcome, Results, Status, Watched, WatchedEvent, Frame, Beat, Bye, Refused),
 }
 
 

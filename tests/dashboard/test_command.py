@@ -37,10 +37,10 @@ def dashboard_of(*arguments, cwd=None, **environment):
     ) as process:
         try:
             lines = []
-            while not (found := re.search(r"the link is in (\S+)", "".join(lines))):
+            while not (path := re.search(r"the link is in (\S+)", "".join(lines))):
                 lines.append(process.stderr.readline())
                 assert lines[-1], lines
-            link = re.search(r'href="([^"]+)"', Path(found[1]).read_text())[1]
+            link = re.search(r'href="([^"]+)"', Path(path[1]).read_text())[1]
             yield SimpleNamespace(link=link, address=link.partition("#")[0], process=process, lines=lines)
             process.send_signal(signal.SIGINT)
             _, rest = process.communicate(timeout=30)

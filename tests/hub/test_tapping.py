@@ -21,6 +21,7 @@ from capflow.errors import CapflowError
 from capflow.hub.watch import Tapping
 from capflow.protocol import message
 from capflow.protocol.message import Hello, Refused, Status, WatchRequest, Welcome
+from capflow.steering.action import Abort, Rejected
 from capflow.transport.client import Client
 from tests.kit.frames import make_finished, make_frame, make_hello, make_model
 from tests.kit.hubs import Recorder, address, answer, configured, raw_peer, running_hub, worker_link
@@ -316,3 +317,45 @@ class TestTheCommand:
             main()
         assert ended.value.code in (1, 2)
         assert message in capsys.readouterr().err
+
+
+class Hearing(Recorder):
+    """Also keeps the events of steering."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.heard = []
+
+    def on_action(self, answered):
+        self.heard.append((answered.request, answered.kind, answered.outcome, answered.asked_by, answered.label))
+
+
+def test_a_tap_hears_of_the_actions_that_the_watched_hub_answers(address, own):
+    near, far = Hearing("near"), Hearing("far")
+    with (
+        running_hub(address, near) as hub,
+        running_hub(own, configured(far, "drop")) as its_own,
+        Tapping(address, its_own),
+        Client(address) as client,
+    ):
+        eventually(lambda: hub.status()["taps"])
+        for number in range(20):
+            assert isinstance(client.act(Abort(f"r{number}", label="mine")), Rejected)
+        eventually(lambda: len(far.heard) == 20)
+        assert far.heard == [(f"r{number}", "abort", "rejected", "client", "mine") for number in range(20)]
+        assert near.heard == far.heard
+
+
+def test_a_client_that_watches_without_events_hears_of_none(address):
+    with running_hub(address, Recorder()), raw_peer(address) as peer, Client(address) as client:
+        peer.send(message.encode(Hello("client", "", "b")))
+        assert isinstance(message.decode(answer(peer)[0]), Welcome)
+        peer.send(message.encode(WatchRequest(1000)))
+        heard(peer)
+        client.act(Abort("r"))
+        heard(peer)  # nothing came between
+        peer.send(message.encode(WatchRequest(0, events=True)))
+        heard(peer)
+        client.act(Abort("r"))
+        event = message.decode(answer(peer)[0])
+        assert event.answered.request == "r"

@@ -9,10 +9,11 @@ from capflow.errors import UsageError
 from capflow.hub.effects import AnswerLane, Effects, TellOutcome
 from capflow.hub.exchange.action_rates import ActionRates
 from capflow.hub.exchange.relay import Ask, Heard, Relay, Settled, asked_of
+from capflow.hub.exchange.watchers import Watchers
 from capflow.hub.peers.roster import Peer, Roster
 from capflow.hub.requests.index import RequestIndex
 from capflow.protocol.message import Act, ActionOutcome
-from capflow.steering.action import Action, Freeze, Outcome, check_action
+from capflow.steering.action import Action, Answered, Freeze, Outcome, check_action
 
 
 class Actions:
@@ -22,11 +23,14 @@ class Actions:
     hub_id: an id that no other hub has.
     """
 
-    def __init__(self, index: RequestIndex, roster: Roster, state: Shares, effects: Effects, hub_id: str) -> None:
+    def __init__(
+        self, index: RequestIndex, roster: Roster, watchers: Watchers, state: Shares, effects: Effects, hub_id: str
+    ) -> None:
         self.relay = Relay(state, hub_id)
         self.rates = ActionRates()
         self._index = index
         self._roster = roster
+        self._watchers = watchers
         self._effects = effects
 
     def ask_for_client(self, peer: bytes, client: Peer, act: Act, nbytes: int) -> None:
@@ -101,7 +105,10 @@ class Actions:
         self.relay.repeats.clear()
         for each in decided:
             if isinstance(each, Heard):
-                self._effects.add(TellOutcome(each.ask.action, each.outcome, each.engine, each.ask.asked_by))
+                action, asked_by = each.ask.action, each.ask.asked_by
+                self._effects.add(TellOutcome(action, each.outcome, each.engine, asked_by))
+                if self._watchers.minds_actions:
+                    self._watchers.tell(Answered.of(action, each.outcome, engine=each.engine, asked_by=asked_by))
                 continue
             ask, outcome = each
             if ask.lane is not None:

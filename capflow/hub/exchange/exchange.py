@@ -89,7 +89,7 @@ class Exchange:
         self.departures = Departures(effects)
         self.watchers = Watchers(effects)
         self.answers = Answers(self.index, self.roster, budget.state, effects)
-        self.actions = Actions(self.index, self.roster, budget.state, effects, hub_id)
+        self.actions = Actions(self.index, self.roster, self.watchers, budget.state, effects, hub_id)
         self.frames: Frames = Frames(self.index, self.answers, self.watchers, self.departures, self.counts, effects)
         self.sessions = Sessions(
             self.roster,
@@ -189,7 +189,7 @@ class Exchange:
             case WatchRequest():
                 engines = list(self.roster.engines.values())
                 name = name_of_peer(peer, member.session)
-                self.watchers.take(peer, name, member.owner, message.credit_bytes, engines)
+                self.watchers.take(peer, name, member.owner, message, engines)
             case Beat(counts=WorkerCounts() as counts) if member.source is not None:
                 source = member.source
                 source.reported, source.troubles = counts, message.troubles

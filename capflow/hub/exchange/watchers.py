@@ -16,8 +16,9 @@ from capflow import limits
 from capflow.buffers.shares import Shares
 from capflow.hub.effects import Effects, Log, Send
 from capflow.hub.requests.request import KnownEngine
-from capflow.protocol.message import Watched
+from capflow.protocol.message import Watched, WatchedEvent, WatchRequest, encode
 from capflow.protocol.session import Parts
+from capflow.steering.action import Answered
 
 
 @dataclass
@@ -27,6 +28,7 @@ class _Watcher:
     owner: the owner of its place.
     credit_bytes: how many bytes may still be sent.
     behind: whether it skipped the last frame.
+    events: whether it gets the answers to actions.
     """
 
     name: str
@@ -37,6 +39,7 @@ class _Watcher:
     skipped_frames: int = 0
     skipped_bytes: int = 0
     behind: bool = False
+    events: bool = False
 
 
 class Watchers:
@@ -58,7 +61,7 @@ class Watchers:
         """Return whether a client watches."""
         return peer in self._watchers
 
-    def take(self, peer: bytes, name: str, owner: str, credit_bytes: int, engines: Iterable[KnownEngine]) -> None:
+    def take(self, peer: bytes, name: str, owner: str, request: WatchRequest, engines: Iterable[KnownEngine]) -> None:
         """Add credit of a watcher. A new watcher also gets the engines.
 
         Raises RoomError if there are too many watchers.
@@ -70,7 +73,8 @@ class Watchers:
             self._log(logging.INFO, peer, {"event": "tap_opened", "tap": name}, "%s watches this hub", name)
             for engine in engines:
                 self._effects.say(peer, Watched(engine.name, engine.model))
-        watcher.credit_bytes = min(watcher.credit_bytes + credit_bytes, limits.TAP_BYTES_MAX)
+        watcher.credit_bytes = min(watcher.credit_bytes + request.credit_bytes, limits.TAP_BYTES_MAX)
+        watcher.events = request.events
 
     def gone(self, peer: bytes) -> None:
         """Forget a client."""
@@ -94,6 +98,20 @@ class Watchers:
             self.frames += 1
             self.bytes += nbytes
             self._effects.add(Send(peer, parts))
+
+    def tell(self, answered: Answered) -> None:
+        """Send the answer to an action to each watcher that wants it and has credit for it."""
+        message = WatchedEvent(answered)
+        nbytes = len(encode(message))
+        for peer, watcher in self._watchers.items():
+            if watcher.events and nbytes <= watcher.credit_bytes:
+                watcher.credit_bytes -= nbytes
+                self._effects.say(peer, message)
+
+    @property
+    def minds_actions(self) -> bool:
+        """Whether a watcher gets the answers to actions."""
+        return any(watcher.events for watcher in self._watchers.values())
 
     def _skip(self, peer: bytes, watcher: _Watcher, nbytes: int) -> None:
         watcher.skipped_frames += 1

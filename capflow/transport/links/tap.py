@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from capflow import limits
 from capflow.capture.frame import Frame
-from capflow.protocol.message import Hello, Message, Watched, WatchRequest, Welcome
+from capflow.protocol.message import Hello, Message, Watched, WatchedEvent, WatchRequest, Welcome
 from capflow.protocol.session import State
+from capflow.steering.action import Answered
 from capflow.transport.links.link import Link
 from capflow.transport.sockets import Dealer
 
@@ -21,6 +22,7 @@ class TapLink(Link):
 
     on_frame: called with each frame.
     on_tapped: called with each `Watched` message.
+    on_event: called with the answer to each action.
     on_lost: called when the connection is lost.
     """
 
@@ -32,19 +34,21 @@ class TapLink(Link):
         *,
         on_frame: Callable[[Frame], None],
         on_tapped: Callable[[Watched], None],
+        on_event: Callable[[Answered], None],
         on_lost: Callable[[], None],
         key: str | None = None,
     ) -> None:
         super().__init__(address, Hello("client", "", uuid.uuid4().hex), key=key)
         self._on_frame = on_frame
         self._on_tapped = on_tapped
+        self._on_event = on_event
         self._on_lost = on_lost
         # Handled bytes that the hub does not know of yet; used by the thread alone.
         self._taken_bytes = 0
 
     def _fill(self, dealer: Dealer, now: float) -> None:
         if self._taken_bytes and self._session.state is State.OPEN:
-            dealer.send(self._session.send(WatchRequest(self._taken_bytes), now))
+            dealer.send(self._session.send(WatchRequest(self._taken_bytes, events=True), now))
             self._taken_bytes = 0
 
     def _received(self, message: Frame | Message) -> None:
@@ -55,6 +59,9 @@ class TapLink(Link):
                 self._on_tapped(message)
             case Frame():
                 self._on_frame(message)
+                self._taken_bytes += self._message_bytes
+            case WatchedEvent(answered):
+                self._on_event(answered)
                 self._taken_bytes += self._message_bytes
 
     def _lost(self, why: str) -> None:
