@@ -27,6 +27,7 @@ from capflow_dashboard import limits
 from capflow_dashboard.rates import RateSeries
 from capflow_dashboard.record import LIVE, RequestRecord
 from capflow_dashboard.series import Measures, Values
+from capflow_dashboard.steering import Target
 
 
 @dataclass
@@ -220,6 +221,19 @@ class Board:
             if status is not None:
                 self._status, self._status_at = status, self._clock()
 
+    # Called on any thread.
+
+    def find(self, key: int) -> Target | None:
+        """Return a running request by its key; None if it is over or unknown."""
+        with self._lock:
+            record = self._records.get(key)
+            return None if record is None or record.status != LIVE else _target(record)
+
+    def running(self) -> list[Target]:
+        """Return all running requests."""
+        with self._lock:
+            return [_target(record) for record in self._open.values()]
+
     # Called on the server's thread.
 
     def look(
@@ -401,6 +415,7 @@ class Board:
             base=start,
             tokens_max=self.tokens_max,
             started_s=time_s,
+            incarnation=request.incarnation,
             grow=self._grow,
         )
         full = len(self._records) >= self.requests_max and not self._drop_oldest()
@@ -468,6 +483,10 @@ class Board:
             ],
             "problems": measures.problems,
         }
+
+
+def _target(record: RequestRecord) -> Target:
+    return Target(record.key, record.engine, record.id, record.incarnation)
 
 
 def _steered(request: RequestRows) -> npt.NDArray[np.bool_] | None:

@@ -23,7 +23,7 @@ from capflow.capture.frame import Block, Chunk, Frame, FrameHeader, Span
 from capflow.capture.model import ModelInfo, Sites
 from capflow.capture.result import RequestDone
 from capflow.capture.site import Site
-from capflow.steering.action import Answered
+from capflow.steering.action import Action, Answered
 
 _LENGTHS = struct.Struct("<IQ")
 
@@ -33,6 +33,9 @@ class PageSetup(msgspec.Struct, frozen=True, tag_field="type", tag="setup"):
 
     probes: the probe files.
     kind, name: what is shown: `live` and a hub's address, or `stored` and a name.
+    allow_steering: whether pages may act.
+    vectors: those that pages may name, as `NAME=FILE`.
+    modules: the engines' modules that pages may name.
     """
 
     host: str
@@ -43,6 +46,9 @@ class PageSetup(msgspec.Struct, frozen=True, tag_field="type", tag="setup"):
     probes: tuple[str, ...] = ()
     kind: str = "live"
     name: str = ""
+    allow_steering: bool = False
+    vectors: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
 
 
 class EngineMet(msgspec.Struct, frozen=True, tag_field="type", tag="engine"):
@@ -73,6 +79,12 @@ class RequestOver(msgspec.Struct, frozen=True, tag_field="type", tag="request_ov
 
 class EventTaken(msgspec.Struct, frozen=True, tag_field="type", tag="event"):
     """An event of a request's steering."""
+
+    answered: Answered
+
+
+class ActionAnswered(msgspec.Struct, frozen=True, tag_field="type", tag="action_answered"):
+    """The answer to an action of a page."""
 
     answered: Answered
 
@@ -115,14 +127,20 @@ class ServerTrouble(msgspec.Struct, frozen=True, tag_field="type", tag="trouble"
     event: dict[str, Any]
 
 
+class ActionWanted(msgspec.Struct, frozen=True, tag_field="type", tag="action_wanted"):
+    """An action of a page, for the hub."""
+
+    action: Action
+
+
 class HealthWanted(msgspec.Struct, frozen=True, tag_field="type", tag="health_wanted"):
     """Whether a page shows the hub's counters."""
 
     wanted: bool
 
 
-ToPages = PageSetup | EngineMet | EngineLeft | RowsTaken | RequestOver | EventTaken | HubAlive
-FromPages = Listening | StartFailed | Counted | ServerTrouble | HealthWanted
+ToPages = PageSetup | EngineMet | EngineLeft | RowsTaken | RequestOver | EventTaken | ActionAnswered | HubAlive
+FromPages = Listening | StartFailed | Counted | ServerTrouble | HealthWanted | ActionWanted
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[ToPages | FromPages] = msgspec.msgpack.Decoder(ToPages | FromPages)

@@ -5,8 +5,10 @@ Rows that the process does not read in time wait in the consumer's queue, which 
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,13 +18,14 @@ from capflow import CaptureResult, CaptureSpec, Consumer, Frame, RequestDone, Us
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import hook_named
 from capflow.capture.spec import read_layers
-from capflow.errors import explain
+from capflow.errors import FatalError, explain
 from capflow.plugins.consumer import Context
 from capflow.probes.kinds import load_probes
 from capflow.probes.probe import Scorer
-from capflow.steering.action import Answered
+from capflow.steering.action import Action, Answered
 from capflow_dashboard import limits
 from capflow_dashboard.channel import (
+    ActionAnswered,
     EngineLeft,
     EngineMet,
     EventTaken,
@@ -52,6 +55,9 @@ class DashboardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         a new random one at each start.
     requests_max: how many requests are kept.
     tokens_max: how many tokens of each request are kept, the latest ones.
+    allow_steering: whether a page may steer and abort requests; otherwise it only shows.
+    vectors: vector files that a page may use, each as `NAME=FILE`.
+    modules: modules of the engines that a page may scale.
     """
 
     port: int = 8765
@@ -63,6 +69,9 @@ class DashboardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token_file: str | None = None
     requests_max: int = 4096
     tokens_max: int = 32_768
+    allow_steering: bool = False
+    vectors: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
 
 
 class WatchedHub(Protocol):
@@ -73,6 +82,9 @@ class WatchedHub(Protocol):
 
     def hub_status(self) -> dict[str, Any] | None:
         """Return its counters, as `capflow status --json` prints them; None if they are not known."""
+
+    def act(self, action: Action, on_answered: Callable[[Answered], None]) -> None:
+        """Send an action to it. `on_answered` is called on any thread with the answer, or with why there is none."""
 
 
 class Dashboard(Consumer):
@@ -125,6 +137,7 @@ class Dashboard(Consumer):
         """Raise UsageError when an option is invalid or the port cannot be used."""
         from capflow_dashboard.access import new_token, read_token
         from capflow_dashboard.pages import LOOPBACK_NAMES
+        from capflow_dashboard.steering import load_vectors
 
         config = self.config
         if config.host not in LOOPBACK_NAMES:
@@ -134,6 +147,10 @@ class Dashboard(Consumer):
         _check_range("port", config.port, 0, limits.PORT_MAX)
         _check_range("requests_max", config.requests_max, 1, limits.REQUESTS_MAX)
         _check_range("tokens_max", config.tokens_max, limits.TOKENS_MIN, limits.TOKENS_MAX)
+        if not config.allow_steering and (config.vectors or config.modules):
+            got = "vectors" if config.vectors else "modules"
+            raise UsageError(explain("consumers.dashboard.allow_steering", got=f"false, with {got}", expected="true"))
+        load_vectors(config.vectors, "consumers.dashboard.vectors")
         self._token = read_token(config.token_file) or new_token()
         self._try_port()
 
@@ -156,8 +173,11 @@ class Dashboard(Consumer):
             self.config.tokens_max,
             self.config.probes,
             *self.source,
+            self.config.allow_steering,
+            self.config.vectors,
+            self.config.modules,
         )
-        process = PageProcess(setup, context.count)
+        process = PageProcess(setup, context.count, self._act)
         process.start()
         self._process, self._context = process, context
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
@@ -202,7 +222,7 @@ class Dashboard(Consumer):
         self._beat_at = now
         watched = self.watched
         status = None
-        if self._process.health_wanted:
+        if self._process.health_wanted or self.config.allow_steering:
             status = self._context.hub_status() if watched is None else watched.hub_status()
         self._send(HubAlive(0.0 if watched is None else watched.silent_s(), status))
 
@@ -222,6 +242,21 @@ class Dashboard(Consumer):
     @cached_property
     def _probes(self) -> list[Scorer]:
         return load_probes(self.config.probes, "consumers.dashboard.probes")
+
+    def _act(self, action: Action) -> None:
+        """Send an action of a page to the hub that is shown. Called on the process's thread."""
+        assert self._context is not None
+        if self.watched is None:
+            self._context.act(action)
+        else:
+            self.watched.act(action, self._take_answer)
+
+    def _take_answer(self, answered: Answered) -> None:
+        process = self._process
+        if process is not None:
+            # A process that is gone is noticed with the next row.
+            with contextlib.suppress(FatalError):
+                process.send(ActionAnswered(answered))
 
     def _send(self, message: ToPages, rows: list[Any] | None = None) -> None:
         assert self._process is not None

@@ -68,6 +68,27 @@ PING_S = 20.0
 # How long a connection may take to send its request.
 OPEN_S_MAX = 3.0
 
+# What a page may add of the norm of the residual stream at each token, up or down, and the scale of a module.
+RATIO_MAX = 0.5
+GAIN_MAX = 1.0
+# An action ends by itself after so many seconds or positions; it is sent again while its page is alive.
+LEASE_S = 6.0
+LEASE_POSITIONS = 1024
+RENEW_S = 2.0
+# How long a page may be silent and keep what it holds.
+PAGE_ALIVE_S = 3.0
+# How long after a change the counters of the hub may still say otherwise.
+FROZEN_CHECK_S = 5.0
+# Actions of one page.
+ACTIONS_PER_S_MAX = 10
+# Actions without an answer, and answers that are kept of each page.
+WAITING_MAX = 256
+# Pages that are known by name.
+PAGES_KNOWN_MAX = 64
+PAGE_NAME_LENGTH_MAX = 32
+# How often leases are looked at.
+LEASES_S = 0.25
+
 # Values of options.
 PORT_MAX = 65_535
 TOKEN_LENGTH_MIN = 16
@@ -78,3 +99,5 @@ assert TOKENS_MIN < TOKENS_MAX
 assert PING_S < STALL_S_MAX
 assert TICK_S < SILENCE_S / 2
 assert HEARTBEAT_S < SILENCE_S
+assert 2 * RENEW_S + LEASES_S < LEASE_S
+assert CLIENTS_MAX < PAGES_KNOWN_MAX

@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from capflow.errors import CapflowError, FatalError, UsageError, explain
+from capflow.steering.action import Action
 from capflow_dashboard import limits
 from capflow_dashboard.access import TOKEN_VARIABLE
 from capflow_dashboard.channel import (
+    ActionWanted,
     Channel,
     Counted,
     HealthWanted,
@@ -32,12 +34,18 @@ logger = logging.getLogger("capflow.consumer.dashboard")
 class PageProcess:
     """A process that serves the page, from `start` to `stop`.
 
-    on_count: called with the name of a counter and what to add, on a thread of this object.
+    on_count: called with the name of a counter and what to add.
+    on_action: called with an action of a page.
+
+    Both are called on a thread of this object.
     """
 
-    def __init__(self, setup: PageSetup, on_count: Callable[[str, int], None]) -> None:
+    def __init__(
+        self, setup: PageSetup, on_count: Callable[[str, int], None], on_action: Callable[[Action], None]
+    ) -> None:
         self._setup = setup
         self._on_count = on_count
+        self._on_action = on_action
         # The port in use, once started.
         self.port = setup.port
         # Whether a page shows the hub's counters; written by the thread.
@@ -111,6 +119,8 @@ class PageProcess:
             match message:
                 case Counted(name, amount):
                     self._on_count(name, amount)
+                case ActionWanted(action):
+                    self._on_action(action)
                 case HealthWanted(wanted):
                     self.health_wanted = wanted
                 case ServerTrouble(text, event):

@@ -28,6 +28,7 @@ class RequestRecord:
     """One request.
 
     key: its number on the board. Request ids may return, keys never do.
+    incarnation: differs between requests that use the same id one after another.
     base: the position of the first column.
     started_s, ended_s: the times of its first and last rows, seconds since 1970; None if rows have no time.
     status: `live`, or how the request ended.
@@ -47,11 +48,13 @@ class RequestRecord:
         base: int,
         tokens_max: int,
         started_s: float | None,
+        incarnation: str = "",
         grow: Callable[[int], bool] = lambda _: True,
     ) -> None:
         self.key = key
         self.engine = engine
         self.id = request
+        self.incarnation = incarnation
         self.measures = measures
         self.prompt_length = prompt_length
         self.started_s = started_s

@@ -17,6 +17,7 @@ import functools
 import itertools
 import logging
 import threading
+import uuid
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -31,6 +32,7 @@ from capflow_dashboard import limits, wire
 from capflow_dashboard.board import Board, PageState
 from capflow_dashboard.pages import PageFiles
 from capflow_dashboard.series import Values
+from capflow_dashboard.steering import PageRights, SteeringDesk
 
 _quiet = logging.getLogger("capflow.consumer.dashboard.websockets")
 # Errors of clients are counted, not logged.
@@ -52,6 +54,7 @@ class PageServer:
         port: int,
         board: Board,
         pages: PageFiles,
+        desk: SteeringDesk,
         *,
         on_count: Callable[[str], None],
         on_trouble: Callable[[str, dict[str, Any]], None],
@@ -65,6 +68,7 @@ class PageServer:
         self.visitors: dict[ServerConnection, None] = {}
         self._board = board
         self._pages = pages
+        self._desk = desk
         self._on_count = on_count
         self._on_trouble = on_trouble
         self._on_health = on_health
@@ -116,12 +120,19 @@ class PageServer:
             return
         self.port = next(iter(server.sockets)).getsockname()[1]
         self._ready.set()
+        leases = asyncio.create_task(self._renew_leases())
         try:
             await self._stop.wait()
         finally:
+            leases.cancel()
             server.close(code=CloseCode.GOING_AWAY)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(server.wait_closed(), limits.OPEN_S_MAX / 2)
+
+    async def _renew_leases(self) -> None:
+        while True:
+            await asyncio.sleep(limits.LEASES_S)
+            self._desk.tick()
 
     async def _listen(self) -> Server:
         return await serve(
@@ -177,7 +188,7 @@ class PageServer:
             await connection.close(CloseCode.TRY_AGAIN_LATER, f"{limits.CLIENTS_MAX} pages are open already")
             return
         page = PageState()
-        drawn = _Drawn()
+        drawn = _Page(self._desk.enter(uuid.uuid4().hex))
         self.connections[connection] = page
         self.leave(connection)
         try:
@@ -195,29 +206,31 @@ class PageServer:
             self._board.leave(page)
             self._tell_health()
 
-    async def _update(self, connection: ServerConnection, page: PageState, drawn: _Drawn) -> None:
+    async def _update(self, connection: ServerConnection, page: PageState, drawn: _Page) -> None:
         """Send changes until the page is closed. Raises TimeoutError when the page does not read them."""
         hello = {
             "version": wire.VERSION,
             "capflow": capflow.__version__,
-            "rights": ["watch"],
+            "rights": ["watch", "steer"] if self._desk.allowed else ["watch"],
+            "steering": self._desk.describe(),
             "source": dict(zip(("kind", "name"), self._board.source, strict=True)),
             "requests_max": self._board.requests_max,
             "tokens_max": self._board.tokens_max,
         }
         await _send(connection, wire.encode({"hello": hello, "heartbeat": self._board.heartbeat()}))
         for seq in itertools.count(1):
-            head, values = await self._news(page)
+            head, values = await self._news(page, drawn)
             await _send(connection, wire.encode({"seq": seq, **head}, values))
             await asyncio.sleep(1 / limits.UPDATES_PER_S_MAX)
             await drawn.wait(seq)
 
-    async def _news(self, page: PageState) -> tuple[dict[str, Any], Values | None]:
+    async def _news(self, page: PageState, drawn: _Page) -> tuple[dict[str, Any], Values | None]:
         """Wait for changes and return them; the board is asked at most `limits.UPDATES_PER_S_MAX` times a second."""
         while True:
-            news = self._board.news(page)
-            if news is not None:
-                return news
+            head, values = self._board.news(page) or ({}, None)
+            head |= self._desk.news(drawn.rights)
+            if head:
+                return head, values
             await asyncio.sleep(1 / limits.UPDATES_PER_S_MAX)
 
     async def _beat(self, connection: ServerConnection) -> None:
@@ -226,13 +239,19 @@ class PageServer:
             await asyncio.sleep(limits.HEARTBEAT_S)
             await _send(connection, wire.encode({"heartbeat": self._board.heartbeat()}))
 
-    async def _receive(self, connection: ServerConnection, page: PageState, drawn: _Drawn) -> None:
+    async def _receive(self, connection: ServerConnection, page: PageState, drawn: _Page) -> None:
         """Handle the page's messages until it is closed or sends an invalid one; raise ConnectionClosed then."""
         try:
             while True:
                 message = wire.decode(await connection.recv())
                 if message.seen is not None:
                     drawn.note(message.seen)
+                elif message.act is not None:
+                    self._desk.take(drawn.rights, message.act)
+                elif message.alive is not None:
+                    if drawn.rights.name != message.alive:
+                        drawn.rights = self._desk.enter(message.alive)
+                    self._desk.renew(drawn.rights)
                 elif (shown := message.subscribe) is not None:
                     self._board.look(page, shown.request, shown.window, shown.probe, health=shown.health)
                     self._tell_health()
@@ -249,10 +268,14 @@ class PageServer:
             self._on_health(wanted)
 
 
-class _Drawn:
-    """The last update that a page has drawn."""
+class _Page:
+    """The last update that a page has drawn, and its part in steering.
 
-    def __init__(self) -> None:
+    rights: its part; another one once it has told its name.
+    """
+
+    def __init__(self, rights: PageRights) -> None:
+        self.rights = rights
         self._seq = 0
         # Set when the page has drawn another update.
         self._changed = asyncio.Event()

@@ -10,16 +10,19 @@ import contextlib
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from capflow.capture.frame import Frame
 from capflow.errors import CapflowError, UsageError
 from capflow.probes.kinds import load_probes
 from capflow.probes.probe import Scorer
+from capflow.steering.action import Action
 from capflow.system import descriptors
 from capflow_dashboard.board import Board
 from capflow_dashboard.channel import (
+    ActionAnswered,
+    ActionWanted,
     Channel,
     Counted,
     EngineLeft,
@@ -38,16 +41,19 @@ from capflow_dashboard.channel import (
 )
 from capflow_dashboard.pages import PageFiles
 from capflow_dashboard.server import PageServer
+from capflow_dashboard.steering import SteeringDesk, load_vectors
 
 
 class BoardWriter:
     """Writes what comes through the channel to a board.
 
     probes: the probes whose scores are shown.
+    desk: hears of the answers to actions.
     """
 
-    def __init__(self, board: Board, probes: Sequence[Scorer]) -> None:
+    def __init__(self, board: Board, probes: Sequence[Scorer], desk: SteeringDesk) -> None:
         self.board = board
+        self.desk = desk
         self._probes = probes
 
     def take(self, message: ToPages | FromPages, rows: Any = b"") -> list[str]:
@@ -64,9 +70,26 @@ class BoardWriter:
                 self.board.finish(done)
             case EventTaken(answered):
                 self.board.note(answered)
+                self.desk.note(answered)
+            case ActionAnswered(answered):
+                self.desk.note(answered)
             case HubAlive(silent_s, status):
                 self.board.hear(silent_s, status)
+                if status is not None:
+                    self.desk.check_frozen(status)
         return []
+
+
+def desk_of(setup: PageSetup, board: Board, send: Callable[[Action], None]) -> SteeringDesk:
+    """Return the desk that a setup describes. Raises UsageError for a vector file that cannot be used."""
+    return SteeringDesk(
+        load_vectors(setup.vectors, "consumers.dashboard.vectors"),
+        setup.modules,
+        allowed=setup.allow_steering,
+        send=send,
+        find=board.find,
+        running=board.running,
+    )
 
 
 def serve(channel: Channel) -> None:
@@ -78,17 +101,23 @@ def serve(channel: Channel) -> None:
     assert isinstance(setup, PageSetup)
     board = Board(setup.requests_max, setup.tokens_max)
     board.source = setup.kind, setup.name
+    try:
+        desk = desk_of(setup, board, lambda action: _tell(channel, ActionWanted(action)))
+    except CapflowError as e:
+        _tell(channel, StartFailed(str(e), isinstance(e, UsageError)))
+        return
     server = PageServer(
         setup.host,
         setup.port,
         board,
         PageFiles(setup.token),
+        desk,
         on_count=lambda name: _tell(channel, Counted(name)),
         on_trouble=lambda text, event: _tell(channel, ServerTrouble(text, event)),
         on_health=lambda wanted: _tell(channel, HealthWanted(wanted)),
     )
     try:
-        writer = BoardWriter(board, load_probes(setup.probes, "consumers.dashboard.probes"))
+        writer = BoardWriter(board, load_probes(setup.probes, "consumers.dashboard.probes"), desk)
         server.start()
     except CapflowError as e:
         _tell(channel, StartFailed(str(e), isinstance(e, UsageError)))

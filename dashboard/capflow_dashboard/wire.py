@@ -17,6 +17,8 @@ has these keys; a key without news is left out:
 | gone | keys of requests that were dropped from the board |
 | detail | tokens of the selected request: columns `first .. first+count`, at positions `base + column` |
 | health | the hub's counters, as `capflow status --json` prints them |
+| acks | answers to the page's actions: `id`, `state` (applied, rejected, unknown, waiting), `step`, `position`, `reason` |
+| steering | what is held by all pages: `frozen`, and `holds`, each with request, kind, name, mode, ratio and page |
 
 The numbers are the values of `detail`, `[series, count]`: a norm or a score, NaN or infinity if the row has such
 numbers, and minus infinity if there is no row. With `fresh`, `detail` replaces what the page has, and has the
@@ -28,6 +30,8 @@ A page sends text, one of these:
 |---|---|
 | `{"subscribe": {"request": KEY, "window": [KEY, …], "probe": NAME, "health": BOOL}}` | what it shows |
 | `{"seen": SEQ, "frame_ms": NUMBER}` | it has drawn an update; its 95th percentile of the time of a frame |
+| `{"act": {"id": N, "kind": KIND, …}}` | an action, as `capflow_dashboard.steering.PageAction`; with the right only |
+| `{"alive": NAME}` | it is alive, under a name of its own; what it holds goes on. Once a second while it holds something |
 """
 
 from __future__ import annotations
@@ -40,9 +44,11 @@ import msgspec
 from capflow.errors import RemoteProtocolError, explain
 from capflow_dashboard import limits
 from capflow_dashboard.series import Values
+from capflow_dashboard.steering import PageAction
 
 VERSION = 1
 
+_PageName = Annotated[str, msgspec.Meta(pattern=f"^[a-z0-9]{{4,{limits.PAGE_NAME_LENGTH_MAX}}}$")]
 _Key = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
 
@@ -62,8 +68,9 @@ class Subscribe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PageMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A message of a page: exactly one of `subscribe` and `seen`.
+    """A message of a page: exactly one of `subscribe`, `seen`, `act` and `alive`.
 
+    alive: the page's name; a page that connects again keeps it.
     seen: the number of the update that the page has drawn.
     frame_ms: the 95th percentile of the time of a frame, in milliseconds.
     """
@@ -71,6 +78,8 @@ class PageMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     subscribe: Subscribe | None = None
     seen: _Key | None = None
     frame_ms: float = 0.0
+    act: PageAction | None = None
+    alive: _PageName | None = None
 
 
 _encoder = msgspec.json.Encoder()
@@ -90,12 +99,12 @@ def encode(head: dict[str, Any], values: Values | None = None) -> bytes:
 
 def decode(message: str | bytes) -> PageMessage:
     """Return a page's message. Raises RemoteProtocolError when it is invalid."""
-    expected = '{"subscribe": {…}} or {"seen": SEQ}'
+    expected = "one of subscribe, seen, act and alive"
     try:
         read = _decoder.decode(message)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise RemoteProtocolError(explain("message of a page", got=str(e), expected=expected)) from e
-    if (read.subscribe is None) == (read.seen is None):
-        got = "neither" if read.subscribe is None else "both"
-        raise RemoteProtocolError(explain("message of a page", got=got, expected=expected))
+    parts = [part for part in (read.subscribe, read.seen, read.act, read.alive) if part is not None]
+    if len(parts) != 1:
+        raise RemoteProtocolError(explain("message of a page", got=f"{len(parts)} parts", expected=expected))
     return read

@@ -18,7 +18,7 @@ from capflow_dashboard.board import Board
 from capflow_dashboard.consumer import Dashboard, DashboardConfig
 from capflow_dashboard.pages import PageFiles
 from capflow_dashboard.server import PageServer
-from capflow_dashboard.serving import BoardWriter
+from capflow_dashboard.serving import BoardWriter, desk_of
 from tests.kit.checked import checked
 from tests.kit.frames import row_of
 
@@ -47,20 +47,24 @@ def context():
 class NearProcess:
     """Serves the page in this process, in place of `PageProcess`, so that a test can look into it."""
 
-    def __init__(self, setup, on_count):
+    def __init__(self, setup, on_count, on_action):
         self.board = Board(setup.requests_max, setup.tokens_max)
+        self.desk = desk_of(setup, self.board, on_action)
         self.server = PageServer(
             setup.host,
             setup.port,
             self.board,
             PageFiles(setup.token),
+            self.desk,
             on_count=lambda name: on_count(name, 1),
             on_trouble=lambda text, event: self.troubles.append((text, event)),
             on_health=self._set_health,
         )
         self.troubles = []
         self.health_wanted = False
-        self._writer = BoardWriter(self.board, consumers.load_probes(setup.probes, "consumers.dashboard.probes"))
+        self._writer = BoardWriter(
+            self.board, consumers.load_probes(setup.probes, "consumers.dashboard.probes"), self.desk
+        )
 
     @property
     def port(self):
@@ -167,6 +171,7 @@ class Pageless:
         self.fresh = 0
         self.base, self.series, self.ids, self.texts, self.events = 0, [], [], [], []
         self.baseline, self.steered = None, set()
+        self.acks, self.steering = [], None
         self.values = np.empty((0, 0), np.float32)
         # The number of the last update, and whether updates are answered.
         self.seq, self.answers = 0, True
@@ -188,7 +193,10 @@ class Pageless:
 
     def subscribe(self, **shown):
         self._shown |= shown
-        self.socket.send(json.dumps({"subscribe": self._shown}))
+        self.send(subscribe=self._shown)
+
+    def send(self, **message):
+        self.socket.send(json.dumps(message))
 
     def until(self, condition, limit_s=20.0):
         """Take messages until the condition holds; return its value."""
@@ -217,6 +225,8 @@ class Pageless:
             self.requests[request["key"]] = self.requests.get(request["key"], {}) | request
         self.sparks |= head.get("sparks", {})
         self.health = head.get("health", self.health)
+        self.acks += head.get("acks", [])
+        self.steering = head.get("steering", self.steering)
         for key in head.get("gone", []):
             del self.requests[key]
         if "detail" in head:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import queue
 import sys
 import threading
 import time
 import webbrowser
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -18,10 +21,17 @@ if TYPE_CHECKING:
     from capflow.cli.hub.running import HubRun
     from capflow.cli.logs import Format
     from capflow.plugins.configure import ConfiguredConsumer
+    from capflow.steering.action import Action, Answered, Outcome
+    from capflow.transport.client import Client
+
+    _Asked = tuple[Action, Callable[[Answered], None]]
 
 # How often the hub is asked for its status, and how long it may take to answer.
 _ASK_S = 1.0
 _ANSWER_S = 3.0
+# How long an action may take to be answered, and how many are sent at once.
+_ACT_S = 15.0
+_ACTIONS_AT_ONCE = 256
 
 
 @click.command()
@@ -33,6 +43,9 @@ _ANSWER_S = 3.0
 )
 @click.option("--hook", metavar="HOOK", help="The hook point whose norms are shown. Default: post_block.")
 @click.option("--layers", metavar="LAYERS", help="The layers whose norms are shown, such as 0+8+17. Default: all.")
+@click.option("--allow-steering", is_flag=True, help="Let the page steer and abort requests. Needs the right `steer`.")
+@click.option("--vector", "vectors", multiple=True, metavar="NAME=FILE", help="A vector that the page may use.")
+@click.option("--module", "modules", multiple=True, metavar="NAME", help="A module of the engine that it may scale.")
 @click.option("--token-file", metavar="FILE", help="A file of mode 600 with the token. Default: a new one each time.")
 @click.option("--key", metavar="NAME|PATH", help=KEY_HELP)
 @click.option("--insecure", is_flag=True, help="Allow TCP to another machine without keys.")
@@ -46,6 +59,9 @@ def dashboard(
     probes: tuple[str, ...],
     hook: str | None,
     layers: str | None,
+    allow_steering: bool,
+    vectors: tuple[str, ...],
+    modules: tuple[str, ...],
     token_file: str | None,
     key: str | None,
     insecure: bool,
@@ -62,17 +78,22 @@ def dashboard(
       capflow dashboard --open
       capflow dashboard ipc:///run/user/1000/capflow/hub.sock --probe code.safetensors
       capflow dashboard demo-data/rows --open
+      capflow dashboard --allow-steering --vector calm=calm.safetensors
     """
     from capflow.cli.hub.running import HubRun
+    from capflow.errors import UsageError, explain
     from capflow.plugins.configure import configure, load_plugins
     from capflow.transport.address import check_address, default_address, private_address
 
     stored = _stored(target)
     address = check_address(target or default_address(), insecure=insecure, where="HUB") if stored is None else ""
     options: dict[str, Any] = {"port": port, "hook": hook, "layers": layers, "token_file": token_file}
-    if probes:
-        options["probes"] = list(probes)
+    options |= {"allow_steering": allow_steering or None}
+    lists = {"probes": probes, "vectors": vectors, "modules": modules}
+    options |= {name: list(values) for name, values in lists.items() if values}
     if stored is not None:
+        if allow_steering:
+            raise UsageError(explain("--allow-steering", got=f"with {target}", expected="a hub: nothing runs here"))
         options["policy"] = "block"
     given = {name: value for name, value in options.items() if value is not None}
     made = cast("ConfiguredConsumer", configure("dashboard", given, load_plugins()))
@@ -125,7 +146,7 @@ def _show_hub(
     from capflow.hub.watch import Tapping
 
     made.consumer.source = ("live", address)  # type: ignore[attr-defined]
-    with WatchedHubStatus(address, key=key, insecure=insecure) as watched:
+    with HubAside(address, key=key, insecure=insecure) as watched:
         made.consumer.watched = watched  # type: ignore[attr-defined]
         with running:
             tapping = Tapping(address, running.hub, key=key, insecure=insecure)
@@ -143,26 +164,37 @@ def _open_if(opens: bool, running: HubRun, made: ConfiguredConsumer) -> None:
         running.tell("browser_missing", "no browser could be started; open the link yourself")
 
 
-class WatchedHubStatus:
-    """Asks a hub for its status each second, on a thread of its own, inside a `with` block."""
+class HubAside:
+    """Another hub, beside which this process runs: asks for its status each second, and sends it actions.
+
+    Both are done inside a `with` block, on threads of their own.
+    """
 
     def __init__(self, address: str, *, key: str | None, insecure: bool) -> None:
         from capflow.transport.client import Client
 
-        self._client = Client(address, timeout=_ANSWER_S, key=key, insecure=insecure)
+        self._connect = functools.partial(Client, address, timeout=_ANSWER_S, key=key, insecure=insecure)
+        # Raises for a wrong key.
+        self._connect()
         # Written by the thread.
         self._status: dict[str, Any] | None = None
         self._heard_at = time.monotonic()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="capflow-status", daemon=True)
+        self._actions: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        # They are not joined: they may wait for an answer that never comes.
+        self._threads = [
+            threading.Thread(target=self._watch, name="capflow-status", daemon=True),
+            threading.Thread(target=self._send, name="capflow-actions", daemon=True),
+        ]
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        # The thread is not joined: it may wait for an answer that never comes.
         self._stop.set()
+        self._actions.put(None)
 
     def silent_s(self) -> float:
         """Return for how many seconds the hub has not answered, beyond the time between two questions."""
@@ -172,11 +204,43 @@ class WatchedHubStatus:
         """Return the hub's last status; None before the first."""
         return self._status
 
-    def _run(self) -> None:
+    def act(self, action: Action, on_answered: Callable[[Answered], None]) -> None:
+        """Send an action to the hub. `on_answered` is called with the answer, or with why there is none."""
+        self._actions.put((action, on_answered))
+
+    def _watch(self) -> None:
         from capflow.errors import CapflowError
 
-        while not self._stop.is_set():
-            with contextlib.suppress(CapflowError):
-                self._status = self._client.status()
-                self._heard_at = time.monotonic()
-            self._stop.wait(_ASK_S)
+        with self._connecting() as client:
+            while not self._stop.is_set():
+                with contextlib.suppress(CapflowError):
+                    self._status = client.status()
+                    self._heard_at = time.monotonic()
+                self._stop.wait(_ASK_S)
+
+    def _send(self) -> None:
+        """Send the actions that wait in one message, in their order, and answer each."""
+        from capflow.errors import CapflowError
+        from capflow.steering.action import Answered, Unknown
+
+        with self._connecting() as client:
+            while (first := self._actions.get()) is not None:
+                asked = [first]
+                with contextlib.suppress(queue.Empty):
+                    while len(asked) < _ACTIONS_AT_ONCE and (more := self._actions.get_nowait()) is not None:
+                        asked.append(more)
+                outcomes: Sequence[Outcome]
+                try:
+                    outcomes = client.act([action for action, _ in asked], timeout=_ACT_S)
+                except CapflowError as e:
+                    outcomes = [Unknown("", str(e))] * len(asked)
+                for (action, on_answered), outcome in zip(asked, outcomes, strict=True):
+                    on_answered(Answered.of(action, outcome, engine=action.engine, asked_by="client"))
+
+    @contextlib.contextmanager
+    def _connecting(self) -> Iterator[Client]:
+        client = self._connect()
+        try:
+            yield client
+        finally:
+            client.close()
