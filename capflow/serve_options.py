@@ -7,6 +7,7 @@ with these parsers. So each option is defined once, and a wrong one is refused b
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -33,9 +34,16 @@ GRPC_PORT = "--grpc-port"
 
 _USAGE = "capflow serve MODEL [options of capflow and of vLLM]"
 _DESCRIPTION = """Serve MODEL with vLLM's OpenAI-compatible server, with capture and steering.
-With --consumer the command also runs a hub; without it the server connects to a running one (`capflow run`)."""
-_EPILOG = """Every option of `vllm serve` is an option of this command. --help=all lists them; --help=NAME lists those
-whose name or group is NAME, such as --help=max-model-len or --help=ParallelConfig."""
+With --consumer the command also runs a hub; without it the server connects to
+a running one (`capflow run`)."""
+_EPILOG = """Examples:
+  capflow serve demo --consumer filesystem:root=rows --port 8000
+  capflow serve Qwen/Qwen3-8B --hub ipc:///run/hub.sock --max-model-len 8192
+
+Every option of `vllm serve` is an option of this command, too:
+  capflow serve --help=all             all options, capflow's first
+  capflow serve --help=ModelConfig     the options of a group, such as Frontend
+  capflow serve --help=max-model-len   one option"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -48,6 +56,7 @@ class Parser(argparse.ArgumentParser):
             description=_DESCRIPTION,
             epilog=_EPILOG,
             parents=list(parents),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
             add_help=False,
             allow_abbrev=False,
         )
@@ -104,6 +113,28 @@ def engine_options() -> Parser:
 def help_text() -> str:
     """Return the command's help."""
     return Parser([hub_options(), engine_options()]).format_help()
+
+
+def help_about(name: str) -> str:
+    """Return the help of capflow's group or option NAME; empty if capflow has none of this name."""
+    flag = f"--{name.lstrip('-').lower().replace('_', '-')}"
+    for section in help_text().split("\n\n"):
+        title, _, options = section.partition(":\n")
+        if title == "Examples":
+            break
+        if options and title.casefold() == name.casefold():
+            return section
+        # An option's line, and the lines below it that are indented further.
+        option = re.search(rf"^  {re.escape(flag)}(?![\w-]).*(\n {{4,}}.*)*", options, re.MULTILINE)
+        if option is not None:
+            return f"{title}:\n{option[0]}"
+    return ""
+
+
+def flags() -> list[str]:
+    """Return the names of capflow's options."""
+    actions = [*hub_options()._actions, *engine_options()._actions]  # noqa: SLF001  argparse has no other way
+    return [flag for action in actions if action.help != argparse.SUPPRESS for flag in action.option_strings]
 
 
 def _add_capture(parser: Parser) -> None:

@@ -16,60 +16,65 @@ from typing import NoReturn
 
 import click
 
-from capflow.errors import CapflowError, UsageError
+from capflow.errors import CapflowError, UsageError, explain
 from capflow.text.printable import printable
 
-COMMANDS: dict[str, tuple[str, str, str]] = {
-    "abort": ("capflow.cli.hub.act", "abort", "Stop a running request."),
-    "act": ("capflow.cli.hub.act", "act", "Send several actions on running requests."),
-    "dashboard": ("capflow.cli.hub.dashboard", "dashboard", "Show a hub or stored rows, live in a browser."),
-    "doctor": (
-        "capflow.cli.model.doctor",
-        "doctor",
-        "Show versions, what is missing, and whether a capture works here.",
-    ),
-    "experiment": (
-        "capflow.cli.engine.experiment",
-        "experiment",
-        "Compare ways to steer on the same prompts, from a TOML file.",
-    ),
-    "export": ("capflow_consumers.export.command", "export", "Write a captured data set in another format."),
-    "freeze": ("capflow.cli.hub.act", "freeze", "Take back all steering but the requests' own, until unfreeze."),
-    "gain": ("capflow.cli.hub.act", "gain", "Scale what an owner contributes to requests."),
-    "inspect": ("capflow_consumers.inspect.command", "inspect", "Show what a captured data set holds; draw its norms."),
-    "keys": ("capflow.cli.keys", "keys", "Make keys for TCP, and allow them to connect to a hub."),
-    "plugin": ("capflow.cli.plugin", "plugin", "Write a package with a consumer of your own."),
-    "plugins": ("capflow.cli.plugins", "plugins", "List the consumers and controllers that are installed."),
-    "probe": ("capflow.cli.probe.command", "probe", "Fit a probe on labelled captures, or evaluate one."),
-    "query": (
-        "capflow_consumers.duckdb.command",
-        "query",
-        "Run SQL on the duckdb consumer's database, running or not.",
-    ),
-    "record": ("capflow.cli.engine.record", "record", "Store raw frames, to replay them."),
-    "replay": (
-        "capflow.cli.hub.replay",
-        "replay",
-        "Give a recording or a data set to consumers, as if engines were live.",
-    ),
-    "result": ("capflow.cli.hub.result", "result", "Show the capture results of requests."),
-    "rollouts": ("capflow.cli.engine.rollouts", "rollouts", "Answer prompts under vectors and scales, into a file."),
-    "run": ("capflow.cli.engine.run", "run", "Run a hub with consumers, alone or with a model."),
-    "serve": (
-        "capflow.cli.engine.serve",
-        "serve",
-        "Serve a model with vLLM's OpenAI-compatible server, with capture and steering.",
-    ),
-    "sites": ("capflow.cli.model.sites", "sites", "Show the sites of a model, and which of them would be tapped."),
-    "spool": ("capflow.cli.hub.spool", "spool", "Look into a spool, verify it, or empty it."),
-    "status": ("capflow.cli.hub.status", "status", "Show a running hub's counters."),
-    "steer": ("capflow.cli.hub.act", "steer", "Add a vector to a running request."),
-    "top": ("capflow.cli.hub.top", "top", "Watch a running hub: sessions, queues, credit, drops and rates."),
-    "unfreeze": ("capflow.cli.hub.act", "unfreeze", "End `freeze`."),
-    "unsteer": ("capflow.cli.hub.act", "unsteer", "Remove the vectors that `steer` added."),
-    "vectors": ("capflow.cli.engine.vectors", "vectors", "Make steering vectors from pairs of prompts."),
+GROUPS: dict[str, dict[str, tuple[str, str]]] = {
+    "Capture and serve": {
+        "run": ("capflow.cli.engine.run", "Run a hub with consumers, alone or with a model."),
+        "serve": ("capflow.cli.engine.serve", "Serve a model with vLLM, with capture and steering."),
+        "record": ("capflow.cli.engine.record", "Store raw frames, to replay them."),
+        "replay": ("capflow.cli.hub.replay", "Give a recording or a data set to consumers."),
+    },
+    "Look at a running hub": {
+        "status": ("capflow.cli.hub.status", "Show a hub's counters."),
+        "top": ("capflow.cli.hub.top", "Watch a hub: rates, requests, queues, credit and losses."),
+        "dashboard": ("capflow.cli.hub.dashboard", "Show a hub or stored rows, live in a browser."),
+        "result": ("capflow.cli.hub.result", "Show the capture results of requests."),
+    },
+    "Look at captured data": {
+        "inspect": ("capflow_consumers.inspect.command", "Show what a data set holds; draw its norms."),
+        "query": ("capflow_consumers.duckdb.command", "Run SQL on the duckdb consumer's database."),
+        "export": ("capflow_consumers.export.command", "Write a data set in another format."),
+    },
+    "Steer running requests": {
+        "steer": ("capflow.cli.hub.act", "Add a vector to a running request."),
+        "unsteer": ("capflow.cli.hub.act", "Remove the vectors that `steer` added."),
+        "gain": ("capflow.cli.hub.act", "Scale what an owner contributes to requests."),
+        "freeze": ("capflow.cli.hub.act", "Take back all steering but the requests' own."),
+        "unfreeze": ("capflow.cli.hub.act", "End `freeze`."),
+        "abort": ("capflow.cli.hub.act", "Stop a running request."),
+        "act": ("capflow.cli.hub.act", "Send several actions on running requests."),
+    },
+    "Do research": {
+        "vectors": ("capflow.cli.engine.vectors", "Make steering vectors from pairs of prompts."),
+        "rollouts": ("capflow.cli.engine.rollouts", "Answer prompts under vectors and scales."),
+        "experiment": ("capflow.cli.engine.experiment", "Compare ways to steer on the same prompts."),
+        "probe": ("capflow.cli.probe.command", "Fit a probe on labelled captures, or evaluate one."),
+    },
+    "Set up and check": {
+        "doctor": ("capflow.cli.model.doctor", "Show versions, and whether a capture works here."),
+        "sites": ("capflow.cli.model.sites", "Show the sites of a model."),
+        "plugins": ("capflow.cli.plugins", "List the consumers and controllers, or show one."),
+        "plugin": ("capflow.cli.plugin", "Write a package with a consumer of your own."),
+        "keys": ("capflow.cli.keys", "Make keys for TCP, and allow them to connect to a hub."),
+        "spool": ("capflow.cli.hub.spool", "Look into a spool, verify it, or empty it."),
+    },
 }
-"""Each command's module, its name there and its line of help, so that help imports no command."""
+"""The commands in groups, as the help shows them. Each has its module, in which it has the same name, and its help."""
+
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+"""Each command's module and its line of help, so that help imports no command."""
+
+_EXAMPLES = """
+Examples:
+  capflow run --consumer filesystem:root=rows --model demo --prompts prompts.jsonl
+  capflow inspect rows
+  capflow serve demo --consumer filesystem:root=rows
+  capflow top
+
+`capflow COMMAND --help` shows the options of a command.
+"""
 
 _TRACEBACK_VARIABLE = "CAPFLOW_TRACEBACK"
 
@@ -79,24 +84,45 @@ class LazyGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  click's signature
         """Return the names of the commands."""
-        return sorted(COMMANDS)
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002  click's signature
         """Import a command."""
         if cmd_name not in COMMANDS:
             return None
-        module, name, _ = COMMANDS[cmd_name]
-        command: click.Command = getattr(importlib.import_module(module), name)
+        command: click.Command = getattr(importlib.import_module(COMMANDS[cmd_name][0]), cmd_name)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that the arguments name. Raises UsageError with the closest names if there is none."""
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
+            from capflow.text.suggestion import did_you_mean
+
+            do = did_you_mean(name, COMMANDS) or "`capflow --help` lists the commands"
+            raise UsageError(explain(f"No such command '{name}'", do=do))
+        return super().resolve_command(ctx, args)
 
     def format_commands(
         self,
         ctx: click.Context,  # noqa: ARG002  click's signature
         formatter: click.HelpFormatter,
     ) -> None:
-        """Write the commands' lines of help."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, COMMANDS[name][2]) for name in sorted(COMMANDS)])
+        """Write the commands' lines of help, in groups."""
+        width = max(map(len, COMMANDS))
+        for title, group in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), text) for name, (_, text) in group.items()])
+
+    def format_epilog(
+        self,
+        ctx: click.Context,  # noqa: ARG002  click's signature
+        formatter: click.HelpFormatter,
+    ) -> None:
+        """Write the examples. They are never wrapped, so that each can be copied whole."""
+        formatter.write(_EXAMPLES)
 
 
 def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -116,7 +142,7 @@ def cli() -> None:
 def main() -> NoReturn:
     """Run the command line and exit."""
     try:
-        code = cli.main(standalone_mode=False)
+        code = cli.main(prog_name="capflow", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as e:
         click.echo(e.ctx.get_help() if e.ctx is not None else str(e))
         code = 2

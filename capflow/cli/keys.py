@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from capflow.text.examples import examples
+
 _directory = click.option(
     "--dir",
     "where",
@@ -20,7 +22,7 @@ def keys() -> None:
     """Make keys for TCP, and allow them to connect to a hub."""
 
 
-@keys.command()
+@keys.command(epilog=examples("capflow keys new hub"))
 @click.argument("name")
 @_directory
 def new(name: str, where: Path | None) -> None:
@@ -37,7 +39,7 @@ def new(name: str, where: Path | None) -> None:
     click.echo(pair.public)
 
 
-@keys.command()
+@keys.command(epilog=examples("capflow keys allow PUBLIC-KEY --name gpu-1 --rights capture,read"))
 @click.argument("public", metavar="PUBLIC-KEY")
 @click.option("--name", metavar="NAME", help="The name of the key's owner. Default: the first digits of the key.")
 @click.option(
@@ -61,7 +63,7 @@ def allow(public: str, name: str | None, rights: str, where: Path | None) -> Non
     click.echo(f"{name or public[:12]} may {', '.join(sorted(granted))}")
 
 
-@keys.command()
+@keys.command(epilog=examples("capflow keys revoke gpu-1"))
 @click.argument("key", metavar="NAME|PUBLIC-KEY")
 @_directory
 def revoke(key: str, where: Path | None) -> None:
@@ -72,7 +74,7 @@ def revoke(key: str, where: Path | None) -> None:
     click.echo(f"{gone.name} may no longer connect")
 
 
-@keys.command("list")
+@keys.command("list", epilog=examples("capflow keys list"))
 @_directory
 def list_keys(where: Path | None) -> None:
     """Show the keys in the directory, and the keys that may connect to their hubs."""

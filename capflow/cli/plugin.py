@@ -6,13 +6,15 @@ from pathlib import Path
 
 import click
 
+from capflow.text.examples import examples
+
 
 @click.group()
 def plugin() -> None:
     """Write a plugin of your own."""
 
 
-@plugin.command()
+@plugin.command(epilog=examples("capflow plugin new token-norms"))
 @click.argument("name")
 @click.option(
     "--directory",

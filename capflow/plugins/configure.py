@@ -12,6 +12,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import getdoc
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from capflow.plugins.consumer import MODES, SCORES, Consumer, Controller, StepPr
 from capflow.protocol.message import ControllerSpec
 from capflow.steering.action import OWNER_PREFIXES, OWNERS
 from capflow.steering.request import Steering
+from capflow.text.suggestion import did_you_mean
 
 Plugin = type[Consumer] | type[Controller]
 
@@ -230,12 +232,18 @@ Configured = ConfiguredConsumer | ConfiguredController
 
 
 class Option(msgspec.Struct, frozen=True):
-    """One option of a plugin for display: its type as a user reads it, and its default unless it is required."""
+    """One option of a plugin for display.
+
+    type: as a user reads it.
+    default: its default, unless it is required.
+    meaning: its line in the docstring of the plugin's `Config`.
+    """
 
     name: str
     type: str
     required: bool
     default: Any = None
+    meaning: str = ""
 
 
 def load_plugins(entry_points: Iterable[importlib.metadata.EntryPoint] | None = None) -> dict[str, Plugin]:
@@ -314,24 +322,37 @@ def kind_of(plugin: Plugin) -> str:
 
 def options_of(plugin: Plugin) -> list[Option]:
     """Return a plugin's options, in the order of its Config, then those of every consumer."""
+    meanings = _meanings(plugin.Config)
     options = [
         Option(
             field.name,
             _type_name(field.type),
             field.required,
             msgspec.to_builtins(_default(field), enc_hook=str),
+            meanings.get(field.name, ""),
         )
         for field in _fields(plugin.Config)
     ]
-    if issubclass(plugin, Consumer):
-        options += [
-            Option("policy", " or ".join(WhenFull), required=False, default=plugin.policy),
-            Option("queue_bytes_max", "int", required=False, default=plugin.queue_bytes_max),
-            Option("spool_dir", "str", required=False, default=str(default_root() / "hub")),
-            Option("spool_bytes", "int", required=False, default=limits.SPOOL_BYTES_DEFAULT),
-            Option("spill_fallback", " or ".join(FALLBACKS), required=False, default=POLICY_DEFAULT),
-        ]
-    return options
+    return [*options, *_universal_options(plugin)] if issubclass(plugin, Consumer) else options
+
+
+def _universal_options(plugin: type[Consumer]) -> Iterable[Option]:
+    """Yield the options of `UNIVERSAL_OPTIONS`."""
+    rows: tuple[tuple[str, Any, str], ...] = (
+        (" or ".join(WhenFull), plugin.policy, "what its queue does when it is full"),
+        ("int", plugin.queue_bytes_max, "how many bytes its queue may hold in memory"),
+        ("str", str(default_root() / "hub"), "with policy spill, the directory of its inbox"),
+        ("int", limits.SPOOL_BYTES_DEFAULT, "with policy spill, how many bytes its inbox may hold"),
+        (" or ".join(FALLBACKS), POLICY_DEFAULT, "with policy spill, the policy when its inbox is full"),
+    )
+    for name, (kind, default, meaning) in zip(UNIVERSAL_OPTIONS, rows, strict=True):
+        yield Option(name, kind, required=False, default=default, meaning=meaning)
+
+
+def _meanings(config: type[msgspec.Struct]) -> dict[str, str]:
+    """Return the meaning of each option that has a line `NAME: …` or `NAME, NAME: …` in a docstring."""
+    lines = re.findall(r"^([a-z0-9_, ]+): (.*(?:\n +.*)*)", getdoc(config) or "", re.MULTILINE)
+    return {name: " ".join(meaning.split()) for names, meaning in lines for name in names.split(", ")}
 
 
 def parse(text: str) -> tuple[str, dict[str, str]]:
@@ -396,7 +417,8 @@ def configure(name: str, options: Mapping[str, Any], plugins: Mapping[str, Plugi
     plugin = plugins.get(kind)
     if plugin is None:
         expected = f"one of {', '.join(sorted(plugins)) or 'none installed'}"
-        raise UsageError(explain("--consumer", got=kind, expected=expected, do="see `capflow plugins`"))
+        do = f"{did_you_mean(kind, plugins)} see `capflow plugins`".lstrip()
+        raise UsageError(explain("--consumer", got=kind, expected=expected, do=do))
     if at and not _NAME.fullmatch(instance):
         expected = f"{kind}@ and 1..64 letters, digits, - and _"
         raise UsageError(explain("--consumer", got=name, expected=expected))
@@ -490,7 +512,9 @@ def _convert(plugin: Plugin, options: Mapping[str, Any], where: str) -> msgspec.
     own = (*fields, *(UNIVERSAL_OPTIONS if issubclass(plugin, Consumer) else ()))
     for key in options:
         if key not in fields:
-            raise UsageError(explain(f"{where}.{key}", got="an unknown option", expected=f"one of {', '.join(own)}"))
+            do = f"{did_you_mean(key, own)} see `capflow plugins {plugin.name}`".lstrip()
+            expected = f"one of {', '.join(own)}"
+            raise UsageError(explain(f"{where}.{key}", got="an unknown option", expected=expected, do=do))
     for field in fields.values():
         if field.required and field.name not in options:
             expected = f"{_type_name(field.type)}, required"
@@ -528,12 +552,13 @@ def _type_name(kind: inspect.Type) -> str:
             case inspect.LiteralType():
                 names.append(" or ".join(map(str, member.values)))
             case inspect.ListType() | inspect.VarTupleType() | inspect.SetType() | inspect.FrozenSetType():
-                names.append(f"list of {_type_name(member.item_type)}")
+                items = _type_name(member.item_type)
+                names.append(f"list of ({items})" if " or " in items else f"list of {items}")
             case inspect.NoneType():
                 continue
             case _:
                 names.append(type(member).__name__.removesuffix("Type").lower())
-    return " or ".join(names)
+    return " or ".join(dict.fromkeys(names))
 
 
 def _with_queue(consumer: Consumer, options: Mapping[str, Any], where: str) -> ConfiguredConsumer:

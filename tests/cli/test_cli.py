@@ -63,11 +63,15 @@ class Keep(capflow.Consumer):
     class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Where to.
 
-        path: the file. slow_s: how long each frame takes. fail: what to fail at.
+        path: the file.
+        slow_s: how long each
+            frame takes.
+        fail, fails: what to fail at.
         """
         path: str
         slow_s: float = 0.0
         fail: str = ""
+        fails: list[str] = []
 
     def spec(self):
         return CaptureSpec({"post_block": "all"})
@@ -184,12 +188,20 @@ class TestWhatIsRefused:
     @pytest.mark.parametrize(
         ("arguments", "code", "message"),
         [
-            (["nope"], 2, "No such command 'nope'"),
+            (["nope"], 2, "No such command 'nope'; `capflow --help` lists the commands"),
+            (["Runn"], 2, "No such command 'Runn'; did you mean run?"),
+            (["spool", "verfy", "d"], 2, "No such command 'verfy'. Did you mean 'verify'?"),
             (["--nope"], 2, "No such option"),
+            (["--verson"], 2, "No such option '--verson'. Did you mean '--version'?"),
             (["run"], 2, "--consumer: got none, expected at least one"),
             (["run", "--nope"], 2, "No such option"),
+            (["run", "--consumr", "log"], 2, "No such option '--consumr'. (Did you mean one of: '--consumer', "),
             (["run", "extra", "--consumer", "log"], 2, "unexpected extra argument"),
             (["run", "--consumer", "nope"], 2, "--consumer: got nope, expected one of"),
+            (["run", "--consumer", "keeep:path=x"], 2, "; did you mean keep? see `capflow plugins`"),
+            (["run", "--consumer", "keep:pth=x"], 2, "; did you mean path? see `capflow plugins keep`"),
+            (["plugins", "keeep"], 2, "NAME: got keeep, expected one of "),
+            (["plugins", "keeep"], 2, "; did you mean keep? `capflow plugins` lists them"),
             (["run", "--consumer", "keep"], 2, "consumers.keep.path: got nothing, expected str, required"),
             (["run", "--consumer", "keep:path"], 2, "consumers.keep: got path, expected key=value"),
             (["run", "--consumer", "keep:path=x,size=3"], 2, "consumers.keep.size: got an unknown option"),
@@ -590,7 +602,26 @@ class TestOtherCommands:
         assert "slow_s: float = 0.0" in table.stdout
         listed = {plugin["name"]: plugin for plugin in json.loads(capflow("plugins", "--json").stdout)}
         assert listed["keep"]["doc"] == "Writes the rows that it is given to a file."
-        assert listed["keep"]["options"][0] == {"name": "path", "type": "str", "required": True, "default": None}
+        path = {"name": "path", "type": "str", "required": True, "default": None, "meaning": "the file."}
+        assert listed["keep"]["options"][0] == {**path, "of_every_consumer": False}
+        assert listed["log"]["options"][-1]["of_every_consumer"]
+
+    def test_plugins_shows_one_in_full(self, capflow):
+        shown = capflow("plugins", "keep", COLUMNS="60").stdout
+        assert shown.startswith("keep  consumer  keeper 1.0\nkeeper\n\nWrites the rows that it is given to a file.\n")
+        assert (
+            "\n  path: str, required\n      the file.\n  slow_s: float = 0.0\n      how long each frame takes.\n"
+            in shown
+        )
+        assert "\n  fail: str\n  fails: list of str\n      what to fail at.\n" in shown
+        assert (
+            "\n  policy: block or drop or skip or spill = block\n      what its queue does when it is full\n" in shown
+        )
+        assert shown.endswith("\n  capflow run --consumer keep:path=PATH\n")
+        one = json.loads(capflow("plugins", "keep", "--json").stdout)
+        assert [one] == [each for each in json.loads(capflow("plugins", "--json").stdout) if each["name"] == "keep"]
+        assert capflow("plugins", "gate").stdout.startswith("gate  controller  capflow ")
+        assert "every consumer" not in capflow("plugins", "gate").stdout
 
     def test_version(self, capflow):
         assert capflow("--version").stdout == f"capflow {importlib.metadata.version('capflow')}\n"
@@ -609,7 +640,7 @@ class TestOtherCommands:
             [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=True
         )
         assert result.stdout.endswith("[]\n")
-        assert "Commands:" in result.stdout
+        assert "Capture and serve:" in result.stdout
 
     @pytest.mark.parametrize("command", ["run", "plugins", "status", "steer", "unsteer", "abort", "doctor"])
     def test_each_has_help(self, capflow, command):

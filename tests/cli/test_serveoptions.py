@@ -1,21 +1,19 @@
 """The options of `capflow serve`: help without vLLM's options; errors in one line before vLLM is imported."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
 from capflow.errors import UsageError
-from capflow.serve_options import HUB_FLAGS, engine_options, help_text, hub_options
+from capflow.serve_options import HUB_FLAGS, engine_options, flags, help_about, help_text, hub_options
 
 
-def flags(parser):
-    return [flag for action in parser._actions if action.help != "==SUPPRESS==" for flag in action.option_strings]
-
-
-def run(*arguments):
+def run(*arguments, **variables):
     command = [sys.executable, "-m", "capflow", "serve", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("a-model", "-h")])
@@ -23,7 +21,7 @@ def test_help_shows_every_option_of_capflow_in_groups_and_how_to_see_those_of_vl
     done = run(*arguments)
     assert done.returncode == 0
     text = done.stdout
-    for flag in (*flags(hub_options()), *flags(engine_options())):
+    for flag in flags():
         assert f"  {flag} " in text
     groups = [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert groups == [
@@ -32,13 +30,52 @@ def test_help_shows_every_option_of_capflow_in_groups_and_how_to_see_those_of_vl
         "when a worker's queue is full:",
         "steering:",
         "server:",
+        "Examples:",
+        "Every option of `vllm serve` is an option of this command, too:",
     ]
-    assert "--help=all" in text
+    assert "  capflow serve --help=all  " in text
     assert text.strip() == help_text().strip()
 
 
+@pytest.mark.parametrize(
+    ("name", "expected", "options"),
+    [
+        ("capture", "capture:\n  --hub ADDRESS  ", 6),
+        ("Steering", "steering:\n  --steering-modules NAME=PATH", 5),
+        ("spool-dir", "when a worker's queue is full:\n  --spool-dir DIR  ", 1),
+        ("--Memory_Bytes_Max", "a hub in the same command:\n  --memory-bytes-max BYTES\n     ", 1),
+    ],
+)
+def test_help_of_one_option_or_group_of_capflow_needs_no_vllm(tmp_path, name, expected, options):
+    (tmp_path / "vllm.py").write_text("raise ImportError")
+    done = run("m", f"--help={name}", PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(expected)
+    assert done.stdout.strip() == help_about(name)
+    assert done.stdout.count("\n  -") == options
+
+
+@pytest.mark.parametrize("name", ["max-model-len", "grpc", "Examples", "a", ""])
+def test_help_of_other_names_is_left_to_vllm(name):
+    assert help_about(name) == ""
+
+
+@pytest.mark.engine
+def test_help_of_everything_is_that_of_capflow_and_then_that_of_vllm():
+    text = run("--help=all").stdout
+    assert text.startswith(help_text())
+    assert "  --max-model-len " in text.partition("The options of vLLM:")[2]
+
+
+@pytest.mark.engine
+def test_an_option_that_neither_has_suggests_the_closest():
+    (line,) = [line for line in run("m", "--consumr", "log").stderr.splitlines() if line.startswith("capflow: ")]
+    assert line.startswith("capflow: unrecognized arguments: --consumr log; did you mean --consumer or ")
+
+
 def test_the_options_of_the_hub_are_those_that_need_a_consumer():
-    assert tuple(flags(hub_options())) == HUB_FLAGS
+    assert tuple(flags()[: len(HUB_FLAGS)]) == HUB_FLAGS
+    assert hub_options().parse_known_args(["--hub", "x"])[1] == ["--hub", "x"]
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,19 @@ from pathlib import Path
 
 import click
 
+from capflow.text.examples import examples
+
 
 @click.group()
 def experiment() -> None:
     """Compare ways to steer on the same prompts."""
 
 
-@experiment.command()
+@experiment.command(
+    epilog=examples(
+        "capflow experiment run experiment.toml --dry-run", "capflow experiment run experiment.toml --out results"
+    )
+)
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--out", metavar="DIR", help="The output directory; by default FILE without .toml.")
 @click.option("--dry-run", is_flag=True, help="Check the file; show its cells and what they cost.")

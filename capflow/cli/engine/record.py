@@ -7,9 +7,13 @@ from typing import Any
 import click
 
 from capflow.cli.engine.run import run
+from capflow.text.examples import examples
 
 
-@click.command(params=[*run.params])
+@click.command(
+    params=[*run.params],
+    epilog=examples("capflow record recording", "capflow record recording --model demo --prompts prompts.jsonl"),
+)
 @click.argument("path")
 @click.option(
     "--capture",

@@ -5,9 +5,14 @@ from __future__ import annotations
 import click
 
 from capflow.errors import UsageError, explain
+from capflow.text.examples import examples
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "capflow rollouts --model demo --prompts prompts.jsonl --vector glad=glad.safetensors --out answers.jsonl"
+    )
+)
 @click.option("--model", required=True, metavar="MODEL", help="A model's directory or name, or `demo`.")
 @click.option("--prompts", required=True, metavar="FILE", help='JSON Lines: {"id": "…", "prompt": "…"}.')
 @click.option("--out", required=True, metavar="FILE", help="A .jsonl or .parquet file; what it has is not done again.")

@@ -16,6 +16,7 @@ import click
 from capflow import limits
 from capflow.buffers.policy import FALLBACKS, POLICIES_OF_WORKERS
 from capflow.steering.divergence import ON_DIVERGENCE
+from capflow.text.examples import examples
 
 if TYPE_CHECKING:
     from capflow.cli.hub.running import HubRun
@@ -38,7 +39,13 @@ def _failures_in_its_log(command: Callable[..., None]) -> Callable[..., None]:
     return run_it
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "capflow run --consumer filesystem:root=rows",
+        "capflow run --consumer filesystem:root=rows --model demo --prompts prompts.jsonl",
+        "capflow run --consumer duckdb:path=scores.duckdb,probes=happy.safetensors --metrics-address 9400",
+    )
+)
 @click.option(
     "--consumer",
     "consumers",

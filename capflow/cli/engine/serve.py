@@ -30,15 +30,30 @@ def serve(arguments: tuple[str, ...]) -> None:
     if "--help" in arguments or "-h" in arguments:
         click.echo(help_text().rstrip())
         return
-    if any(one.startswith("--help=") for one in arguments):
-        require("vllm", "capflow serve")
-        os.execv(sys.executable, [sys.executable, "-m", "capflow_engine.serve.server", *arguments])  # noqa: S606
+    for argument in arguments:
+        if argument.startswith("--help="):
+            _help(argument)
+            return
     hub, rest = hub_options().parse_known_args(list(arguments))
     engine, others = engine_options().parse_known_args(rest)
     if not others:
         raise UsageError(explain("MODEL", got="none", expected="capflow serve MODEL"))
     require("vllm", "capflow serve")
     sys.exit(_serve(hub, engine, rest))
+
+
+def _help(argument: str) -> None:
+    """Show the help that `--help=NAME` asks for; only vLLM's takes its time to import vLLM."""
+    from capflow.serve_options import help_about, help_text
+
+    name = argument.removeprefix("--help=")
+    if about := help_about(name):
+        click.echo(about)
+        return
+    if name.casefold() == "all":
+        click.echo(f"{help_text()}\nThe options of vLLM:\n")
+    require("vllm", "capflow serve")
+    os.execv(sys.executable, [sys.executable, "-m", "capflow_engine.serve.server", argument])  # noqa: S606
 
 
 def _serve(hub: Namespace, engine: Namespace, arguments: list[str]) -> int:

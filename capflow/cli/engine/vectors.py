@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from capflow.capture.site import HOOK_ALIASES, HOOKS, hook_named
+from capflow.text.examples import examples
 
 
 @click.group()
@@ -12,7 +13,9 @@ def vectors() -> None:
     """Make steering vectors."""
 
 
-@vectors.command()
+@vectors.command(
+    epilog=examples("capflow vectors fit --model demo --pairs pairs.jsonl --layers 9 --out glad.safetensors")
+)
 @click.option("--model", required=True, metavar="MODEL", help="A model's directory or name, or `demo`.")
 @click.option("--pairs", required=True, metavar="FILE", help='JSON Lines: {"positive": "…", "negative": "…"}.')
 @click.option("--out", required=True, metavar="FILE", help="The .safetensors file to write.")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from capflow.cli.hub.address import engine_option, hub_options
+from capflow.text.examples import examples
 
 if TYPE_CHECKING:
     from capflow.steering.action import Action
@@ -27,7 +28,7 @@ def _leased(command: Any) -> Any:
     return command
 
 
-@click.command()
+@click.command(epilog=examples("capflow steer REQUEST --vector mood.safetensors --site post_block:9 --scale 2"))
 @click.argument("request")
 @_engine
 @click.option("--vector", required=True, metavar="FILE.safetensors[:KEY]", help="The vector, [hidden_size].")
@@ -52,7 +53,7 @@ def steer(request: str, engine: str, vector: str, site: str, scale: float, **opt
     _act(Steer(request, (made,), engine=engine, **lease), hub)
 
 
-@click.command()
+@click.command(epilog=examples("capflow unsteer REQUEST"))
 @click.argument("request")
 @_engine
 @hub_options
@@ -63,7 +64,7 @@ def unsteer(request: str, engine: str, **hub: Any) -> None:
     _act(Unsteer(request, engine=engine), hub)
 
 
-@click.command()
+@click.command(epilog=examples("capflow abort REQUEST"))
 @click.argument("request")
 @_engine
 @hub_options
@@ -74,7 +75,7 @@ def abort(request: str, engine: str, **hub: Any) -> None:
     _act(Abort(request, engine=engine), hub)
 
 
-@click.command()
+@click.command(epilog=examples("capflow gain global 0.5", "capflow gain request 0 --request REQUEST"))
 @click.argument("owner")
 @click.argument("scale", type=float)
 @click.option("--request", default="", metavar="ID", help="The running request; by default all, running and later.")
@@ -95,7 +96,7 @@ def gain(owner: str, scale: float, request: str, engine: str, **options: Any) ->
 _all_engines = engine_option("The engine to act on; by default all engines of the hub.")
 
 
-@click.command()
+@click.command(epilog=examples("capflow freeze", "capflow freeze --engine NAME"))
 @_all_engines
 @hub_options
 def freeze(engine: str, **hub: Any) -> None:
@@ -105,7 +106,7 @@ def freeze(engine: str, **hub: Any) -> None:
     _act(Freeze(engine=engine), hub)
 
 
-@click.command()
+@click.command(epilog=examples("capflow unfreeze"))
 @_all_engines
 @hub_options
 def unfreeze(engine: str, **hub: Any) -> None:
@@ -115,7 +116,7 @@ def unfreeze(engine: str, **hub: Any) -> None:
     _act(Unfreeze(engine=engine), hub)
 
 
-@click.command()
+@click.command(epilog=examples("capflow act - < actions.jsonl"))
 @click.argument("file", type=click.File("rb"))
 @hub_options
 def act(file: Any, **hub: Any) -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from capflow.text.examples import examples
+
 if TYPE_CHECKING:
     from capflow.buffers.spool import Lost
     from capflow.hub.lanes.dead_letters import Found
@@ -27,7 +29,7 @@ def dead() -> None:
     """
 
 
-@dead.command("list")
+@dead.command("list", epilog=examples("capflow spool dead list DIRECTORY"))
 @_directory
 @_json
 def list_(directory: Path, as_json: bool) -> None:
@@ -52,7 +54,7 @@ def list_(directory: Path, as_json: bool) -> None:
     Console().print(table)
 
 
-@dead.command()
+@dead.command(epilog=examples("capflow spool dead show DIRECTORY 1"))
 @_directory
 @click.argument("letter", type=click.IntRange(min=1))
 @_json
@@ -78,7 +80,7 @@ def show(directory: Path, letter: int, as_json: bool) -> None:
             click.echo(f"{name}: {clean(', '.join(value) if isinstance(value, list) else value, 10_000)}")
 
 
-@dead.command()
+@dead.command(epilog=examples("capflow spool dead drop DIRECTORY --through 3"))
 @_directory
 @click.option("--through", type=click.IntRange(min=1), metavar="LETTER", help="Only the letters up to this one.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
@@ -95,7 +97,7 @@ def drop(directory: Path, through: int | None, yes: bool) -> None:
     click.echo(f"removed {drop(directory, through)} dead letters")
 
 
-@dead.command()
+@dead.command(epilog=examples("capflow spool dead replay DIRECTORY --consumer filesystem:root=again"))
 @_directory
 @click.option(
     "--consumer",

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from capflow.text.examples import examples
+
 if TYPE_CHECKING:
     from capflow.cli.logs import Format
     from capflow.plugins.configure import ConfiguredConsumer
@@ -19,7 +21,12 @@ if TYPE_CHECKING:
 _SPEED_MIN, _SPEED_MAX = 1e-3, 1e6
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "capflow replay recording --consumer filesystem:root=again",
+        "capflow replay rows --consumer dashboard --steps-per-s 20 --stay",
+    )
+)
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option(
     "--consumer",

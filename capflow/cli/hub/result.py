@@ -8,6 +8,7 @@ import click
 
 from capflow import limits
 from capflow.cli.hub.address import KEY_HELP, engine_option
+from capflow.text.examples import examples
 from capflow.text.printable import printable
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from capflow.capture.result import CaptureResult
 
 
-@click.command()
+@click.command(epilog=examples("capflow result REQUEST --wait 30 --json"))
 @click.argument("ids", nargs=-1, required=True, metavar="ID...")
 @click.option(
     "--wait",

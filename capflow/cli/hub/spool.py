@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from capflow.cli.hub.dead import dead
+from capflow.text.examples import examples
 
 _directory = click.argument("directory", type=click.Path(path_type=Path))
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -23,7 +24,7 @@ def spool() -> None:
 spool.add_command(dead)
 
 
-@spool.command()
+@spool.command(epilog=examples("capflow spool inspect DIRECTORY"))
 @_directory
 @_json
 def inspect(directory: Path, as_json: bool) -> None:
@@ -31,7 +32,7 @@ def inspect(directory: Path, as_json: bool) -> None:
     _show(_report(directory), as_json)
 
 
-@spool.command()
+@spool.command(epilog=examples("capflow spool verify DIRECTORY --json"))
 @_directory
 @_json
 def verify(directory: Path, as_json: bool) -> None:
@@ -45,7 +46,7 @@ def verify(directory: Path, as_json: bool) -> None:
     sys.exit(1 if report["lost"] or (requests and requests["incomplete"] and not report["in_use"]) else 0)
 
 
-@spool.command()
+@spool.command(epilog=examples("capflow spool purge DIRECTORY --yes"))
 @_directory
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def purge(directory: Path, yes: bool) -> None:

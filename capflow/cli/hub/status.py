@@ -5,9 +5,10 @@ from __future__ import annotations
 import click
 
 from capflow.cli.hub.address import hub_options
+from capflow.text.examples import examples
 
 
-@click.command()
+@click.command(epilog=examples("capflow status", "capflow status --json"))
 @hub_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def status(address: str | None, key: str | None, insecure: bool, as_json: bool) -> None:

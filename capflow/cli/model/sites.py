@@ -12,10 +12,11 @@ from rich.table import Table
 from capflow.capture.site import HOOKS
 from capflow.cli.model.child import last_event
 from capflow.extras import require
+from capflow.text.examples import examples
 from capflow.text.printable import printable
 
 
-@click.command()
+@click.command(epilog=examples("capflow sites Qwen/Qwen3-8B --sites 'post_block:*' --sites mlp_in:12"))
 @click.argument("model")
 @click.option(
     "--sites", multiple=True, metavar="HOOK:LAYER", help="Sites to tap; * is every layer. Default: post_block:*."

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from capflow.text.examples import examples
+
 if TYPE_CHECKING:
     from capflow.cli.probe.fitting import Judgement
     from capflow.probes.linear import Method
@@ -58,7 +60,11 @@ def probe() -> None:
     """Fit a probe on labelled captures, evaluate one, or convert one from SAELens."""
 
 
-@probe.command()
+@probe.command(
+    epilog=examples(
+        "capflow probe fit rows --labels labels.csv --positive glad --site post_block:12 --out glad.safetensors"
+    )
+)
 @_labelled
 @click.option("--site", required=True, metavar="HOOK:LAYER", help="The site to fit on, such as post_block:12.")
 @click.option("--out", required=True, type=_PATH, metavar="FILE", help="The .safetensors file to write.")
@@ -116,7 +122,9 @@ def fit(
     click.echo(f"capflow: wrote {out}, fitted on {len(fitted.requests)} requests", err=True)
 
 
-@probe.command("eval")
+@probe.command(
+    "eval", epilog=examples("capflow probe eval rows glad.safetensors --labels others.jsonl --positive glad")
+)
 @_labelled
 @click.argument("file", type=_PATH, metavar="PROBE")
 def evaluate(data: Path, labels: Path, positive: str | None, positions: str, as_json: bool, file: Path) -> None:
@@ -138,7 +146,7 @@ def evaluate(data: Path, labels: Path, positive: str | None, positions: str, as_
     _print(fitting.judge(rows, scorer), "labelled", as_json)
 
 
-@probe.command()
+@probe.command(epilog=examples("capflow probe sae my-sae --features 17,2048 --pool max --out emotions.safetensors"))
 @click.argument("directory", type=_PATH, metavar="DIRECTORY")
 @click.option("--out", required=True, type=_PATH, metavar="FILE", help="The .safetensors file to write.")
 @click.option("--features", metavar="NUMBERS", help="The features to convert, such as 17,2048. Default: all.")

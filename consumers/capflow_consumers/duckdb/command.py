@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 from capflow import limits
+from capflow.text.examples import examples
 from capflow.text.printable import printable
 
 if TYPE_CHECKING:
@@ -23,7 +24,12 @@ if TYPE_CHECKING:
 FORMATS = ("table", "csv", "jsonl", "arrow")
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        'capflow query "SELECT request_id, text, score FROM top_tokens LIMIT 20"',
+        'capflow query "FROM fired" --path scores.duckdb --format jsonl > fired.jsonl',
+    )
+)
 @click.argument("sql")
 @click.option(
     "--path",

@@ -10,12 +10,13 @@ import click
 from capflow.capture.site import Site
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.extras import require
+from capflow.text.examples import examples
 from capflow_consumers.dataset.reader import open_dataset
 
 _CONTEXT_SIZE = 128
 
 
-@click.command()
+@click.command(epilog=examples("capflow export rows as-files --to safetensors"))
 @click.argument("path", type=click.Path(path_type=Path))
 @click.argument("dest", type=click.Path(path_type=Path))
 @click.option("--to", "format", type=click.Choice(["saelens", "safetensors"]), required=True, help="The format.")

@@ -11,6 +11,7 @@ import click
 import msgspec
 
 from capflow.errors import CapflowError
+from capflow.text.examples import examples
 from capflow.text.printable import printable
 from capflow_consumers.dataset.reader import open_dataset
 from capflow_consumers.inspect.survey import SiteSurvey, Survey, Surveyor
@@ -23,7 +24,7 @@ _LISTED_MAX = 10
 _WIDTH = 120
 
 
-@click.command()
+@click.command(epilog=examples("capflow inspect rows", "capflow inspect rows --png norms.png"))
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--png", type=click.Path(path_type=Path), metavar="FILE", help="Draw norms by layer and position.")

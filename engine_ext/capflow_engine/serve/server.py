@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -23,11 +24,12 @@ from typing import Any, NoReturn
 from capflow import limits
 from capflow.capture.model import ModelInfo
 from capflow.errors import CapflowError, UsageError, explain
-from capflow.serve_options import engine_options
+from capflow.serve_options import engine_options, flags
 from capflow.steering.request import Steering
 from capflow.system.runtime import private_directory
 from capflow.text.engine_name import new_engine
 from capflow.text.printable import printable
+from capflow.text.suggestion import did_you_mean
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import model as compat_model
 from capflow_engine.compat import processor
@@ -114,11 +116,12 @@ def _vllm_arguments(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace]:
 
     class VLLMParser(FlexibleArgumentParser):  # type: ignore[misc]
         def error(self, message: str) -> NoReturn:
-            raise UsageError(explain(message.removeprefix("argument "), do="see `capflow serve --help=all`"))
+            do = f"{_meant(message, options)} see `capflow serve --help=all`".lstrip()
+            raise UsageError(explain(message.removeprefix("argument "), do=do))
 
     parser = VLLMParser(prog="capflow")
     serve = ServeSubcommand()
-    serve.subparser_init(parser.add_subparsers(required=True))
+    options = serve.subparser_init(parser.add_subparsers(required=True))
     try:
         args = parser.parse_args(["serve", *arguments])
     except UsageError:
@@ -138,6 +141,15 @@ def _vllm_arguments(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace]:
                 explain(flag, got=str(getattr(args, name)), expected="to be left out; capflow brings its own")
             )
     return serve, args
+
+
+def _meant(message: str, parser: argparse.ArgumentParser) -> str:
+    """Return a question for the closest options, if the error message of a parser is about an unknown option."""
+    unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+    if unknown is None:
+        return ""
+    theirs = (flag for action in parser._actions for flag in action.option_strings)  # noqa: SLF001  no other way
+    return did_you_mean(unknown[1], [*flags(), *theirs])
 
 
 def _check_free(args: argparse.Namespace) -> None:
