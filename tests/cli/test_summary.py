@@ -13,10 +13,14 @@ from capflow.cli.engine import job as jobs
 from capflow.cli.engine.job import ModelJob
 from capflow.cli.engine.prompts import Prompt
 from capflow.cli.engine.summary import print_summary
+from capflow.cli.hub import running as runs
 from capflow.cli.hub.running import HubRun
 from capflow.hub.counts import EngineCounts
 from capflow.plugins.configure import configure_all, load_plugins
 from capflow.transport.address import private_address
+from tests.kit.frames import make_frame
+from tests.kit.hubs import worker_link
+from tests.kit.waiting import eventually
 
 DONE = {"id": "a", "prompt_tokens": 5, "tokens": 3, "steering_applied": None}
 
@@ -50,7 +54,8 @@ def test_each_command_is_whole_and_on_a_line_of_its_own(run, out, tmp_path):
     assert [shlex.split(line) for line in lines[begin + 1 : begin + 3]] == [
         ["capflow", "inspect", str(root)] for root in roots
     ]
-    assert "1 requests, 5 prompt and 3 generated" in out.getvalue()
+    title = " ".join(out.getvalue().partition("┏")[0].split())
+    assert "1 requests, 5 prompt and 3 generated tokens in 2.0 s (2 generated tok/s on average), 7 rows" in title
 
 
 def test_a_command_has_the_path_of_a_program_that_the_shell_does_not_find(run, out, tmp_path, monkeypatch):
@@ -90,3 +95,15 @@ def test_a_line_of_progress_comes_once_in_a_while_and_says_something_new(run, ou
     lines = [line for line in out.getvalue().splitlines() if re.match(r"capflow: stage", line)]
     assert 2 <= len(lines) <= lasted_s / every_s + 1
     assert out.getvalue().count("capflow: this is slow\n") == 1
+
+
+def test_the_rates_of_a_job_are_those_of_the_last_seconds(run, monkeypatch):
+    monkeypatch.setattr(runs, "_RATE_S", 0.5)
+    job = made_job()
+    with run("log") as running, worker_link(running.hub.address) as link:
+        assert jobs._rates(running, job) == ""
+        job.ready = True
+        frame = make_frame(step_tokens=10**9)
+        assert link.send(frame.header, frame.payload) is None
+        eventually(lambda: re.match(r"[1-9]\d+ tok/s  \d+ rows/s", jobs._rates(running, job)))
+        eventually(lambda: jobs._rates(running, job).startswith("0 tok/s  0 rows/s  0 B/s"))

@@ -14,12 +14,14 @@ import termios
 import time
 from fcntl import ioctl
 
+import msgspec
 import pytest
 
-from capflow.cli.hub.rates import History, Rates
+from capflow.cli.hub.rates import History, Rates, RecentRate
 from capflow.cli.hub.top import screen
 from capflow.cli.hub.view import view
 from capflow.cli.units import human_bytes, human_count, human_seconds
+from capflow.hub.hub import Hub
 from capflow.transport.client import Client
 from capflow.transport.links.worker import Staged
 from tests.kit.frames import make_finished, make_frame, make_hello
@@ -157,6 +159,31 @@ class TestRates:
             history.add({**statuses[1], "uptime_s": 100.0 + second, "rows": 10 * second})
         assert history.rates.hub.rows == 10
         assert len(history._statuses) < 10
+
+
+class TestRecentRate:
+    @pytest.fixture
+    def rates_of(self):
+        """Return a function: the tokens a second at each of the samples, which are pairs of a time and a count."""
+        before = Hub("ipc:///never", []).snapshot()
+
+        def rates(*samples):
+            recent = RecentRate(5)
+            return [recent.update(at, msgspec.structs.replace(before, tokens=tokens)).tokens for at, tokens in samples]
+
+        return rates
+
+    def test_is_over_the_last_seconds(self, rates_of):
+        assert rates_of((0, 0), (1, 100), (2, 200)) == [0, 100, 100]
+        assert rates_of(*((at, 100 * at) for at in range(50)), (50, 4900), (52, 4900), (54, 4900))[-4:] == [
+            100,
+            80,
+            40,
+            0,
+        ]
+
+    def test_is_that_since_the_last_sample_if_that_is_longer_ago(self, rates_of):
+        assert rates_of((0, 0), (1, 1000), (100, 1000), (200, 1500)) == [0, 1000, 0, 5]
 
 
 @pytest.mark.parametrize(

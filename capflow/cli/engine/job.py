@@ -97,8 +97,8 @@ class ModelJob:
     done: list[dict[str, Any]] = field(default_factory=list)
     # How long the requests took, once all are done.
     generated_s: float | None = None
-    # When the engine took its first request, on the monotonic clock.
-    ready_at: float | None = None
+    # Whether the model is loaded and the prompts run.
+    ready: bool = False
     _process: subprocess.Popen[bytes] | None = None
     _reader: threading.Thread | None = None
     _error: CapflowError | None = None
@@ -222,7 +222,7 @@ class ModelJob:
                     self.notices.append(str(event["message"]))
                 case "ready":
                     self.info = msgspec.convert(event["info"], ModelInfo)
-                    self.stage, self.ready_at = "running", time.monotonic()
+                    self.stage, self.ready = "running", True
                 case "done":
                     self.done.append(event)
                 case "end":
@@ -313,7 +313,7 @@ def _show_notices(running: HubRun, job: ModelJob) -> None:
 
 def _show_line(running: HubRun, job: ModelJob, rates: str, seconds: float) -> None:
     """Print a line of progress where there is no terminal. The seconds make each line new, also while nothing moves."""
-    of = f", {len(job.done)} of {len(job.prompts)} requests" if job.ready_at is not None else ""
+    of = f", {len(job.done)} of {len(job.prompts)} requests" if job.ready else ""
     line = f"{job.stage}{of}, {seconds:.0f} s  {rates}".rstrip()
     done, total = len(job.done), len(job.prompts)
     running.tell("progress", line, stage=job.stage, done=done, of=total, seconds=round(seconds, 1))
@@ -339,12 +339,11 @@ def _check_specs(running: HubRun, job: ModelJob, num_layers: int, sites: tuple[S
 
 
 def _rates(running: HubRun, job: ModelJob) -> str:
-    if job.ready_at is None:
+    now, rate = running.hub.snapshot(), running.rate()
+    if not job.ready:
         return ""
-    now = running.hub.snapshot()
-    seconds = max(time.monotonic() - job.ready_at, 1e-3)
     return (
-        f"{now.tokens / seconds:.0f} tok/s  {now.rows / seconds:.0f} rows/s  {human_bytes(now.bytes / seconds)}/s  "
+        f"{rate.tokens:.0f} tok/s  {rate.rows:.0f} rows/s  {human_bytes(rate.bytes)}/s  "
         f"queued {human_bytes(now.queued_bytes)}  dropped {now.rows_lost}  spilled {now.spilled}"
     )
 

@@ -71,7 +71,7 @@ def _title(running: HubRun, done: Sequence[Done], seconds: float, received: Engi
     steered = sum(map(_steered, done))
     return (
         f"{len(done)} requests, {prompt_tokens} prompt and {tokens} generated tokens in "
-        f"{seconds:.1f} s: {tokens / seconds:.0f} generated tok/s, {received.rows} rows, "
+        f"{seconds:.1f} s ({tokens / seconds:.0f} generated tok/s on average), {received.rows} rows, "
         f"{human_bytes(received.bytes)}, {running.hub.snapshot().rows_lost} dropped"
         + (f", {steered} requests steered" if steered else "")
     )

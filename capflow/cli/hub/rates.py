@@ -1,10 +1,13 @@
-"""Rates between two statuses of a hub, by the hub's own clock."""
+"""Rates of a hub over the last seconds: of a hub elsewhere from its statuses, of one in this process from snapshots."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from capflow.hub.counts import Snapshot
 
 Status = Mapping[str, Any]
 
@@ -78,6 +81,30 @@ class History:
     def rates(self) -> Rates | None:
         """The rates over the window; None if there are fewer than two statuses."""
         return Rates(self._statuses[0], self._statuses[-1]) if len(self._statuses) > 1 else None
+
+
+class RecentRate:
+    """The rate of a hub in this process over the last `window_s` seconds.
+
+    It is the rate since the last call of `update`, if that is longer ago.
+    """
+
+    def __init__(self, window_s: float) -> None:
+        self.window_s = window_s
+        # When each snapshot was taken: those of the window, and the last one before it.
+        self._snapshots: deque[tuple[float, Snapshot]] = deque()
+
+    def update(self, now: float, snapshot: Snapshot) -> Rate:
+        """Add a snapshot; return the rate.
+
+        now: the time of the snapshot on a clock that never goes back, seconds.
+        """
+        self._snapshots.append((now, snapshot))
+        while len(self._snapshots) > 2 and self._snapshots[1][0] <= now - self.window_s:
+            self._snapshots.popleft()
+        since, before = self._snapshots[0]
+        seconds = max(now - since, 1e-3)
+        return Rate(*((getattr(snapshot, name) - getattr(before, name)) / seconds for name in Rate._fields))
 
 
 def _worker(session: Status) -> str:

@@ -8,7 +8,6 @@ import io
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TextIO, cast
@@ -23,6 +22,7 @@ from capflow import limits
 from capflow.buffers.spool import default_root
 from capflow.capture.losses import MEANT
 from capflow.capture.site import Site
+from capflow.cli.hub.rates import Rate, RecentRate
 from capflow.cli.logs import Format, dropped_as_json, dropped_as_text, logger, logs_to
 from capflow.cli.signals import Signals
 from capflow.cli.units import human_bytes
@@ -105,8 +105,7 @@ class HubRun:
         self.endpoint = None if metrics is None else Endpoint(self.hub, *metrics)
         # Whether the consumers handled all their frames.
         self._drained = True
-        # The snapshots of the last `_RATE_S`, and one before them.
-        self._recent: deque[tuple[float, Snapshot]] = deque()
+        self._recent = RecentRate(_RATE_S)
         self._undo = contextlib.ExitStack()
         # Links that send the outboxes of workers of this machine that ended.
         self._former: list[FormerLink] = []
@@ -130,7 +129,7 @@ class HubRun:
             self.hub.start()
             self._undo = undo.pop_all()
         self._former = _former_links(self.hub.address)
-        self._recent.append((time.monotonic(), self.hub.snapshot()))
+        self.rate()
         if not self._shown:
             self.tell("listening", f"listening at {self.hub.address}", address=self.hub.address)
         self._tell_addresses()
@@ -200,6 +199,10 @@ class HubRun:
         failed = any(lane.errors or lane.unkept or lane.gave_up or lane.results["error"] for lane in lanes)
         return self._drained and not failed and not any(lane.dropped.keys() - {"not_recorded"} for lane in lanes)
 
+    def rate(self) -> Rate:
+        """Return the rate of the hub over the last seconds; for that it must be called every second or so."""
+        return self._recent.update(time.monotonic(), self.hub.snapshot())
+
     def wait(self, until: Callable[[], bool] = lambda: False) -> None:
         """Show the rates until `until` returns True or a signal comes."""
         if self.console.is_terminal:
@@ -218,6 +221,7 @@ class HubRun:
         """Yield every `every_s` seconds until `until` returns True or a signal comes; check both every `IDLE_S`."""
         due = time.monotonic() + every_s
         while not until() and not self.stopped.wait(limits.IDLE_S):
+            self.rate()
             if time.monotonic() >= due:
                 due = time.monotonic() + every_s
                 yield
@@ -257,18 +261,13 @@ class HubRun:
         return bool(result and result[0])
 
     def _line(self) -> Text:
-        now, at = self.hub.snapshot(), time.monotonic()
-        self._recent.append((at, now))
-        while len(self._recent) > 2 and self._recent[1][0] <= at - _RATE_S:
-            self._recent.popleft()
-        since, before = self._recent[0]
-        elapsed_s = max(at - since, 1e-3)
+        now, rate = self.hub.snapshot(), self.rate()
         parts = [
             f"{now.sessions} sessions",
             f"requests {now.requests_done} done, {now.requests_open} open",
-            f"{(now.tokens - before.tokens) / elapsed_s:.0f} tok/s",
-            f"{(now.rows - before.rows) / elapsed_s:.0f} rows/s",
-            f"{human_bytes((now.bytes - before.bytes) / elapsed_s)}/s",
+            f"{rate.tokens:.0f} tok/s",
+            f"{rate.rows:.0f} rows/s",
+            f"{human_bytes(rate.bytes)}/s",
             f"queued {human_bytes(now.queued_bytes)}",
             f"dropped {now.rows_lost}",
             *([f"skipped {now.rows_skipped}"] if now.rows_skipped else []),
