@@ -154,6 +154,7 @@ BODY_DRAIN_S_MAX = 30.0
 # What a hub keeps for late questions.
 REFUSED_KEPT_MAX = 256  # refused peers that stay connected; the oldest is closed
 RESULTS_KEPT_MAX = 20_000
+RUNNING_SHOWN_MAX = 50  # open requests in a hub's status; the oldest
 ACTIONS_WAITING_MAX = 4_096
 # Actions that a scheduler remembers until they expire, so that one that comes twice takes effect once.
 ACTIONS_KNOWN_MAX = 65_536

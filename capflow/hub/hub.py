@@ -330,6 +330,7 @@ class Hub:
                 "failed": index.requests_failed,
                 "gapped": index.requests_gapped,
             },
+            "running_requests": index.running(list(roster.engines.values()), now),
             "memory": {"bytes_max": self._exchange.budget.bytes_max, "parts": self.memory()},
             "dropped_rows": dict(index.dropped),
             "spilled": roster.frames_spilled(),

@@ -619,6 +619,42 @@ def test_status_counts_what_went_through(address):
         assert (snapshot.requests_done, snapshot.tokens, snapshot.rows, snapshot.engines) == (1, 6, 6, 1)
 
 
+def test_status_lists_the_oldest_running_requests_of_all_engines(address):
+    most = limits.RUNNING_SHOWN_MAX
+    hellos = [make_hello(f"engine-{number}", boot=f"b{number}") for number in (1, 2)]
+    with (
+        running_hub(address, Recorder()) as hub,
+        worker_link(address, hellos[0]) as one,
+        worker_link(address, hellos[1]) as two,
+        Client(address) as client,
+    ):
+
+        def send(link, step, requests, **fields):
+            hello = hellos[link is two]
+            frame = make_frame(requests, step=step, engine=hello.engine, boot=hello.boot, **fields)
+            assert link.send(frame.header, frame.payload) is None
+
+        send(one, 0, [("a", 4, 0, 4), ("b", 3, 0, 2)])
+        eventually(lambda: hub.counts.frames == 1)
+        send(two, 0, [("c", 4, 0, 4)])
+        eventually(lambda: hub.counts.frames == 2)
+        send(one, 1, [("b", 3, 2, 1), *((f"d{number}", 4, 0, 1) for number in range(most))])
+        eventually(lambda: hub.counts.frames == 3)
+        running = client.status()["running_requests"]
+        assert [each["id"] for each in running] == ["a", "b", "c", *(f"d{number}" for number in range(most - 3))]
+        ages = [each.pop("age_s") for each in running]
+        assert ages == sorted(ages, reverse=True)
+        assert 0 <= ages[-1] <= ages[0] <= client.status()["uptime_s"]
+        assert running[:3] == [
+            {"id": "a", "engine": "engine-1", "prompt_length": 4, "tokens": 4, "rows": 4},
+            {"id": "b", "engine": "engine-1", "prompt_length": 3, "tokens": 3, "rows": 3},
+            {"id": "c", "engine": "engine-2", "prompt_length": 4, "tokens": 4, "rows": 4},
+        ]
+        send(one, 2, [], finished=[make_finished("a", computed_length=4)])
+        eventually(lambda: client.status()["running_requests"][0]["id"] == "b")
+        assert client.status()["requests"]["open"] == most + 2
+
+
 def test_results_of_old_requests_are_forgotten(address, monkeypatch):
     monkeypatch.setattr(limits, "RESULTS_KEPT_MAX", 3)
     with running_hub(address, Recorder()), worker_link(address) as link, Client(address) as client:

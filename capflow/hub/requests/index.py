@@ -7,11 +7,14 @@ was given of a request is in the tally of its lane (`capflow.hub.lanes.tally`).
 
 from __future__ import annotations
 
+import heapq
 import itertools
+import operator
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -43,6 +46,7 @@ _TALLY_BYTES, _NAME_BYTES = 256, 96
 _DROPPED_BYTES, _GAP_BYTES, _GAP_SITE_BYTES = 320, 480, 96
 # The memory of a spec with its key, besides its shares.
 _SPEC_BYTES = 512
+_opened_at_of = operator.attrgetter("opened_at")
 
 
 class Wish(NamedTuple):
@@ -116,6 +120,7 @@ class RequestIndex:
     state: the memory that open requests share.
     results_kept_max: how many requests that are over are kept; None for `limits.RESULTS_KEPT_MAX`.
     results_bytes_max: the memory of requests that are over.
+    clock: tells when a request is opened, seconds.
     """
 
     def __init__(
@@ -124,8 +129,10 @@ class RequestIndex:
         state: Shares,
         results_kept_max: int | None = None,
         results_bytes_max: int = limits.MIB,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state = state
+        self._clock = clock
         self.wishes = tuple(wishes)
         self._groups: Memo[tuple[Share, tuple[Site, ...]], Groups] = Memo(_GROUPS_BYTES_MAX)
         # What consumers want, by model and spec.
@@ -181,6 +188,7 @@ class RequestIndex:
         requests = [request_of(part.id) or self._request(engine, part, rank) for part in header.requests]
         for request, part, rows in zip(requests, header.requests, frame.counts, strict=True):
             request.prompt_length = part.prompt_length
+            request.tokens = part.start + len(part.token_ids)
             received = request.received
             if stage in received:
                 received[stage] += rows
@@ -358,6 +366,16 @@ class RequestIndex:
         newest = self._requests.get((name_of(engine), request))
         return [newest] if newest is not None and is_of(newest.engine, engine) else []
 
+    @staticmethod
+    def running(engines: Iterable[KnownEngine], now: float) -> list[dict[str, Any]]:
+        """Return the oldest open requests of engines, oldest first, as plain JSON values; any thread may call this.
+
+        There are at most `limits.RUNNING_SHOWN_MAX`. Each engine has its requests in the order in which they came.
+        """
+        oldest = [list(itertools.islice(engine.open.values(), limits.RUNNING_SHOWN_MAX)) for engine in engines]
+        requests = heapq.nsmallest(limits.RUNNING_SHOWN_MAX, itertools.chain(*oldest), key=_opened_at_of)
+        return [request.as_running(now) for request in requests]
+
     def newest(self, key: tuple[str, str]) -> Request | None:
         """Return the newest request of an engine's name and an id; None where it is forgotten."""
         return self._requests.get(key)
@@ -456,6 +474,7 @@ class RequestIndex:
         return msgspec.structs.replace(finished, dropped=dropped)
 
     def _add(self, request: Request, engine: KnownEngine) -> None:
+        request.opened_at = self._clock()
         engine.open[request.id] = self._requests[request.key] = request
         self.kept.remove(request.key)
         self._lost.pop((engine.name, request.id), None)

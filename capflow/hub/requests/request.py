@@ -9,6 +9,7 @@ from capflow.capture.losses import Losses
 from capflow.capture.model import ModelInfo
 from capflow.capture.result import CaptureResult
 from capflow.capture.site import Site, mask_of
+from capflow.hub.counts import age_s
 from capflow.hub.requests.share import Share
 from capflow.protocol.row_format import RowFormat
 from capflow.steering.action import Answered
@@ -84,6 +85,7 @@ class Request:
         "id",
         "lost",
         "nbytes",
+        "opened_at",
         "prompt_length",
         "received",
         "replica",
@@ -92,6 +94,7 @@ class Request:
         "status",
         "strangers",
         "tags",
+        "tokens",
     )
 
     def __init__(
@@ -118,6 +121,10 @@ class Request:
         # Names in its capture that no consumer here has.
         self.strangers = strangers
         self.prompt_length = 0
+        # When it was opened, on the monotonic clock.
+        self.opened_at = 0.0
+        # The position after the last one of which rows came: how many tokens are computed, at least.
+        self.tokens = 0
         # Received rows, by pipeline stage.
         self.received: dict[int, int] = {}
         # By pipeline stage: sites, and the first position that came.
@@ -135,6 +142,20 @@ class Request:
     def key(self) -> tuple[str, str]:
         """The name of its engine, and its id."""
         return name_of(self.engine), self.id
+
+    def as_running(self, now: float) -> dict[str, Any]:
+        """Return how far it is, as plain JSON values.
+
+        now: the time on the monotonic clock, seconds.
+        """
+        return {
+            "id": self.id,
+            "engine": self.engine,
+            "age_s": age_s(self.opened_at, now),
+            "prompt_length": self.prompt_length,
+            "tokens": self.tokens,
+            "rows": sum(self.received.values()),
+        }
 
     def settle(self, consumer: int, result: CaptureResult) -> None:
         """Note what a consumer made of it."""
