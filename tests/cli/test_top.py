@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import itertools
 import json
 import os
 import re
@@ -16,10 +18,13 @@ from fcntl import ioctl
 
 import msgspec
 import pytest
+from rich.cells import cell_len
+from rich.console import Console
 
+from capflow.cli.fitted import SortOrder
 from capflow.cli.hub.rates import History, Rates, RecentRate
-from capflow.cli.hub.top import screen
-from capflow.cli.hub.view import view
+from capflow.cli.hub.screen import Screen, ordered
+from capflow.cli.hub.view import OLDEST_FIRST, SORTS, clean, sections, stacked, view
 from capflow.cli.units import human_bytes, human_count, human_seconds
 from capflow.hub.hub import Hub
 from capflow.transport.client import Client
@@ -33,6 +38,8 @@ from tests.kit.waiting import eventually
 __all__ = ["address"]
 
 EVIL = "e\x1b[2J\x07\u202egine"
+REQUEST = "r2\x1b[2J" + "-with-a-long-name" * 4
+TITLES = ("worker", "consumer", "request")
 
 
 def send(link, *args, **kwargs):
@@ -51,11 +58,22 @@ def capflow(tmp_path, *arguments):
     )
 
 
+def table(text, title):
+    """Return the lines of a table: its titles, its rows, and its caption."""
+    lines = text.splitlines()
+    first = next(number for number, line in enumerate(lines) if re.match(rf"{title}( [▾▴])?  ", line))
+    return list(itertools.takewhile(str.strip, lines[first:]))
+
+
+def words_of(line):
+    return re.split(r" {2,}", re.sub(r"([━─]) +", r"\1 ", line).strip())
+
+
 @pytest.fixture(scope="module")
 def statuses(tmp_path_factory):
     """Two statuses of a hub that has one of everything; more frames passed before the second."""
     full = Recorder("full", held=True)
-    bad = Recorder("a-consumer-with-a-long-name", fails_on=["r1"])
+    bad = Recorder("a-consumer-with-a-long-name", fails_on=["r1", REQUEST])
     staged = Staged(1000, 5000, {"queue_full": 12_345_678})
     with (
         running_hub(f"ipc://{tmp_path_factory.mktemp('h')}/h", bad, configured(full, "drop", 1)) as hub,
@@ -67,7 +85,8 @@ def statuses(tmp_path_factory):
         before = client.status()
         for step in range(1, 5):
             send(link, [("r1", 4, step * 4, 4)], engine=EVIL, step=step)
-        eventually(lambda: hub.lanes[0].frames == 5)
+        send(link, [(REQUEST, 4, 0, 4)], engine=EVIL, step=5)
+        eventually(lambda: hub.lanes[0].frames == 6)
         eventually(lambda: any(s["role"] == "worker" and s["worker"] for s in client.status()["sessions"]))
         yield before, client.status()
 
@@ -78,7 +97,7 @@ class TestTheView:
         assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
         for words in (
             "not ready",
-            "a-consumer-with-a…",
+            "a-consumer-with-a-long-name  block",
             "full",
             "12.3M",
             "consumer_queue_full",
@@ -89,10 +108,73 @@ class TestTheView:
             assert words in text
         assert "failed at each of its last 3 frames" in text
 
+    @pytest.mark.parametrize("width", [30, 40, 60, 80, 100, 120, 200])
+    def test_leaves_out_whole_columns_where_there_is_no_room(self, statuses, width):
+        wide, text = (shown(view(statuses[1], Rates(*statuses)), columns) for columns in (1000, width))
+        assert max(map(len, text.splitlines())) <= width
+        for title in TITLES:
+            all_titles, titles = (words_of(table(each, title)[0]) for each in (wide, text))
+            assert set(titles) <= set(all_titles)
+            assert titles == all_titles or width < 200
+            for every, row in zip(table(wide, title)[1:], table(text, title)[1:], strict=True):
+                cells = dict(zip(all_titles, words_of(every), strict=True))
+                assert words_of(row)[1:] == [cells[each] for each in titles[1:]]
+
+    def test_has_what_matters_most_in_60_columns_and_more_in_wider_ones(self, statuses):
+        titles = {
+            (width, title): words_of(table(shown(view(statuses[1], Rates(*statuses)), width), title)[0])
+            for width in (60, 80)
+            for title in TITLES
+        }
+        assert titles[60, "worker"] == ["worker", "rows/s", "its queue", "dropped"]
+        assert titles[60, "consumer"] == ["consumer", "rows/s", "queue", "dropped", "errors"]
+        assert titles[60, "request"] == ["request", "age ▾", "tokens", "tok/s", "rows"]
+        assert titles[80, "worker"] == [
+            "worker",
+            "pp/dp/tp",
+            "rows/s",
+            "credit used",
+            "its queue",
+            "dropped",
+            "last",
+        ]
+        assert titles[80, "request"] == ["request", "engine", "age ▾", "prompt", "tokens", "tok/s", "rows", "rows/s"]
+
     def test_shows_nothing_that_a_terminal_obeys(self, statuses):
         text = shown(view(statuses[1], Rates(*statuses)), 200)
         assert r"e\x1b[" in text
         assert all(c.isprintable() or c == "\n" for c in text)
+
+    def test_of_requests(self, statuses):
+        seconds = statuses[1]["uptime_s"] - statuses[0]["uptime_s"]
+        first, second = (words_of(row) for row in table(shown(view(statuses[1], Rates(*statuses)), 200), "request")[1:])
+        assert (first[0], second[0]) == ("r1", clean(REQUEST))
+        assert first[3:] == ["4", "20", human_count(16 / seconds), "20", human_count(16 / seconds)]
+        assert second[3:] == ["4", "4", "0", "4", "0"]
+
+    def test_of_a_thousand_requests_lists_some_and_counts_the_others(self, statuses):
+        (first, _) = statuses[1]["running_requests"]
+        many = {
+            **statuses[1],
+            "requests": {**statuses[1]["requests"], "open": 1000},
+            "running_requests": [{**first, "id": f"q{n}"} for n in range(50)],
+        }
+        rows = table(shown(view(many, None)), "request")
+        assert [row.split()[0] for row in rows[1:-1]] == [f"q{n}" for n in range(10)]
+        assert rows[-1].strip() == "and 40 more, 950 newer ones that are not listed"
+
+    def test_of_a_hub_that_lists_no_requests(self, statuses):
+        old = {key: value for key, value in statuses[1].items() if key not in ("running_requests", "notices")}
+        text = shown(view(old, Rates(old, old)))
+        assert "requests 2 open" in text
+        assert "tokens" not in text
+
+    def test_of_names_in_characters_that_are_two_cells_wide(self, statuses):
+        (first, _) = statuses[1]["running_requests"]
+        named = {**statuses[1], "running_requests": [{**first, "id": "長" * 60}]}
+        text = shown(view(named, Rates(*statuses)), 60)
+        assert max(map(cell_len, text.splitlines())) <= 60
+        assert re.search(r"^長+ ?… +\d", text, re.MULTILINE)
 
     def test_of_nothing(self, address):
         with running_hub(address, Recorder()) as hub:
@@ -106,7 +188,7 @@ class TestTheView:
         now = statuses[1]
         (worker,) = [s for s in now["sessions"] if s["role"] == "worker"]
         many = {**now, "sessions": [{**worker, "rank": [0, n, 0]} for n in range(50)]}
-        text = shown(view(many, None, rows_max=5))
+        text = shown(stacked(sections(many, None, rows_max=5).values()))
         assert text.count("test-model") == 1
         assert len(re.findall(r"0/\d+/0", text)) == 5
         assert "and 45 more" in text
@@ -125,23 +207,105 @@ class TestTheView:
         assert re.search(r"client 00ff +7 +2\.9 MiB +2\n", text)
         assert "skipped" not in shown(view(statuses[1], None))
 
-    def test_of_a_hub_that_is_gone_keeps_what_it_was(self, statuses):
+
+class TestTheScreen:
+    @pytest.fixture
+    def history(self, statuses):
         history = History(5)
-        history.add(statuses[1])
-        text = shown(screen("ipc:///x", history, (75.0, "why"), height=24))
+        for status in statuses:
+            history.add(status)
+        return history
+
+    def drawn(self, history, gone=None, order=OLDEST_FIRST, size=(80, 24)):
+        width, height = size
+        console = Console(width=width, height=height, file=io.StringIO(), color_system=None, legacy_windows=False)
+        console.print(Screen("ipc:///x", history, gone, order), end="")
+        return console.file.getvalue()
+
+    def test_of_a_hub_that_is_gone_keeps_what_it_was(self, history):
+        text = self.drawn(history, (75.0, "why"))
         assert "no answer for 1 m 15 s; waiting" in text
         assert "consumer_queue_full" in text
-        assert "why" in shown(screen("ipc:///x", History(5), (75.0, "why"), height=24))
+        assert "why" in self.drawn(History(5), (75.0, "why"))
+        assert "connecting" in self.drawn(History(5))
+
+    @pytest.mark.parametrize("size", [(60, 24), (80, 24), (120, 40), (200, 50), (40, 12), (20, 5)])
+    def test_has_the_size_of_the_terminal_and_the_keys_in_its_last_line(self, history, size):
+        lines = self.drawn(history, size=size).split("\n")
+        assert len(lines) == size[1]
+        assert max(map(len, lines)) <= size[0]
+        assert lines[-1].startswith("q leaves")
+        assert lines[0].startswith("capflow ")
+
+    def test_gives_the_requests_the_room_that_is_left(self, statuses, history):
+        (first, _) = statuses[1]["running_requests"]
+        history.add(
+            {
+                **statuses[1],
+                "uptime_s": statuses[1]["uptime_s"] + 1,
+                "requests": {**statuses[1]["requests"], "open": 50},
+                "running_requests": [{**first, "id": f"q{n}"} for n in range(50)],
+                "notices": ["a notice"],
+            }
+        )
+        small, tall = (self.drawn(history, size=(80, height)) for height in (24, 100))
+        assert "a notice" not in small
+        assert "a notice" in tall
+        shown_in_small, shown_in_tall = (len(re.findall(r"^q\d+ ", text, re.MULTILINE)) for text in (small, tall))
+        assert 5 <= shown_in_small < 50
+        assert f"and {50 - shown_in_small} more" in small
+        assert small.split("\n")[-3].startswith("and ")
+        assert shown_in_tall == 50
+
+    def test_sorts_by_each_column_in_turn(self, statuses, history):
+        (one, _), sorts = statuses[1]["running_requests"], []
+        values = {"a": (9.0, 30, 5), "b": (5.0, 20, 40), "c": (1.0, 10, 30)}
+        history.add(
+            {
+                **statuses[1],
+                "uptime_s": statuses[1]["uptime_s"] + 1,
+                "running_requests": [
+                    {**one, "id": name, "age_s": age, "tokens": tokens, "rows": rows}
+                    for name, (age, tokens, rows) in values.items()
+                ],
+            }
+        )
+        order = OLDEST_FIRST
+        for _ in SORTS:
+            text = self.drawn(history, order=order)
+            names = "".join(row.split()[0] for row in table(text, "request")[1:])
+            backwards = self.drawn(history, order=ordered(order, "r"))
+            sorts.append((order.by, names, "".join(row.split()[0] for row in table(backwards, "request")[1:])))
+            assert f"s sorts: {order.by} ▾" in text
+            assert f"s sorts: {order.by} ▴" in backwards
+            order = ordered(order, "s")
+        assert order == OLDEST_FIRST
+        assert sorts == [
+            ("age", "abc", "cba"),
+            ("tokens", "abc", "cba"),
+            ("rows/s", "abc", "abc"),
+            ("rows", "bca", "acb"),
+            ("dropped", "abc", "abc"),
+            ("queue", "abc", "abc"),
+            ("name", "abc", "cba"),
+        ]
+        assert ordered(order, "x") == order
+
+    def test_sorts_consumers_too(self, history):
+        names = [row.split()[0] for row in table(self.drawn(history, order=SortOrder("dropped")), "consumer")[1:]]
+        assert [name[:4] for name in names] == ["full", "a-co"]
+        names = [row.split()[0] for row in table(self.drawn(history, order=SortOrder("rows/s")), "consumer")[1:]]
+        assert [name[:4] for name in names] == ["a-co", "full"]
 
 
 class TestRates:
     def test_are_what_went_through_by_the_hubs_own_clock(self, statuses):
         before, now = statuses
         rates, seconds = Rates(before, now), now["uptime_s"] - before["uptime_s"]
-        assert rates.hub.rows == pytest.approx(16 / seconds, rel=1e-3)
-        assert rates.hub.bytes == pytest.approx(16 * 32 / seconds, rel=1e-3)
+        assert rates.hub.rows == pytest.approx(20 / seconds, rel=1e-3)
+        assert rates.hub.bytes == pytest.approx(20 * 32 / seconds, rel=1e-3)
         (worker,) = [s for s in now["sessions"] if s["role"] == "worker"]
-        assert rates.worker(worker).rows == pytest.approx(16 / seconds, rel=1e-3)
+        assert rates.worker(worker).rows == pytest.approx(20 / seconds, rel=1e-3)
         assert rates.consumer("full").rows == 0
         assert json.loads(json.dumps(rates.as_json()))["hub"]["rows"] == rates.hub.rows
 
@@ -229,11 +393,11 @@ class TestForScripts:
 
 
 class Terminal:
-    """`capflow top` in a terminal of 80 by 24. `text` is what it wrote, without what moves the cursor."""
+    """`capflow top` in a terminal. `text` is what it wrote, without what moves the cursor."""
 
-    def __init__(self, address, home):
+    def __init__(self, address, home, width=80, height=24):
         self.end, end_of_it = os.openpty()
-        ioctl(end_of_it, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        ioctl(end_of_it, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
         self.before = termios.tcgetattr(end_of_it)
         self.text = ""
         variables = {k: v for k, v in environment(home, TERM="xterm-256color").items() if k not in ("COLUMNS", "LINES")}
@@ -316,3 +480,23 @@ class TestLive:
         terminal.process.send_signal(number)
         assert terminal.left() == 0
         assert "Traceback" not in terminal.text
+
+    @pytest.mark.parametrize("width", [60, 120])
+    def test_lists_requests_in_the_terminals_width_and_sorts_them_by_a_key(self, address, tmp_path, width):
+        with (
+            hub_process(address, tmp_path),
+            worker_link(address) as link,
+            contextlib.closing(Terminal(address, tmp_path, width=width)) as terminal,
+        ):
+            send(link, [("first", 4, 0, 2), ("second", 4, 0, 4)])
+            terminal.sees("second ")
+            eventually(lambda: terminal.shows("s sorts: age ▾"))
+            os.write(terminal.end, b"ss")
+            terminal.sees("s sorts: rows/s ▾")
+            os.write(terminal.end, b"s")
+            terminal.sees("s sorts: rows ▾")
+            terminal.sees("r reverses")
+            assert re.search(r"second .*\n.*first ", terminal.text)
+            assert max(map(len, terminal.text.splitlines())) <= width
+            os.write(terminal.end, b"q")
+            assert terminal.left() == 0

@@ -21,7 +21,7 @@ class Rate(NamedTuple):
 
 
 class Rates:
-    """The rates of a hub, its consumers and its workers between two of its statuses, `before` and `now`."""
+    """The rates of a hub, its consumers, workers and requests between two of its statuses, `before` and `now`."""
 
     def __init__(self, before: Status, now: Status) -> None:
         self._seconds = max(now["uptime_s"] - before["uptime_s"], 1e-3)
@@ -32,6 +32,10 @@ class Rates:
             for session in now["sessions"]
             if session["role"] == "worker"
         }
+        past = {_request(one): one for one in before.get("running_requests", ())}
+        self._requests = {
+            _request(one): self._rate(past.get(_request(one)), one) for one in now.get("running_requests", ())
+        }
         self.hub = self._rate(before, now)
 
     def consumer(self, name: str) -> Rate:
@@ -41,6 +45,10 @@ class Rates:
     def worker(self, session: Status) -> Rate:
         """Return the rate of a worker's session."""
         return self._workers.get(_worker(session), Rate())
+
+    def request(self, request: Status) -> Rate:
+        """Return the rate of a running request."""
+        return self._requests.get(_request(request), Rate())
 
     def as_json(self) -> dict[str, Any]:
         """Return all rates as plain JSON values; a worker's key is `ENGINE PP/DP/TP`."""
@@ -105,6 +113,10 @@ class RecentRate:
         since, before = self._snapshots[0]
         seconds = max(now - since, 1e-3)
         return Rate(*((getattr(snapshot, name) - getattr(before, name)) / seconds for name in Rate._fields))
+
+
+def _request(request: Status) -> tuple[str, str]:
+    return request["engine"], request["id"]
 
 
 def _worker(session: Status) -> str:

@@ -1,4 +1,4 @@
-"""`capflow top`: a running hub's sessions, queues, credit, drops and rates, live in the terminal."""
+"""`capflow top`: a running hub's requests, queues, credit, losses and rates, live in the terminal."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from capflow.cli.hub.address import hub_options
 from capflow.text.examples import examples
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from capflow.cli.hub.rates import History
     from capflow.transport.client import Client
 
@@ -28,7 +26,6 @@ _EVERY_S = 1.0
 _WINDOW_S = 5.0  # the window of the rates
 _ANSWER_S = 3.0  # how long the hub may take to answer
 _KEYS_S = 0.25  # how often keys are read and the view is drawn
-_LINES_ELSE = 16  # lines of the screen besides the rows of workers and consumers
 _LEAVE = ("q", "Q", "\x03", "\x04", "\x1b")
 
 
@@ -37,10 +34,10 @@ _LEAVE = ("q", "Q", "\x03", "\x04", "\x1b")
 @click.option("--once", is_flag=True, help="Print one table, with the rates of a second, and end.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with the rates of a second, and end.")
 def top(address: str | None, key: str | None, insecure: bool, once: bool, as_json: bool) -> None:
-    """Watch a running hub: sessions, queues, credit, drops and rates.
+    """Watch a running hub: requests, queues, credit, losses, and rates over the last five seconds.
 
-    q or Ctrl-C leaves. If the hub ends, the view waits for it to come back. Without a terminal this is the same as
-    --once.
+    s sorts by the next column, r reverses the order, q or Ctrl-C leaves. A narrow terminal has fewer columns. If the
+    hub ends, the view waits for it to come back. Without a terminal this is the same as --once.
     """
     from capflow.transport.client import Client
 
@@ -124,42 +121,28 @@ def _live(client: Callable[[], Client]) -> None:
     from rich.live import Live
 
     from capflow.cli.hub.rates import History
+    from capflow.cli.hub.screen import Screen, ordered
+    from capflow.cli.hub.view import OLDEST_FIRST
 
-    console = Console()
+    order = OLDEST_FIRST
     with (
         _signals() as came,
         _Feed(client, History(_WINDOW_S)) as feed,
         _keys() as keys,
-        Live(console=console, screen=True, auto_refresh=False) as live,
+        Live(console=Console(), screen=True, auto_refresh=False) as live,
     ):
         while not came:
             with feed.lock:
-                live.update(screen(feed.address, feed.history, _gone(feed), height=console.height), refresh=True)
-            if any(key in _LEAVE for key in _pressed(keys)):
-                return
+                live.update(Screen(feed.address, feed.history, _gone(feed), order), refresh=True)
+            for key in _pressed(keys):
+                if key in _LEAVE:
+                    return
+                order = ordered(order, key)
 
 
 def _gone(feed: _Feed) -> tuple[float, str] | None:
     """Return for how many seconds the hub has not answered, and why; None if it answers."""
     return None if feed.gone_since is None else (time.monotonic() - feed.gone_since, feed.why)
-
-
-def screen(address: str, history: History, gone: tuple[float, str] | None, *, height: int) -> RenderableType:
-    """Return the content of the screen."""
-    from rich.console import Group
-    from rich.text import Text
-
-    from capflow.cli.hub.view import clean, view
-    from capflow.cli.units import human_seconds
-
-    status = history.now
-    keys = Text("\nq leaves", "dim")
-    if status is None:
-        waiting = f"no answer for {human_seconds(gone[0])}; waiting\n{clean(gone[1])}" if gone else "connecting"
-        return Group(Text(f"capflow  {clean(address)}", "bold"), Text(waiting, "red" if gone else "dim"), keys)
-    note = None if gone is None else Text(f"no answer for {human_seconds(gone[0])}; waiting", "bold red")
-    rows_max = max(3, height - _LINES_ELSE - len(status["consumers"]))
-    return Group(view(status, history.rates, rows_max=rows_max, note=note), keys)
 
 
 @contextlib.contextmanager

@@ -5,54 +5,83 @@ Invariant: no name that a peer chose moves the terminal. Control characters are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.styled import Styled
 from rich.text import Text
 
+from capflow.cli.fitted import Column, FittedTable, LineOfParts, SortOrder, TableRow
 from capflow.cli.hub.rates import Rates
 from capflow.cli.units import human_bytes, human_count, human_seconds
+from capflow.text.engine_name import name_of
 from capflow.text.printable import printable
+
+REQUESTS_SHOWN = 10
+"""How many requests are shown where nobody says how many."""
+
+SORTS = ("age", "tokens", "rows/s", "rows", "dropped", "queue", "name")
+"""The columns by which rows can be sorted. Each table has some of them."""
+
+OLDEST_FIRST = SortOrder("age")
 
 _METER_CELLS = 6
 _FULL_SHARE = 0.9  # a queue or credit above this share is shown as full
 _LAG_S = 5.0  # a consumer with more lag is shown as behind
-_NAME_LENGTH = 18
 _KIND_LENGTH_MIN = 4
-_MODELS_LENGTH = 28
+_MODELS_LENGTH = 48
 _NOTICE_LENGTH = 400
 _SPOOL = "spool"  # the key of a spool in the status of a consumer or a worker
 
 Status = Mapping[str, Any]
 
 
-def view(
-    status: Status, rates: Rates | None, *, rows_max: int | None = None, note: Text | None = None
-) -> RenderableType:
+def view(status: Status, rates: Rates | None) -> RenderableType:
     """Return the tables of a hub's status.
 
     rates: the rates to show; None leaves their columns out.
+    """
+    return stacked(sections(status, rates).values())
+
+
+def sections(
+    status: Status,
+    rates: Rates | None,
+    *,
+    rows_max: int | None = None,
+    requests_max: int = REQUESTS_SHOWN,
+    order: SortOrder = OLDEST_FIRST,
+    note: Text | None = None,
+) -> dict[str, RenderableType]:
+    """Return the parts of a hub's status by name, `hub` first. Those without rows are left out.
+
+    rates: the rates to show; None leaves their columns out.
     rows_max: the largest number of rows in the tables of workers, spools and taps.
-    note: shown in place of the hub's state, if the hub does not answer.
+    requests_max: the largest number of requests.
+    order: the order of the rows, in the tables that have its column.
+    note: shown in place of the hub's state, if the hub does not answer; the other parts are dim then.
     """
     workers = [session for session in status["sessions"] if session["role"] == "worker"]
-    head = _head(status, note)
-    parts: list[RenderableType] = [_sum(status, rates), *_troubles(status)]
+    parts: dict[str, RenderableType] = {"hub": Group(_head(status, note), *_sum(status, rates), *_troubles(status))}
     if workers:
-        parts += [Text(), _workers(workers, rates, rows_max)]
+        parts["workers"] = _workers(workers, rates, order, rows_max)
     if status["consumers"]:
-        parts += [Text(), _consumers(status["consumers"], rates)]
+        parts["consumers"] = _consumers(status["consumers"], rates, order)
+    if status.get("running_requests"):  # hubs of earlier versions send none
+        parts["requests"] = _requests(status, rates, order, requests_max)
     if spools := list(_spools(status)):
-        parts += [Text(), _spool_table(spools[:rows_max], len(spools))]
+        parts["spools"] = _spool_table(spools, order, rows_max)
     if status["taps"]:
-        parts += [Text(), _taps(status["taps"], rows_max)]
-    if note is None:
-        return Group(head, *parts)
-    old = Table.grid()
-    old.add_row(Group(*parts), style="dim")
-    return Group(head, old)
+        parts["taps"] = _taps(status["taps"], order, rows_max)
+    if notices := status.get("notices"):  # hubs of earlier versions send none
+        parts["notices"] = Text("\n".join(clean(notice, _NOTICE_LENGTH) for notice in notices), "yellow")
+    return parts if note is None else {name: Styled(part, "dim") for name, part in parts.items()}
+
+
+def stacked(parts: Iterable[RenderableType]) -> Group:
+    """Return the parts one below the other, with an empty line between two."""
+    return Group(*[each for part in parts for each in (Text(), part)][1:])
 
 
 def clean(text: object, length: int = 200) -> str:
@@ -61,49 +90,40 @@ def clean(text: object, length: int = 200) -> str:
     return line if len(line) <= length else line[: length - 1] + "…"
 
 
-def _short(name: str) -> str:
+def _short(name: str, length: int) -> str:
     """Return a consumer's name shortened for a table; the instance's name is kept, which tells two instances apart."""
     kind, at, instance = name.rpartition("@")
-    if len(name) <= _NAME_LENGTH or not at:
-        return clean(name, _NAME_LENGTH)
-    instance = clean(instance, _NAME_LENGTH - len(at) - _KIND_LENGTH_MIN)
-    return clean(kind, _NAME_LENGTH - len(at) - len(instance)) + at + instance
+    if len(name) <= length or not at:
+        return clean(name, length)
+    instance = clean(instance, max(1, length - len(at) - _KIND_LENGTH_MIN))
+    return clean(kind, max(1, length - len(at) - len(instance))) + at + instance
 
 
-def _head(status: Status, note: Text | None) -> Table:
+def _head(status: Status, note: Text | None) -> LineOfParts:
     state = note
     if state is None:
         state = Text("not ready", "bold red") if status["problems"] else Text("ready", "bold green")
-    grid = Table.grid(expand=True, padding=(0, 1))
-    grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
-    grid.add_column(no_wrap=True, justify="right")
-    up = (f"up {human_seconds(status['uptime_s'])}  ", "dim") if note is None else ""
-    grid.add_row(
-        Text.assemble(("capflow ", "bold"), clean(status["version"]), "  ", clean(status["address"])),
-        Text.assemble(up, state),
+    up = Text(f"up {human_seconds(status['uptime_s'])}", "dim") if note is None else ""
+    return LineOfParts(
+        Text.assemble(("capflow ", "bold"), clean(status["version"])), state, up, clean(status["address"])
     )
-    return grid
 
 
-def _sum(status: Status, rates: Rates | None) -> Text:
+def _sum(status: Status, rates: Rates | None) -> Iterator[LineOfParts]:
+    """Yield the lines with the sums of the hub."""
     requests = status["requests"]
-    text = Text()
-    if rates is not None:
-        hub = rates.hub
-        text.append(f"{human_count(hub.tokens)} tok/s   {human_count(hub.rows)} rows/s   ", "bold")
-        text.append(f"{human_bytes(hub.bytes)}/s   ", "bold")
-    text.append(f"last frame {_ago(status['last_frame_age_s'])}\n")
-    text.append(f"requests {human_count(requests['open'])} open, {human_count(requests['done'])} done")
+    hub = [] if rates is None else [f"{human_count(rates.hub.tokens)} tok/s", f"{human_count(rates.hub.rows)} rows/s"]
+    hub += [] if rates is None else [f"{human_bytes(rates.hub.bytes)}/s"]
+    yield LineOfParts(*(Text(part, "bold") for part in hub), f"last frame {_ago(status['last_frame_age_s'])}")
+    text = Text(f"requests {human_count(requests['open'])} open, {human_count(requests['done'])} done")
     for word in ("failed", "gapped"):
         if requests[word]:
             text.append(f", {human_count(requests[word])} {word}", "red")
-    text.append(f"   {memory}" if (memory := _memory(status)) else "")
     roles = [session["role"] for session in status["sessions"]]
     engines = len({session["engine"] for session in status["sessions"] if session["role"] != "client"})
+    peers = f"{_plural(engines, 'engine')}, {_plural(roles.count('worker'), 'worker')}"
     models = ", ".join(sorted({str(session["model"]) for session in status["sessions"] if "model" in session}))
-    text.append(f"   {_plural(engines, 'engine')}, {_plural(roles.count('worker'), 'worker')}")
-    text.append(f" of {clean(models, _MODELS_LENGTH)}" if models else "")
-    return text
+    yield LineOfParts(text, _memory(status), peers, f"model {clean(models, _MODELS_LENGTH)}" if models else "")
 
 
 def _memory(status: Status) -> str:
@@ -125,8 +145,6 @@ def _memory(status: Status) -> str:
 def _troubles(status: Status) -> Iterator[Text]:
     for problem in status["problems"]:
         yield Text(clean(problem), "red")
-    for notice in status.get("notices", ()):  # hubs of earlier versions send none
-        yield Text(clean(notice, _NOTICE_LENGTH), "yellow")
     lost = [(reason, rows, "") for reason, rows in status["dropped_rows"].items()]
     for name, consumer in status["consumers"].items():
         lost += [(reason, rows, f" ({name})") for reason, rows in consumer["dropped_rows"].items()]
@@ -135,100 +153,179 @@ def _troubles(status: Status) -> Iterator[Text]:
         yield Text(f"rows lost: {text}" + (f" and {len(lost) - 6} more" if len(lost) > 6 else ""), "red")
 
 
-def _workers(workers: Sequence[Status], rates: Rates | None, rows_max: int | None) -> Table:
-    table = _table("worker", "pp/dp/tp", *(() if rates is None else ("rows/s", "bytes/s")))
-    for column in ("credit used", "its queue", "dropped", "last"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for session in workers[:rows_max]:
-        counts = session["worker"]
+def _workers(workers: Sequence[Status], rates: Rates | None, order: SortOrder, rows_max: int | None) -> FittedTable:
+    columns = [
+        Column("worker", 0, "name"),
+        Column("pp/dp/tp", 5, left=True),
+        Column("rows/s", 1, "rows/s"),
+        Column("bytes/s", 7),
+        Column("credit used", 4),
+        Column("its queue", 2, "queue"),
+        Column("dropped", 3, "dropped"),
+        Column("last", 6),
+        Column("rows", 8, "rows"),
+        Column("frames", 9),
+    ]
+    rows = []
+    for session in workers:
+        counts, rate = session["worker"], None if rates is None else rates.worker(session)
         window = session["held_bytes"] + session["credit_bytes"]
         dropped = 0 if counts is None else sum(counts["dropped_rows"].values())
-        cells: list[RenderableType] = [clean(session["engine"], 8), "/".join(map(str, session["rank"]))]
-        if rates is not None:
-            rate = rates.worker(session)
-            cells += [human_count(rate.rows), human_bytes(rate.bytes)]
-        cells += [
+        cells = (
+            "/".join(map(str, session["rank"])),
+            "" if rate is None else human_count(rate.rows),
+            "" if rate is None else human_bytes(rate.bytes),
             _meter(session["held_bytes"], window),
             Text("?", "dim") if counts is None else _meter(counts["queued_bytes"], counts["queue_bytes_max"]),
             Text(human_count(dropped), "red" if dropped else ""),
             _ago(session["last_frame_age_s"]).removesuffix(" ago"),
-        ]
-        table.add_row(*cells)
-    return _and_more(table, len(workers))
+            human_count(session["rows"]),
+            human_count(session["frames"]),
+        )
+        values = {
+            "name": session["engine"],
+            "rows/s": None if rate is None else rate.rows,
+            "queue": None if counts is None else counts["queued_bytes"] / max(1, counts["queue_bytes_max"]),
+            "dropped": dropped,
+            "rows": session["rows"],
+        }
+        rows.append(TableRow(clean(name_of(session["engine"])), cells, values))
+    return _fitted(columns, rows, rates, order, rows_max)
 
 
-def _consumers(consumers: Mapping[str, Status], rates: Rates | None) -> Table:
-    table = _table("consumer", "policy", *(() if rates is None else ("rows/s", "bytes/s")))
-    for column in ("queue", "lag", "dropped", "errors"):
-        table.add_column(column, justify="right", no_wrap=True)
+def _consumers(consumers: Mapping[str, Status], rates: Rates | None, order: SortOrder) -> FittedTable:
+    columns = [
+        Column("consumer", 0, "name"),
+        Column("policy", 5, left=True),
+        Column("rows/s", 2, "rows/s"),
+        Column("bytes/s", 7),
+        Column("queue", 1, "queue"),
+        Column("lag", 6),
+        Column("dropped", 3, "dropped"),
+        Column("errors", 4),
+        Column("rows", 8, "rows"),
+        Column("frames", 9),
+    ]
+    rows = []
     for name, consumer in consumers.items():
-        dropped = sum(consumer["dropped_rows"].values())
-        cells: list[RenderableType] = [_short(name), clean(consumer["policy"], 8)]
-        if rates is not None:
-            rate = rates.consumer(name)
-            cells += [human_count(rate.rows), human_bytes(rate.bytes)]
-        cells += [
+        dropped, rate = sum(consumer["dropped_rows"].values()), None if rates is None else rates.consumer(name)
+        cells = (
+            clean(consumer["policy"], 8),
+            "" if rate is None else human_count(rate.rows),
+            "" if rate is None else human_bytes(rate.bytes),
             _meter(consumer["queued_bytes"], consumer["queue_bytes_max"]),
             Text(human_seconds(consumer["lag_s"]), "yellow" if consumer["lag_s"] > _LAG_S else ""),
             Text(human_count(dropped), "red" if dropped else ""),
             Text(human_count(consumer["errors"]), "red" if consumer["errors"] else ""),
-        ]
-        table.add_row(*cells, style="red" if consumer["trouble"] else "")
-    return table
+            human_count(consumer["rows"]),
+            human_count(consumer["frames"]),
+        )
+        values = {
+            "name": name,
+            "rows/s": None if rate is None else rate.rows,
+            "queue": consumer["queued_bytes"] / max(1, consumer["queue_bytes_max"]),
+            "dropped": dropped,
+            "rows": consumer["rows"],
+        }
+        rows.append(TableRow(clean(name), cells, values, "red" if consumer["trouble"] else ""))
+    return _fitted(columns, rows, rates, order)
+
+
+def _requests(status: Status, rates: Rates | None, order: SortOrder, rows_max: int) -> FittedTable:
+    columns = [
+        Column("request", 0, "name"),
+        Column("engine", 5, left=True),
+        Column("age", 1, "age"),
+        Column("prompt", 7),
+        Column("tokens", 2, "tokens"),
+        Column("tok/s", 4),
+        Column("rows", 3, "rows"),
+        Column("rows/s", 6, "rows/s"),
+    ]
+    rows = []
+    for request in status["running_requests"]:
+        rate = None if rates is None else rates.request(request)
+        cells = (
+            clean(name_of(request["engine"]), 16),
+            human_seconds(request["age_s"]),
+            human_count(request["prompt_length"]),
+            human_count(request["tokens"]),
+            "" if rate is None else human_count(rate.tokens),
+            human_count(request["rows"]),
+            "" if rate is None else human_count(rate.rows),
+        )
+        values = {
+            "name": request["id"],
+            "age": request["age_s"],
+            "tokens": request["tokens"],
+            "rows": request["rows"],
+            "rows/s": None if rate is None else rate.rows,
+        }
+        rows.append(TableRow(clean(request["id"]), cells, values))
+    newer = status["requests"]["open"] - len(rows)
+    return _fitted(columns, rows, rates, order, rows_max, (max(0, newer), "newer ones that are not listed"))
 
 
 def _spools(status: Status) -> Iterator[tuple[str, Status]]:
     for name, consumer in status["consumers"].items():
         if consumer.get(_SPOOL):
-            yield _short(name), consumer[_SPOOL]
+            yield clean(name), consumer[_SPOOL]
     for session in status["sessions"]:
         if (session.get("worker") or {}).get(_SPOOL):
             yield f"{clean(session['engine'], 8)} {'/'.join(map(str, session['rank']))}", session["worker"][_SPOOL]
 
 
-def _spool_table(spools: Sequence[tuple[str, Status]], count: int) -> Table:
-    table = _table("spool of", "records")
-    for column in ("on disk", "bytes", "lost", "failures"):
-        table.add_column(column, justify="right", no_wrap=True)
+def _spool_table(spools: Sequence[tuple[str, Status]], order: SortOrder, rows_max: int | None) -> FittedTable:
+    columns = [
+        Column("spool of", 0, "name"),
+        Column("records", 4),
+        Column("on disk", 1),
+        Column("bytes", 5),
+        Column("lost", 2),
+        Column("failures", 3),
+    ]
+    rows = []
     for name, spool in spools:
         lost, failures = spool.get("records_lost", 0), spool.get("failures", 0)
-        table.add_row(
-            name,
+        cells = (
             human_count(spool["records"]),
             _meter(spool["bytes"], spool["bytes_max"]),
             human_bytes(spool["bytes"]),
             Text(human_count(lost), "red" if lost else ""),
             Text(human_count(failures), "red" if failures else ""),
         )
-    return _and_more(table, count)
+        rows.append(TableRow(name, cells, {"name": name}))
+    return _fitted(columns, rows, None, order, rows_max)
 
 
-def _taps(taps: Sequence[Status], rows_max: int | None) -> Table:
-    table = _table("tap")
-    for column in ("frames", "bytes", "skipped"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for tap in taps[:rows_max]:
+def _taps(taps: Sequence[Status], order: SortOrder, rows_max: int | None) -> FittedTable:
+    columns = [Column("tap", 0, "name"), Column("frames", 2), Column("bytes", 3), Column("skipped", 1)]
+    rows = []
+    for tap in taps:
         skipped = tap["skipped_frames"]
-        table.add_row(
-            clean(tap["tap"], _NAME_LENGTH + 12),
+        cells = (
             human_count(tap["frames"]),
             human_bytes(tap["bytes"]),
             Text(human_count(skipped), "yellow" if skipped else ""),
         )
-    return _and_more(table, len(taps))
+        rows.append(TableRow(clean(tap["tap"]), cells, {"name": tap["tap"]}))
+    return _fitted(columns, rows, None, order, rows_max)
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold cyan", expand=False)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < 2 else "right", no_wrap=True)
-    return table
-
-
-def _and_more(table: Table, count: int) -> Table:
-    if count > table.row_count:
-        table.caption, table.caption_justify = f"and {count - table.row_count} more", "left"
-    return table
+def _fitted(
+    columns: Sequence[Column],
+    rows: Sequence[TableRow],
+    rates: Rates | None,
+    order: SortOrder,
+    rows_max: int | None = None,
+    unlisted: tuple[int, str] = (0, ""),
+) -> FittedTable:
+    """Return a table; without rates, it has no columns of rates."""
+    shown = [number for number, column in enumerate(columns) if rates is not None or not column.title.endswith("/s")]
+    kept = [row._replace(cells=[row.cells[number - 1] for number in shown if number]) for row in rows]
+    return FittedTable(
+        [columns[number] for number in shown], kept, order=order, shorten=_short, rows_max=rows_max, unlisted=unlisted
+    )
 
 
 def _meter(part: float, whole: float) -> Text:
