@@ -12,12 +12,15 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.text.printable import printable
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Capture and serve": {
@@ -59,6 +62,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "plugin": ("capflow.cli.plugin", "Write a package with a consumer of your own."),
         "keys": ("capflow.cli.keys", "Make keys for TCP, and allow them to connect to a hub."),
         "spool": ("capflow.cli.hub.spool", "Look into a spool, verify it, or empty it."),
+        "completion": ("capflow.cli.completion", "Print a script with which a shell completes commands."),
     },
 }
 """The commands in groups, as the help shows them. Each has its module, in which it has the same name, and its help."""
@@ -105,6 +109,15 @@ class LazyGroup(click.Group):
             raise UsageError(explain(f"No such command '{name}'", do=do))
         return super().resolve_command(ctx, args)
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
+        """Return the commands and options that begin with a text."""
+        from click.shell_completion import CompletionItem
+
+        commands = [
+            CompletionItem(name, help=text) for name, (_, text) in COMMANDS.items() if name.startswith(incomplete)
+        ]
+        return [*commands, *click.Command.shell_complete(self, ctx, incomplete)]
+
     def format_commands(
         self,
         ctx: click.Context,  # noqa: ARG002  click's signature
@@ -142,6 +155,10 @@ def cli() -> None:
 def main() -> NoReturn:
     """Run the command line and exit."""
     try:
+        if "_CAPFLOW_COMPLETE" in os.environ:
+            from capflow.cli.completion import register
+
+            register()
         code = cli.main(prog_name="capflow", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as e:
         click.echo(e.ctx.get_help() if e.ctx is not None else str(e))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from capflow.cli.completion import complete_plugin
 from capflow.extras import install, missing
 from capflow.text.examples import examples
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @click.command(epilog=examples("capflow plugins", "capflow plugins filesystem"))
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=complete_plugin)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list, or with NAME one object.")
 def plugins(name: str | None, as_json: bool) -> None:
     """List the consumers and controllers that are installed, with their options; with NAME, show one in full.

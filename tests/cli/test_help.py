@@ -41,7 +41,7 @@ def test_the_help_ends_with_examples_that_the_command_takes(names):
     examples = examples_of(shown)
     assert examples
     for example in examples:
-        words = shlex.split(re.split(" [<>] ", example)[0])[1:]
+        words = shlex.split(re.split(" [<>|] ", example)[0])[1:]
         command = max((leaf for leaf in LEAVES if tuple(words[: len(leaf)]) == leaf), key=len)
         assert names in ((), command)
         LEAVES[command].make_context(example, words[len(command) :])

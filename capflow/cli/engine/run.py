@@ -15,6 +15,7 @@ import click
 
 from capflow import limits
 from capflow.buffers.policy import FALLBACKS, POLICIES_OF_WORKERS
+from capflow.cli.completion import complete_consumer
 from capflow.steering.divergence import ON_DIVERGENCE
 from capflow.text.examples import examples
 
@@ -51,6 +52,7 @@ def _failures_in_its_log(command: Callable[..., None]) -> Callable[..., None]:
     "consumers",
     multiple=True,
     metavar="NAME[@INSTANCE]:KEY=VALUE,…",
+    shell_complete=complete_consumer,
     help="A consumer or controller and its options; repeatable, the same one as NAME@INSTANCE. See `capflow plugins`.",
 )
 @click.option("--config", type=click.Path(path_type=Path), help="A TOML file with a [[consumer]] table for each.")

@@ -9,19 +9,44 @@ from typing import TYPE_CHECKING
 
 import click
 
+from capflow.cli.completion import complete_consumer
 from capflow.extras import require
 
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     from capflow.cli.hub.running import HubRun
     from capflow.cli.logs import Format
     from capflow.cli.signals import Signals
 
 
+class _Serve(click.Command):
+    """The command, whose options two other parsers read."""
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:  # noqa: ARG002
+        """Return the options of capflow that begin with a text; those of vLLM are known to vLLM only."""
+        from click.shell_completion import CompletionItem
+
+        from capflow.serve_options import flags
+
+        return [CompletionItem(flag) for flag in (*flags(), "--help") if flag.startswith(incomplete)]
+
+
+def _complete_value(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+    """Return the completions of an argument that is no option: of `--consumer`, else files."""
+    from click.shell_completion import CompletionItem
+
+    if (context.params.get("arguments") or [""])[-1] == "--consumer":
+        return complete_consumer(context, parameter, incomplete)
+    return [CompletionItem(incomplete, type="file")]
+
+
 @click.command(
+    cls=_Serve,
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
     add_help_option=False,
 )
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, shell_complete=_complete_value)
 def serve(arguments: tuple[str, ...]) -> None:
     """Serve MODEL with vLLM's OpenAI-compatible server, tapped: `capflow serve MODEL [options of capflow and vLLM]`."""
     from capflow.errors import UsageError, explain

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from capflow.cli.completion import complete_consumer
 from capflow.text.examples import examples
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ def drop(directory: Path, through: int | None, yes: bool) -> None:
     "consumers",
     multiple=True,
     metavar="NAME[@INSTANCE]:KEY=VALUE,…",
+    shell_complete=complete_consumer,
     help="A consumer and its options; may be repeated.",
 )
 @click.option("--config", type=click.Path(path_type=Path), help="A TOML file with a [[consumer]] table for each.")

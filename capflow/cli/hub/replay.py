@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from capflow.cli.completion import complete_consumer
 from capflow.text.examples import examples
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ _SPEED_MIN, _SPEED_MAX = 1e-3, 1e6
     "consumers",
     multiple=True,
     metavar="NAME[@INSTANCE]:KEY=VALUE,…",
+    shell_complete=complete_consumer,
     help="A consumer and its options; may be repeated. See `capflow plugins`.",
 )
 @click.option("--config", type=click.Path(path_type=Path), help="A TOML file with a [[consumer]] table for each.")
