@@ -57,7 +57,7 @@ class FittedTable:
     """A table whose first column is names.
 
     columns: that of the names first.
-    order: rows are sorted if a column has this name.
+    order: by which column the rows are sorted, if the table has it; None leaves them as they are.
     rows_max: the largest number of rows that are shown.
     shorten: returns a name in at most so many cells.
     unlisted: how many rows there are beside `rows`, and words that say which.
@@ -68,14 +68,16 @@ class FittedTable:
         columns: Sequence[Column],
         rows: Sequence[TableRow],
         *,
-        order: SortOrder,
+        order: SortOrder | None,
         shorten: Callable[[str, int], str],
         rows_max: int | None = None,
         unlisted: tuple[int, str] = (0, ""),
     ) -> None:
         self._columns = columns
-        self._rows = _sorted(rows, order) if order.by in {column.sort for column in columns} else list(rows)
-        self._order = order
+        self._mark = "" if order is None else " ▴" if order.reverse else " ▾"
+        self._sort = "" if order is None else order.by
+        has_column = self._sort in {column.sort for column in columns if column.sort}
+        self._rows = _sorted(rows, order) if order is not None and has_column else list(rows)
         self._shorten = shorten
         self._left_out = 0 if rows_max is None else max(0, len(rows) - rows_max)
         self._rows = self._rows[: len(rows) - self._left_out]
@@ -110,8 +112,7 @@ class FittedTable:
         yield table
 
     def _title(self, column: Column) -> str:
-        mark = "▴" if self._order.reverse else "▾"
-        return f"{column.title} {mark}" if column.sort and column.sort == self._order.by else column.title
+        return column.title + self._mark if column.sort and column.sort == self._sort else column.title
 
 
 class LineOfParts:

@@ -417,7 +417,8 @@ def configure(name: str, options: Mapping[str, Any], plugins: Mapping[str, Plugi
     plugin = plugins.get(kind)
     if plugin is None:
         expected = f"one of {', '.join(sorted(plugins)) or 'none installed'}"
-        do = f"{did_you_mean(kind, plugins)} see `capflow plugins`".lstrip()
+        name_only = re.split(r"[^\w-]", kind, maxsplit=1)[0]
+        do = f"{did_you_mean(name_only, plugins)} see `capflow plugins`".lstrip()
         raise UsageError(explain("--consumer", got=kind, expected=expected, do=do))
     if at and not _NAME.fullmatch(instance):
         expected = f"{kind}@ and 1..64 letters, digits, - and _"

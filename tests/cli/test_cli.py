@@ -199,6 +199,7 @@ class TestWhatIsRefused:
             (["run", "extra", "--consumer", "log"], 2, "unexpected extra argument"),
             (["run", "--consumer", "nope"], 2, "--consumer: got nope, expected one of"),
             (["run", "--consumer", "keeep:path=x"], 2, "; did you mean keep? see `capflow plugins`"),
+            (["run", "--consumer", "keep,path=x"], 2, "; did you mean keep? see `capflow plugins`"),
             (["run", "--consumer", "keep:pth=x"], 2, "; did you mean path? see `capflow plugins keep`"),
             (["plugins", "keeep"], 2, "NAME: got keeep, expected one of "),
             (["plugins", "keeep"], 2, "; did you mean keep? `capflow plugins` lists them"),

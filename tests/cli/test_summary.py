@@ -101,9 +101,29 @@ def test_the_rates_of_a_job_are_those_of_the_last_seconds(run, monkeypatch):
     monkeypatch.setattr(runs, "_RATE_S", 0.5)
     job = made_job()
     with run("log") as running, worker_link(running.hub.address) as link:
-        assert jobs._rates(running, job) == ""
+        assert jobs._rates(running, job) == []
         job.ready = True
         frame = make_frame(step_tokens=10**9)
         assert link.send(frame.header, frame.payload) is None
-        eventually(lambda: re.match(r"[1-9]\d+ tok/s  \d+ rows/s", jobs._rates(running, job)))
-        eventually(lambda: jobs._rates(running, job).startswith("0 tok/s  0 rows/s  0 B/s"))
+        eventually(lambda: re.match(r"[1-9]\d+ tok/s", jobs._rates(running, job)[0]))
+        eventually(lambda: jobs._rates(running, job)[:3] == ["0 tok/s", "0 rows/s", "0 B/s"])
+
+
+@pytest.mark.parametrize("width", [50, 80])
+def test_the_progress_of_a_job_is_not_cut_on_a_narrow_terminal(out, width):
+    configured, _ = configure_all(["log"], None, load_plugins())
+    console = Console(file=out, width=width, force_terminal=True, color_system=None, legacy_windows=False)
+    job = made_job(ready=True, stage="running")
+    with HubRun(private_address("summary"), configured, console=console) as running:
+        ended = threading.Event()
+        job._reader = threading.Thread(target=ended.wait)
+        job._reader.start()
+        watching = threading.Thread(target=jobs._watch, args=(running, job))
+        watching.start()
+        eventually(lambda: "spilled 0" in out.getvalue())
+        ended.set()
+        watching.join()
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\n", out.getvalue()).splitlines()
+    assert any(re.search(r"running +0/1 +\d:\d\d:\d\d", line) for line in lines)
+    assert not any("…" in line for line in lines if "/1 " in line or "tok/s" in line)
+    assert max(len(line) for line in lines if "tok/s" in line) <= width

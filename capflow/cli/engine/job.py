@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich.console import Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from capflow import limits
@@ -32,6 +34,7 @@ from capflow.capture.site import Site
 from capflow.capture.spec import Capture, CaptureByConsumer, Wanted, join
 from capflow.cli.engine.prompts import Prompt
 from capflow.cli.engine.summary import print_summary
+from capflow.cli.fitted import LineOfParts
 from capflow.cli.hub.running import HubRun
 from capflow.cli.units import human_bytes
 from capflow.errors import CapflowError, UsageError, explain
@@ -274,19 +277,17 @@ def run_job(running: HubRun, job: ModelJob) -> int:
 
 def _watch(running: HubRun, job: ModelJob) -> None:
     """Show progress until the job's child has ended or a signal came."""
+    console = running.console
     bar = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[rates]}"),
         TimeElapsedColumn(),
-        console=running.console,
-        transient=True,
-        disable=not running.console.is_terminal,
+        console=console,
     )
-    with bar:
-        task = bar.add_task(job.stage, total=len(job.prompts), rates="")
+    task = bar.add_task(job.stage, total=len(job.prompts))
+    with Live(bar, console=console, transient=True) if console.is_terminal else contextlib.nullcontext() as live:
         begun, shown_at = time.monotonic(), -_PLAIN_S
         checked = False
         while job.running and not running.stopped.wait(limits.IDLE_S):
@@ -298,9 +299,11 @@ def _watch(running: HubRun, job: ModelJob) -> None:
                 if engine == job.engine_id:
                     raise UsageError(reason)
             rates = _rates(running, job)
-            bar.update(task, description=job.stage, completed=len(job.done), rates=rates)
             now = time.monotonic()
-            if bar.disable and now - shown_at >= _PLAIN_S:
+            if live is not None:
+                bar.update(task, description=job.stage, completed=len(job.done))
+                live.update(Group(bar, LineOfParts(*rates)))
+            elif now - shown_at >= _PLAIN_S:
                 _show_line(running, job, rates, now - begun)
                 shown_at = now
     _show_notices(running, job)
@@ -311,10 +314,10 @@ def _show_notices(running: HubRun, job: ModelJob) -> None:
         running.tell("notice", job.notices.popleft())
 
 
-def _show_line(running: HubRun, job: ModelJob, rates: str, seconds: float) -> None:
+def _show_line(running: HubRun, job: ModelJob, rates: list[str], seconds: float) -> None:
     """Print a line of progress where there is no terminal. The seconds make each line new, also while nothing moves."""
     of = f", {len(job.done)} of {len(job.prompts)} requests" if job.ready else ""
-    line = f"{job.stage}{of}, {seconds:.0f} s  {rates}".rstrip()
+    line = "  ".join([f"{job.stage}{of}, {seconds:.0f} s", *rates])
     done, total = len(job.done), len(job.prompts)
     running.tell("progress", line, stage=job.stage, done=done, of=total, seconds=round(seconds, 1))
 
@@ -338,14 +341,19 @@ def _check_specs(running: HubRun, job: ModelJob, num_layers: int, sites: tuple[S
     running.check_specs(num_layers, sites)
 
 
-def _rates(running: HubRun, job: ModelJob) -> str:
+def _rates(running: HubRun, job: ModelJob) -> list[str]:
+    """Return the rates of the last seconds and the sums; nothing before the model is loaded."""
     now, rate = running.hub.snapshot(), running.rate()
     if not job.ready:
-        return ""
-    return (
-        f"{rate.tokens:.0f} tok/s  {rate.rows:.0f} rows/s  {human_bytes(rate.bytes)}/s  "
-        f"queued {human_bytes(now.queued_bytes)}  dropped {now.rows_lost}  spilled {now.spilled}"
-    )
+        return []
+    return [
+        f"{rate.tokens:.0f} tok/s",
+        f"{rate.rows:.0f} rows/s",
+        f"{human_bytes(rate.bytes)}/s",
+        f"queued {human_bytes(now.queued_bytes)}",
+        f"dropped {now.rows_lost}",
+        f"spilled {now.spilled}",
+    ]
 
 
 def _results(job: ModelJob) -> dict[str, dict[str, CaptureResult]]:

@@ -22,6 +22,7 @@ from capflow import limits
 from capflow.buffers.spool import default_root
 from capflow.capture.losses import MEANT
 from capflow.capture.site import Site
+from capflow.cli.fitted import LineOfParts
 from capflow.cli.hub.rates import Rate, RecentRate
 from capflow.cli.logs import Format, dropped_as_json, dropped_as_text, logger, logs_to
 from capflow.cli.signals import Signals
@@ -214,7 +215,7 @@ class HubRun:
         for _ in self._turns(until, _PLAIN_S):
             now = self.hub.snapshot()
             if now != shown:
-                self.console.print(self._line(), soft_wrap=True)
+                self.console.print(Text("  ").join(self._parts()), soft_wrap=True)
             shown = now
 
     def _turns(self, until: Callable[[], bool], every_s: float) -> Iterator[None]:
@@ -260,7 +261,10 @@ class HubRun:
                     lane.discard()
         return bool(result and result[0])
 
-    def _line(self) -> Text:
+    def _line(self) -> LineOfParts:
+        return LineOfParts(*self._parts())
+
+    def _parts(self) -> list[Text]:
         now, rate = self.hub.snapshot(), self.rate()
         parts = [
             f"{now.sessions} sessions",
@@ -273,7 +277,7 @@ class HubRun:
             *([f"skipped {now.rows_skipped}"] if now.rows_skipped else []),
             f"spilled {now.spilled}",
         ]
-        return Text("  ".join(parts), style="red" if now.rows_lost else "")
+        return [Text(part, "red" if now.rows_lost else "") for part in parts]
 
     def _tell_left(self) -> None:
         for lane in self.hub.lanes:

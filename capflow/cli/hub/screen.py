@@ -79,6 +79,6 @@ class Screen:
                 del parts[name]
             else:
                 room -= lines
-        if room > 0 and "requests" in parts:
-            parts["requests"] = drawn(requests_max=_REQUESTS_MIN + room)["requests"]
+        if "requests" in parts:
+            parts["requests"] = drawn(requests_max=max(1, _REQUESTS_MIN + room))["requests"]
         return console.render_lines(stacked(parts.values()), options, pad=False)

@@ -51,7 +51,7 @@ def sections(
     *,
     rows_max: int | None = None,
     requests_max: int = REQUESTS_SHOWN,
-    order: SortOrder = OLDEST_FIRST,
+    order: SortOrder | None = None,
     note: Text | None = None,
 ) -> dict[str, RenderableType]:
     """Return the parts of a hub's status by name, `hub` first. Those without rows are left out.
@@ -59,7 +59,7 @@ def sections(
     rates: the rates to show; None leaves their columns out.
     rows_max: the largest number of rows in the tables of workers, spools and taps.
     requests_max: the largest number of requests.
-    order: the order of the rows, in the tables that have its column.
+    order: the order of the rows, in the tables that have its column; None for that of the status.
     note: shown in place of the hub's state, if the hub does not answer; the other parts are dim then.
     """
     workers = [session for session in status["sessions"] if session["role"] == "worker"]
@@ -153,7 +153,9 @@ def _troubles(status: Status) -> Iterator[Text]:
         yield Text(f"rows lost: {text}" + (f" and {len(lost) - 6} more" if len(lost) > 6 else ""), "red")
 
 
-def _workers(workers: Sequence[Status], rates: Rates | None, order: SortOrder, rows_max: int | None) -> FittedTable:
+def _workers(
+    workers: Sequence[Status], rates: Rates | None, order: SortOrder | None, rows_max: int | None
+) -> FittedTable:
     columns = [
         Column("worker", 0, "name"),
         Column("pp/dp/tp", 5, left=True),
@@ -193,7 +195,7 @@ def _workers(workers: Sequence[Status], rates: Rates | None, order: SortOrder, r
     return _fitted(columns, rows, rates, order, rows_max)
 
 
-def _consumers(consumers: Mapping[str, Status], rates: Rates | None, order: SortOrder) -> FittedTable:
+def _consumers(consumers: Mapping[str, Status], rates: Rates | None, order: SortOrder | None) -> FittedTable:
     columns = [
         Column("consumer", 0, "name"),
         Column("policy", 5, left=True),
@@ -231,7 +233,7 @@ def _consumers(consumers: Mapping[str, Status], rates: Rates | None, order: Sort
     return _fitted(columns, rows, rates, order)
 
 
-def _requests(status: Status, rates: Rates | None, order: SortOrder, rows_max: int) -> FittedTable:
+def _requests(status: Status, rates: Rates | None, order: SortOrder | None, rows_max: int) -> FittedTable:
     columns = [
         Column("request", 0, "name"),
         Column("engine", 5, left=True),
@@ -275,7 +277,7 @@ def _spools(status: Status) -> Iterator[tuple[str, Status]]:
             yield f"{clean(session['engine'], 8)} {'/'.join(map(str, session['rank']))}", session["worker"][_SPOOL]
 
 
-def _spool_table(spools: Sequence[tuple[str, Status]], order: SortOrder, rows_max: int | None) -> FittedTable:
+def _spool_table(spools: Sequence[tuple[str, Status]], order: SortOrder | None, rows_max: int | None) -> FittedTable:
     columns = [
         Column("spool of", 0, "name"),
         Column("records", 4),
@@ -298,7 +300,7 @@ def _spool_table(spools: Sequence[tuple[str, Status]], order: SortOrder, rows_ma
     return _fitted(columns, rows, None, order, rows_max)
 
 
-def _taps(taps: Sequence[Status], order: SortOrder, rows_max: int | None) -> FittedTable:
+def _taps(taps: Sequence[Status], order: SortOrder | None, rows_max: int | None) -> FittedTable:
     columns = [Column("tap", 0, "name"), Column("frames", 2), Column("bytes", 3), Column("skipped", 1)]
     rows = []
     for tap in taps:
@@ -316,7 +318,7 @@ def _fitted(
     columns: Sequence[Column],
     rows: Sequence[TableRow],
     rates: Rates | None,
-    order: SortOrder,
+    order: SortOrder | None,
     rows_max: int | None = None,
     unlisted: tuple[int, str] = (0, ""),
 ) -> FittedTable:
