@@ -113,7 +113,9 @@ def _print_list(described: list[dict[str, Any]]) -> None:
             "\n".join(options),
         )
         table.add_row(*map(Text, cells))
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    console.print("`capflow plugins NAME` shows one in full.")
 
 
 def _lacks(plugin: dict[str, Any]) -> str:

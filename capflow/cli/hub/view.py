@@ -5,7 +5,7 @@ Invariant: no name that a peer chose moves the terminal. Control characters are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -230,7 +230,7 @@ def _consumers(consumers: Mapping[str, Status], rates: Rates | None, order: Sort
             "rows": consumer["rows"],
         }
         rows.append(TableRow(clean(name), cells, values, "red" if consumer["trouble"] else ""))
-    return _fitted(columns, rows, rates, order)
+    return _fitted(columns, rows, rates, order, shorten=_short)
 
 
 def _requests(status: Status, rates: Rates | None, order: SortOrder | None, rows_max: int) -> FittedTable:
@@ -297,7 +297,7 @@ def _spool_table(spools: Sequence[tuple[str, Status]], order: SortOrder | None, 
             Text(human_count(failures), "red" if failures else ""),
         )
         rows.append(TableRow(name, cells, {"name": name}))
-    return _fitted(columns, rows, None, order, rows_max)
+    return _fitted(columns, rows, None, order, rows_max, shorten=_short)
 
 
 def _taps(taps: Sequence[Status], order: SortOrder | None, rows_max: int | None) -> FittedTable:
@@ -321,12 +321,13 @@ def _fitted(
     order: SortOrder | None,
     rows_max: int | None = None,
     unlisted: tuple[int, str] = (0, ""),
+    shorten: Callable[[str, int], str] = clean,
 ) -> FittedTable:
     """Return a table; without rates, it has no columns of rates."""
     shown = [number for number, column in enumerate(columns) if rates is not None or not column.title.endswith("/s")]
     kept = [row._replace(cells=[row.cells[number - 1] for number in shown if number]) for row in rows]
     return FittedTable(
-        [columns[number] for number in shown], kept, order=order, shorten=_short, rows_max=rows_max, unlisted=unlisted
+        [columns[number] for number in shown], kept, order=order, shorten=shorten, rows_max=rows_max, unlisted=unlisted
     )
 
 
