@@ -124,16 +124,21 @@ def _live(client: Callable[[], Client]) -> None:
     from capflow.cli.hub.screen import Screen, ordered
     from capflow.cli.hub.view import OLDEST_FIRST
 
-    order = OLDEST_FIRST
+    console, order = Console(), OLDEST_FIRST
+    shown: object = None
     with (
         _signals() as came,
         _Feed(client, History(_WINDOW_S)) as feed,
         _keys() as keys,
-        Live(console=Console(), screen=True, auto_refresh=False) as live,
+        Live(console=console, screen=True, auto_refresh=False) as live,
     ):
         while not came:
             with feed.lock:
-                live.update(Screen(feed.address, feed.history, _gone(feed), order), refresh=True)
+                gone = _gone(feed)
+                content = (feed.history.now, gone, order, console.size)
+                if content != shown:
+                    live.update(Screen(feed.address, feed.history, gone, order), refresh=True)
+            shown = content
             for key in _pressed(keys):
                 if key in _LEAVE:
                     return
