@@ -15,7 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 _GAP = 2
+# Longer names are shortened rather than a column with a rank below `_SPARE_RANK` left out.
 _NAME_LENGTH = 18
+_SPARE_RANK = 7
 # Between the parts of a line.
 _SEPARATOR = "   "
 
@@ -23,7 +25,8 @@ _SEPARATOR = "   "
 class Column(NamedTuple):
     """A column of a table.
 
-    rank: 0 for a column that is never left out. Of the others, that with the highest rank is left out first.
+    rank: 0 for a column that is never left out. Of the others, that with the highest rank is left out first. From 7 on,
+        a column is left out also if names would be shortened otherwise.
     sort: the name by which rows can be sorted by this column; empty if they cannot.
     left: whether it is aligned to the left.
     """
@@ -90,10 +93,13 @@ class FittedTable:
             max([cell_len(title), *(row[number - 1].cell_len for row in cells)]) for number, title in enumerate(titles)
         ]
         name_length = max(map(cell_len, [titles[0], *(row.name for row in self._rows)]))
-        widths[0] = min(name_length, max(_NAME_LENGTH, cell_len(titles[0])))
         shown = list(range(len(titles)))
-        while _total(shown, widths) > options.max_width and (spare := [n for n in shown if self._columns[n].rank]):
-            shown.remove(max(spare, key=lambda number: self._columns[number].rank))
+        # Columns of little importance give way to whole names, and the others to names that can be told apart.
+        for length, rank in ((name_length, _SPARE_RANK), (max(_NAME_LENGTH, cell_len(titles[0])), 1)):
+            widths[0] = min(name_length, length)
+            spare = sorted((n for n in shown if self._columns[n].rank >= rank), key=lambda n: self._columns[n].rank)
+            while spare and _total(shown, widths) > options.max_width:
+                shown.remove(spare.pop())
         widths[0] = max(1, min(name_length, widths[0] + options.max_width - _total(shown, widths)))
         table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold cyan", expand=False)
         for number in shown:
@@ -116,16 +122,16 @@ class FittedTable:
 
 
 class LineOfParts:
-    """Parts in one line. Where they do not fit, the line is broken between two of them."""
+    """Parts in one line. Where they do not fit, it is broken between two of them; a part that is too long is folded."""
 
     def __init__(self, *parts: Text | str) -> None:
         self._parts = [Text(part) if isinstance(part, str) else part for part in parts if part]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        lines = [Text(no_wrap=True, overflow="ellipsis")]
+        lines = [Text(overflow="fold")]
         for part in self._parts:
             if lines[-1] and lines[-1].cell_len + len(_SEPARATOR) + part.cell_len > options.max_width:
-                lines.append(Text(no_wrap=True, overflow="ellipsis"))
+                lines.append(Text(overflow="fold"))
             lines[-1].append(_SEPARATOR if lines[-1] else "").append_text(part)
         yield from lines
 

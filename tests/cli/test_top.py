@@ -138,7 +138,7 @@ class TestTheView:
             "dropped",
             "last",
         ]
-        assert titles[80, "request"] == ["request", "engine", "age", "prompt", "tokens", "tok/s", "rows", "rows/s"]
+        assert titles[80, "request"] == ["request", "engine", "age", "tokens", "tok/s", "rows", "rows/s"]
 
     def test_shows_nothing_that_a_terminal_obeys(self, statuses):
         text = shown(view(statuses[1], Rates(*statuses)), 200)
@@ -175,6 +175,12 @@ class TestTheView:
         text = shown(view(named, Rates(*statuses)), 60)
         assert max(map(cell_len, text.splitlines())) <= 60
         assert re.search(r"^長+ ?… +\d", text, re.MULTILINE)
+
+    def test_of_an_address_that_is_longer_than_a_line_has_all_of_it(self, statuses):
+        address = f"tcp://{'8674530f' * 8}@hub.example:7000"
+        text = shown(view({**statuses[1], "address": address}, None), 60)
+        assert max(map(len, text.splitlines())) <= 60
+        assert address in text.replace("\n", "")
 
     def test_of_nothing(self, address):
         with running_hub(address, Recorder()) as hub:

@@ -124,12 +124,13 @@ def test_long_names_of_instances_are_told_apart(tmp_path):
         for one in consumers_of("log@experiment-number-1", "log@experiment-number-2")
     ]
     with MemoryHub(*log) as hub:
-        shown = Console(width=80, file=io.StringIO(), color_system=None)
         status = {
             f"filesystem@experiment-{n}": hub.hub.status()["consumers"]["log@experiment-number-1"] for n in (1, 2)
         }
-        shown.print(view({**hub.hub.status(), "consumers": status}, None))
-        assert shown.file.getvalue().count("file…@experiment-") == 2
+        for width, kind in ((32, "files…"), (80, "filesystem")):
+            shown = Console(width=width, file=io.StringIO(), color_system=None)
+            shown.print(view({**hub.hub.status(), "consumers": status}, None))
+            assert all(f"{kind}@experiment-{n} " in shown.file.getvalue() for n in (1, 2))
 
 
 class Steady(Controller):
