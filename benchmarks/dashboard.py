@@ -1,8 +1,8 @@
 """The dashboard under load: how far behind it shows, what it costs, and what it does to another consumer.
 
 A process sends the frames of 64 requests, 18 sites of width 64 in bfloat16, at a fixed number of tokens a second. A hub
-gives them to the dashboard, with two probes, and to a consumer that counts its rows. A page in real Chromium follows one
-request and the list. The engine's part is left out: nothing of the dashboard runs in it.
+gives them to the dashboard, with two probes, and to a consumer that counts its rows. A page in real Chromium follows
+one request and the list. The engine's part is left out: nothing of the dashboard runs in it.
 
     python -m benchmarks.dashboard [--seconds 30] [--tokens-per-s 10000] [--minutes 30]
 
@@ -285,8 +285,8 @@ def main() -> None:
     for name, kind in kinds.items():
         figures = Run(asked.tokens_per_s, asked.seconds, **kind).figures
         print(f"{name}:")
-        for what, value in figures.items():
-            print(f"  {what:40} {value:10.2f}")
+        for figure, value in figures.items():
+            print(f"  {figure:40} {value:10.2f}")
 
 
 if __name__ == "__main__":

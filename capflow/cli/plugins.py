@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -58,7 +59,7 @@ def _described(plugin: Plugin) -> dict[str, Any]:
         "package": _package(plugin),
         "missing": missing(plugin.extra) if plugin.extra else [],
         "install": install(plugin.extra) if plugin.extra else "",
-        "doc": inspect.getdoc(plugin) or "",
+        "doc": _description(plugin),
         "config_doc": inspect.getdoc(plugin.Config) or "",
         "options": [
             {
@@ -161,3 +162,8 @@ def _default(value: Any) -> str:
     """Return ` = DEFAULT` as the value of an option is written; nothing without a default."""
     text = "+".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     return "" if value is None or not text else f" = {text.lower() if isinstance(value, bool) else text}"
+
+
+def _description(plugin: type) -> str:
+    """Return a class's docstring without its attributes, which are for programs."""
+    return re.split(r"\n\n(?=[a-z0-9_, ]+: )", inspect.getdoc(plugin) or "")[0]

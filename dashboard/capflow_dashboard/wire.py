@@ -17,7 +17,7 @@ has these keys; a key without news is left out:
 | gone | keys of requests that were dropped from the board |
 | detail | tokens of the selected request: columns `first .. first+count`, at positions `base + column` |
 | health | the hub's counters, as `capflow status --json` prints them |
-| acks | answers to the page's actions: `id`, `state` (applied, rejected, unknown, waiting), `step`, `position`, `reason` |
+| acks | answers to the page's actions: `id`; `state`: applied, rejected, unknown or waiting; `step`, `position`, `reason` |
 | steering | what is held by all pages: `frozen`, and `holds`, each with request, kind, name, mode, ratio and page |
 
 The numbers are the values of `detail`, `[series, count]`: a norm or a score, NaN or infinity if the row has such
@@ -31,7 +31,7 @@ A page sends text, one of these:
 | `{"subscribe": {"request": KEY, "window": [KEY, …], "probe": NAME, "health": BOOL}}` | what it shows |
 | `{"seen": SEQ, "frame_ms": NUMBER}` | it has drawn an update; its 95th percentile of the time of a frame |
 | `{"act": {"id": N, "kind": KIND, …}}` | an action, as `capflow_dashboard.steering.PageAction`; with the right only |
-| `{"alive": NAME}` | it is alive, under a name of its own; what it holds goes on. Once a second while it holds something |
+| `{"alive": NAME}` | its name, and that what it holds goes on; once a second while it holds something |
 """
 
 from __future__ import annotations

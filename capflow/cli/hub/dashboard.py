@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import click
 
 from capflow.cli.hub.address import KEY_HELP
+from capflow.text.examples import examples
 
 if TYPE_CHECKING:
     from capflow.cli.hub.running import HubRun
@@ -34,7 +35,14 @@ _ACT_S = 15.0
 _ACTIONS_AT_ONCE = 256
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "capflow dashboard --open",
+        "capflow dashboard ipc:///run/user/1000/capflow/hub.sock --probe code.safetensors",
+        "capflow dashboard demo-data/rows --open",
+        "capflow dashboard --allow-steering --vector calm=calm.safetensors",
+    )
+)
 @click.argument("target", required=False, metavar="[HUB|PATH]")
 @click.option("--open", "opens", is_flag=True, help="Open the page in a browser.")
 @click.option("--port", type=click.IntRange(0, 65_535), default=8765, show_default=True, help="0 for any free port.")
@@ -67,19 +75,13 @@ def dashboard(
     insecure: bool,
     log_format: Format,
 ) -> None:
-    r"""Show what a model computes, live in a browser.
+    """Show what a model computes, live in a browser.
 
     HUB is the address of a running hub, as the hub prints it; by default the hub at the default address. The hub never
     waits for the dashboard, and the page stays when the hub ends. PATH is a recording (`capflow record`) or a data set
     (the consumer `filesystem`). Ctrl-C ends the dashboard.
-
-    \b
-    Examples:
-      capflow dashboard --open
-      capflow dashboard ipc:///run/user/1000/capflow/hub.sock --probe code.safetensors
-      capflow dashboard demo-data/rows --open
-      capflow dashboard --allow-steering --vector calm=calm.safetensors
     """
+    from capflow.buffers.policy import WhenFull
     from capflow.cli.hub.running import HubRun
     from capflow.errors import UsageError, explain
     from capflow.plugins.configure import configure, load_plugins
@@ -94,7 +96,7 @@ def dashboard(
     if stored is not None:
         if allow_steering:
             raise UsageError(explain("--allow-steering", got=f"with {target}", expected="a hub: nothing runs here"))
-        options["policy"] = "block"
+        options["policy"] = str(WhenFull.BLOCK)
     given = {name: value for name, value in options.items() if value is not None}
     made = cast("ConfiguredConsumer", configure("dashboard", given, load_plugins()))
     running = HubRun(private_address("dashboard"), [made], log_format=log_format, drain_s=0, shown=True)
