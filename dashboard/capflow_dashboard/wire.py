@@ -17,7 +17,7 @@ has these keys; a key without news is left out:
 | gone | keys of requests that were dropped from the board |
 | detail | tokens of the selected request: columns `first .. first+count`, at positions `base + column` |
 | health | the hub's counters, as `capflow status --json` prints them |
-| acks | answers to the page's actions: `id`; `state`: applied, rejected, unknown or waiting; `step`, `position`, `reason` |
+| acks | answers to its actions: `id`; `state`: applied, rejected, unknown or waiting; `step`, `position`, `reason` |
 | steering | what is held by all pages: `frozen`, and `holds`, each with request, kind, name, mode, ratio and page |
 
 The numbers are the values of `detail`, `[series, count]`: a norm or a score, NaN or infinity if the row has such
