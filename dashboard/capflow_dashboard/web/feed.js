@@ -1,77 +1,119 @@
-// The feed: the socket to the server. It reconnects automatically and reports its state.
+// @ts-check
+// Feed: the session and the socket to the server. It reconnects by itself, says in which state it is, and notices when
+// the server falls silent. It does not read messages; those go to `onMessage` as they are.
 
 const WAIT_MS_MIN = 500;
 const WAIT_MS_MAX = 5000;
+/** The server sends a heartbeat each second; after this long without any message it is silent. */
+const SILENT_MS = 3000;
+const CHECK_MS = 250;
 
-/** Return the head and the numbers of a message; the server's module `wire` defines the format. */
-export function decode(buffer) {
-  const length = new DataView(buffer).getUint32(0, true);
-  const head = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
-  return { head, numbers: new Float32Array(buffer, 4 + length) };
-}
+/**
+ * @typedef {"connecting" | "open" | "silent" | "lost" | "ended" | "refused"} LinkState
+ * @typedef {{onOpen: () => void, onMessage: (buffer: ArrayBuffer) => void,
+ *   onState: (state: LinkState, why: string) => void}} Listener
+ */
 
 export class Feed {
-  /**
-   * onOpen(): there is a new connection; the server sends everything again.
-   * onMessage({head, numbers}): a message has arrived.
-   * onState(state, why): the state is live, lost, ended or refused.
-   */
-  constructor({ onOpen, onMessage, onState }) {
-    this.onOpen = onOpen;
-    this.onMessage = onMessage;
-    this.onState = onState;
-    this.wait = WAIT_MS_MIN;
+  /** @param {Listener} listener */
+  constructor(listener) {
+    this.listener = listener;
+    /** @type {LinkState} */
+    this.state = "connecting";
+    this.why = "";
+    /** When the last message came, by `performance.now()`. */
+    this.heardAt = 0;
+    /** @type {WebSocket | null} */
     this.socket = null;
-    // Whether the server has announced its end.
-    this.ended = false;
-    this.connect();
+    this.waitMs = WAIT_MS_MIN;
+    setInterval(() => this.listen(), CHECK_MS);
+  }
+
+  /** Exchange the token of the address for a cookie, then connect. */
+  async start() {
+    const token = /[#&]token=([^&]+)/.exec(location.hash)?.[1];
+    if (token) history.replaceState(null, "", `${location.pathname}#/`);
+    const admitted = await session(token);
+    if (admitted === false) this.say("refused", token ? REFUSED_TOKEN : REFUSED);
+    else this.connect();
   }
 
   connect() {
-    const socket = new WebSocket(`ws://${location.host}/live${location.search}`);
+    const scheme = location.protocol === "https:" ? "wss" : "ws";
+    const socket = new WebSocket(`${scheme}://${location.host}/live`);
     socket.binaryType = "arraybuffer";
     socket.onopen = () => {
       this.socket = socket;
-      this.wait = WAIT_MS_MIN;
-      this.ended = false;
-      this.onState("live", "");
-      this.onOpen();
+      this.heardAt = performance.now();
+      this.say("open", "");
+      this.listener.onOpen();
     };
-    socket.onmessage = (event) => this.onMessage(decode(event.data));
-    socket.onclose = (event) => this.lost(event);
+    socket.onmessage = (event) => {
+      this.heardAt = performance.now();
+      this.waitMs = WAIT_MS_MIN;
+      if (this.state === "silent") this.say("open", "");
+      this.listener.onMessage(event.data);
+    };
+    socket.onclose = (event) => this.close(event);
   }
 
-  select(key) {
-    if (this.socket?.readyState === WebSocket.OPEN) this.socket.send(JSON.stringify({ select: key }));
+  /** @param {object} message */
+  send(message) {
+    if (this.socket?.readyState === WebSocket.OPEN) this.socket.send(JSON.stringify(message));
   }
 
-  async lost(event) {
+  listen() {
+    const silentMs = performance.now() - this.heardAt;
+    if (this.socket && silentMs > SILENT_MS) {
+      this.say("silent", `The dashboard has sent nothing for ${Math.floor(silentMs / 1000)} s. What is shown is old.`);
+    }
+  }
+
+  /** @param {CloseEvent} event */
+  async close(event) {
+    const ended = event.code === 1001 || (this.state === "ended" && !this.socket);
     this.socket = null;
-    this.ended ||= event.code === 1001;
     if (event.code === 1013) {
-      this.onState("refused", `${event.reason}; close one and reload this page.`);
+      this.say("refused", `Too many pages are open${event.reason ? `: ${event.reason}` : ""}. Close one; this page tries again.`);
+    } else if (event.code === 1008) {
+      this.say("refused", `The dashboard closed the connection: ${event.reason || "invalid message"}. Reload the page.`);
       return;
-    }
-    if (await this.isShutOut()) {
-      this.onState("refused", "capflow was restarted with a new token. Open the address that it prints.");
+    } else if ((await session()) === false) {
+      this.say("refused", REFUSED);
       return;
+    } else {
+      this.say(ended ? "ended" : "lost", ended ? ENDED : LOST);
     }
-    this.onState(
-      this.ended ? "ended" : "lost",
-      this.ended
-        ? "capflow has stopped. This is its last state. The page reconnects when capflow returns with the same token."
-        : "The connection to capflow is lost. This is its last state. The page is reconnecting.",
-    );
-    setTimeout(() => this.connect(), this.wait);
-    this.wait = Math.min(this.wait * 2, WAIT_MS_MAX);
+    setTimeout(() => this.connect(), this.waitMs);
+    this.waitMs = Math.min(this.waitMs * 2, WAIT_MS_MAX);
   }
 
-  /** Return whether a server answers and refuses this page's token. */
-  async isShutOut() {
-    try {
-      return (await fetch(location.href, { cache: "no-store" })).status === 403;
-    } catch {
-      return false;
-    }
+  /**
+   * @param {LinkState} state
+   * @param {string} why
+   */
+  say(state, why) {
+    if (state === this.state && why === this.why) return;
+    [this.state, this.why] = [state, why];
+    this.listener.onState(state, why);
+  }
+}
+
+const REFUSED = "This browser is not admitted. Open the link that capflow prints when it starts.";
+const REFUSED_TOKEN = "The link is old: capflow has another token now. Open the link that capflow prints when it starts.";
+const ENDED = "capflow has stopped. This is its last state. The page reconnects when capflow returns.";
+const LOST = "The connection to capflow is lost. This is its last state. The page is reconnecting.";
+
+/**
+ * Return whether the server admits this browser; null if it does not answer.
+ * @param {string} [token]
+ */
+async function session(token) {
+  try {
+    const headers = token ? { Authorization: `Bearer ${decodeURIComponent(token)}` } : undefined;
+    const answer = await fetch("/session", { cache: "no-store", headers });
+    return answer.ok ? true : answer.status === 403 ? false : null;
+  } catch {
+    return null;
   }
 }

@@ -1,141 +1,133 @@
-// Scales: map values to colours, for the tokens and for the heatmap.
+// @ts-check
+// Scale: maps values to one of 64 steps of colour, by a fixed reference. It draws nothing.
 //
-// A value is NaN or infinite if its row is, and -Infinity if there is no row. Medians, ranges and scales leave these
-// values out.
+// Pure: the step of a value depends on the value and on the reference, never on other tokens.
 
-const STEPS = 64;
-const PALETTES = {
-  light: {
-    sequential: ["#f3f6f4", "#cfe5dc", "#93cabf", "#4ea3a6", "#237389", "#1b4a6b", "#152a4a"],
-    diverging: ["#1f5f9e", "#5d9ccb", "#b4d3e8", "#f5f5f2", "#f7cfa8", "#e08a4c", "#ac4713"],
-  },
-  dark: {
-    sequential: ["#1a222b", "#1b3a50", "#1d5a72", "#2a7f8c", "#4fa89a", "#94cfa6", "#eef2bf"],
-    diverging: ["#7cc0ff", "#3f82bd", "#25486a", "#20262e", "#5f3b22", "#b0672e", "#ffae66"],
-  },
+import { MISSING } from "./protocol.js";
+
+/** @typedef {import("./reference.js").Reference} Reference */
+/** @typedef {"z" | "ratio" | "log" | "raw" | "probe"} Kind */
+
+export const STEPS = 64;
+export const Z_REACH = 3;
+/** Steps of values that have no colour: no reference yet; NaN or infinity; no row. */
+export const [PLAIN, ODD, ABSENT] = [-1, -2, -3];
+
+export const TITLES = {
+  z: "robust z",
+  ratio: "ratio to median",
+  log: "log₁₀ norm",
+  raw: "norm",
+  probe: "score",
 };
 
-export const MISSING = -Infinity;
-const dark = matchMedia("(prefers-color-scheme: dark)");
-
-/** Call `call` whenever the colours of the page change. */
-export function onTheme(call) {
-  dark.addEventListener("change", call);
-}
-
-function quantile(sorted, q) {
-  if (!sorted.length) return NaN;
-  const at = q * (sorted.length - 1);
-  const low = Math.floor(at);
-  return sorted[low] + (sorted[Math.min(low + 1, sorted.length - 1)] - sorted[low]) * (at - low);
-}
-
-function finiteSorted(...arrays) {
-  const all = new Float64Array(arrays.reduce((total, array) => total + array.length, 0));
-  let count = 0;
-  for (const array of arrays) for (const value of array) if (Number.isFinite(value)) all[count++] = value;
-  return all.subarray(0, count).sort();
-}
-
-/**
- * Return the norms of one site on a scale: z, ratio, log or raw.
- * z is robust: (v - median) / (1.4826 · MAD), where MAD is the median absolute deviation.
- */
-export function normalise(values, scale) {
-  const result = new Float64Array(values.length);
-  if (scale === "raw") return Float64Array.from(values);
-  if (scale === "log") {
-    for (let i = 0; i < values.length; i++) result[i] = values[i] === MISSING ? MISSING : Math.log10(values[i]);
-    for (let i = 0; i < values.length; i++) if (values[i] === 0) result[i] = NaN;
-    return result;
-  }
-  const sorted = finiteSorted(values);
-  const median = quantile(sorted, 0.5);
-  const spread = 1.4826 * quantile(sorted.map((value) => Math.abs(value - median)).sort(), 0.5);
-  for (let i = 0; i < values.length; i++) {
-    const value = values[i];
-    if (value === MISSING) result[i] = MISSING;
-    else if (scale === "ratio") result[i] = value / median;
-    else result[i] = spread > 0 ? (value - median) / spread : value - median;
-  }
-  return result;
-}
-
-/**
- * The range of a scale, and its colours. The range ends at most 1.5 interquartile ranges outside the quartiles, so that
- * one outlier, often the first token, does not take all the colours. Values outside the range have the end's colour.
- */
+/** The scale of one series. */
 export class Scale {
   /**
-   * centre: of a diverging scale; null for a sequential one.
-   * reach: the distance from the centre to the ends; null to compute it from the values.
+   * @param {Kind} kind
+   * @param {Reference | null} reference null until it is known; then nothing has a colour
+   * @param {number} low the number that has the first colour
+   * @param {number} high the number that has the last
    */
-  constructor(arrays, { centre = null, reach = null } = {}) {
-    const diverging = centre !== null;
-    const sorted = reach === null ? finiteSorted(...arrays) : new Float64Array(0);
-    const [first, third] = [quantile(sorted, 0.25), quantile(sorted, 0.75)];
-    let low = Math.max(sorted[0], first - 1.5 * (third - first));
-    let high = Math.min(sorted.at(-1), third + 1.5 * (third - first));
-    if (!sorted.length) [low, high] = [0, 1];
-    if (diverging) {
-      const far = reach ?? (Math.max(Math.abs(low - centre), Math.abs(high - centre)) || 1);
-      [low, high] = [centre - far, centre + far];
-    } else if (!(high > low)) {
-      const pad = Math.abs(low) * 0.05 || 1;
-      [low, high] = [low - pad, high + pad];
+  constructor(kind, reference, low, high) {
+    this.kind = kind;
+    this.reference = reference;
+    if (!(high > low)) {
+      const [middle, pad] = Number.isFinite(low) ? [low, Math.abs(low) * 0.05 || 1] : [0, 1];
+      [low, high] = [middle - pad, middle + pad];
     }
     this.low = low;
     this.high = high;
-    this.stops = PALETTES[dark.matches ? "dark" : "light"][diverging ? "diverging" : "sequential"];
-    this.name = `${dark.matches}/${diverging}`;
-    this.ramp = ramp(this.stops);
+    this.diverging = kind === "z" || kind === "probe";
   }
 
-  /** Return the step of a finite value, 0 to 63. */
+  /**
+   * Return a value on this scale.
+   * @param {number} value
+   */
+  number(value) {
+    const { kind, reference } = this;
+    if (value === MISSING || !reference) return value;
+    if (kind === "log") return value > 0 ? Math.log10(value) : NaN;
+    if (kind === "ratio") return value / reference.median;
+    if (kind === "z") return z(value, reference);
+    return value;
+  }
+
+  /**
+   * Return the step of a value: 0 to 63, or PLAIN, ODD, ABSENT.
+   * @param {number} value
+   */
   step(value) {
-    const t = (value - this.low) / (this.high - this.low);
-    return Math.round(Math.min(1, Math.max(0, t)) * (STEPS - 1));
-  }
-
-  /** The colours as a CSS gradient. */
-  get gradient() {
-    return `linear-gradient(to right, ${this.stops.join(", ")})`;
-  }
-
-  /** The colours as plotly's colorscale. */
-  get colorscale() {
-    return this.stops.map((colour, i) => [i / (this.stops.length - 1), colour]);
+    if (value === MISSING) return ABSENT;
+    if (!Number.isFinite(value)) return ODD;
+    if (!this.reference?.rows) return PLAIN;
+    // A norm of 0 has no logarithm; it has the first colour.
+    const scaled = this.kind === "log" && value <= 0 ? this.low : this.number(value);
+    const part = (scaled - this.low) / (this.high - this.low);
+    return Math.round(Math.min(1, Math.max(0, part)) * (STEPS - 1));
   }
 }
 
-const ramps = new Map();
-
-/** Return 64 colours `{back, fore}`; fore is black or white, whichever is readable on back. */
-function ramp(stops) {
-  const name = stops.join();
-  if (!ramps.has(name)) {
-    const points = stops.map((hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)));
-    ramps.set(
-      name,
-      Array.from({ length: STEPS }, (_, i) => {
-        const at = (i / (STEPS - 1)) * (points.length - 1);
-        const left = Math.min(Math.floor(at), points.length - 2);
-        const rgb = points[left].map((v, c) => Math.round(v + (points[left + 1][c] - v) * (at - left)));
-        const linear = rgb.map((v) => (v / 255 <= 0.04045 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4));
-        const luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
-        return { back: `rgb(${rgb.join(", ")})`, fore: luminance > 0.179 ? "#000000" : "#ffffff" };
-      }),
-    );
-  }
-  return ramps.get(name);
+/**
+ * Return the robust deviation; a value that differs from a reference without spread is infinitely far.
+ * @param {number} value
+ * @param {Reference} reference
+ */
+export function z(value, { median, spread }) {
+  const distance = value - median;
+  if (spread > 0) return distance / spread;
+  return distance === 0 ? 0 : Math.sign(distance) * Infinity;
 }
 
-/** Return a value as text. */
-export function show(value) {
-  if (value === MISSING) return "no row";
-  if (Number.isNaN(value)) return "NaN";
-  if (value === Infinity) return "infinite";
-  const size = Math.abs(value);
-  const far = size >= 1e6 || (size < 1e-3 && size > 0);
-  return (far ? value.toExponential(2) : String(Number(value.toPrecision(4)))).replace("-", "−");
+/**
+ * Return the range of a scale of norms, of one reference or common to several.
+ * @param {Kind} kind
+ * @param {Reference[]} references
+ */
+function range(kind, references) {
+  if (kind === "z") return [-Z_REACH, Z_REACH];
+  const known = references.filter((one) => one.rows > 0);
+  if (kind === "ratio") {
+    const ends = known.flatMap((one) => [one.low / one.median, one.high / one.median]).filter(Number.isFinite);
+    return [Math.min(...ends), Math.max(...ends)];
+  }
+  const [low, high] = [Math.min(...known.map((one) => one.low)), Math.max(...known.map((one) => one.high))];
+  if (kind !== "log") return [low, high];
+  const least = low > 0 ? low : Math.min(...known.map((one) => one.median).filter((median) => median > 0));
+  return [Math.log10(least), Math.log10(high)];
+}
+
+/**
+ * Return the scale of a series of norms.
+ * @param {Exclude<Kind, "probe">} kind
+ * @param {Reference | null} reference
+ */
+export function normScale(kind, reference) {
+  const [low, high] = reference ? range(kind, [reference]) : [0, 1];
+  return new Scale(kind, reference, low, high);
+}
+
+/**
+ * Return the scale of each of several series of norms, with a common range; no colours until all references are known.
+ * @param {Exclude<Kind, "probe">} kind
+ * @param {(Reference | null)[]} references
+ */
+export function commonScales(kind, references) {
+  const known = references.filter((one) => one !== null);
+  const complete = known.length === references.length && known.length > 0;
+  const [low, high] = complete ? range(kind, known) : [0, 1];
+  return references.map((reference) => new Scale(kind, complete || kind === "z" ? reference : null, low, high));
+}
+
+/**
+ * Return the scale of a probe's scores: centred at the threshold of its file.
+ * @param {number} threshold
+ * @param {Reference | null} reference
+ */
+export function probeScale(threshold, reference) {
+  const reach = reference?.rows
+    ? Math.max(Math.abs(reference.low - threshold), Math.abs(reference.high - threshold)) || 1
+    : 1;
+  return new Scale("probe", reference, threshold - reach, threshold + reach);
 }

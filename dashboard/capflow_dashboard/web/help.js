@@ -1,0 +1,103 @@
+// @ts-check
+// Help: what to do first, what the signs mean, and the keys.
+
+import { modelName, visible } from "./format.js";
+import { html, nothing } from "./lit.js";
+
+/** @typedef {import("./page.js").Page} Page */
+
+/** @type {[string[], string][]} */
+export const KEYS = [
+  [["j", "k"], "next, previous request"],
+  [["←", "→"], "previous, next token"],
+  [["↑", "↓"], "the line of text above, below"],
+  [["[", "]"], "previous, next layer"],
+  [["+", "−", "0"], "zoom in, zoom out, show all"],
+  [[",", "."], "move the zoomed part left, right"],
+  [["/"], "filter the requests"],
+  [["f"], "follow the newest request, or stay"],
+  [["p"], "pin the request"],
+  [["Home", "End"], "first, last token"],
+  [["Esc"], "leave the filter, the cursor, this sheet"],
+  [["?"], "this sheet"],
+];
+
+const FILTERS = [
+  ["capital france", "both words are in the text or the id"],
+  ['text:"of France"', "the text has these words"],
+  ["probe:code>2", "the highest score of the probe is above 2; also mean:, last:, fired:code"],
+  ["status:live", "also done, stop, length, abort, error"],
+  ["steered:yes", "something steered it; also steered:>10"],
+  ["engine:x id:x tokens:>500 lost:yes", "by engine, id, size, lost rows"],
+  ["-status:error", "a minus sign: all others"],
+];
+
+/** @param {Page} page */
+export function emptyState(page) {
+  const { engines, heartbeat, requests } = page.store;
+  const here = engines.filter((engine) => !engine.gone);
+  const { place, link } = page;
+  if (link === "refused") {
+    return html`<h2>Not admitted</h2><p>${page.why}</p><p class="soft">The link looks like this; it holds a token:</p><pre>http://127.0.0.1:8765/#token=…</pre>`;
+  }
+  if (link === "connecting" || (!heartbeat && link === "open")) return html`<p class="loading" role="status">Loading…</p>`;
+  if (requests.size && place.id && place.hold) {
+    return html`<h2>This request is not kept</h2><p>The dashboard has no request <bdi><b>${visible(place.id)}</b></bdi>${place.engine ? html` of engine <bdi><b>${visible(place.engine)}</b></bdi>` : nothing}. It keeps the newest ones.</p>
+      <p><button type="button" class="primary" @click=${() => page.hold(false)}>Follow the newest request</button></p>`;
+  }
+  const model = here[0]?.model ?? "MODEL";
+  const step = (/** @type {boolean} */ done, /** @type {string} */ title, /** @type {unknown} */ body) => html`<li class=${done ? "done" : ""}>
+    <h3>${title}${done ? html` <span class="good">✓ done</span>` : nothing}</h3>${done ? nothing : body}</li>`;
+  return html`<h2>${here.length ? "Waiting for a request" : "No engine is connected yet"}</h2>
+    <p>This page shows what a model computes while it serves: each token of each request, and the norms and probe scores of its rows.</p>
+    <ol class="steps">
+      ${step(here.length > 0, "Start an engine", html`<pre>capflow serve MODEL</pre><p class="soft">In another terminal. It connects to this hub by itself; name another hub with <code>--hub</code>.</p>`)}
+      ${step(false, "Send a request", html`<pre>curl http://127.0.0.1:8000/v1/completions \\
+  -H 'Content-Type: application/json' \\
+  -d '{"model": "${visible(here.length ? modelName(model) : "MODEL")}",
+       "prompt": "The capital of France is"}'</pre>`)}
+      ${step(false, "Read it", html`<p class="soft">Tokens appear here as they are computed. Point at one to see every layer and every probe. Press <kbd>?</kbd> for keys and colours.</p>`)}
+    </ol>`;
+}
+
+/** @param {() => void} close */
+export function helpSheet(close) {
+  return html`<div class="help-head"><h2 id="help-title">Help</h2><button type="button" class="icon" aria-label="Close" @click=${close}>✕</button></div>
+    <div class="help-body">
+      <section><h3>Start here</h3><ol class="plain">
+        <li>The <b>list</b> has every request. The newest one is shown until it is over, then the next. Choose one to stay with it.</li>
+        <li>The <b>text</b> is coloured by a probe's score or by the norm of a layer. Point at a token for all its numbers.</li>
+        <li>The <b>curves</b> show each probe. Drag its threshold to see what would fire; nothing in the engine changes.</li>
+        <li>The <b>heatmap</b> has a line for each layer. Drag across it to zoom, double-click to see all. The strip above it is the whole request.</li>
+      </ol></section>
+      <section><h3>Keys</h3><dl class="keys">${KEYS.map(([keys, does]) => html`<div><dt>${keys.map((key) => html`<kbd>${key}</kbd> `)}</dt><dd>${does}</dd></div>`)}</dl></section>
+      <section><h3>Colours and signs</h3><ul class="plain signs">
+        <li><span class="bar div" aria-hidden="true"></span> Deviation from the reference: below, as usual, above. The reference is the request's prompt, or its first 16 rows if the prompt is shorter. It is computed once, so a colour never changes.</li>
+        <li><span class="t fires">fires</span> The score is at or above the probe's threshold.</li>
+        <li><span class="t steered">steered</span> Something changed the model at this token.</li>
+        <li><span class="t odd">NaN</span> The row holds NaN or infinity: stripes in the heatmap.</li>
+        <li><span class="t gone">no row</span> No row was captured, or it was lost: dots in the heatmap.</li>
+      </ul></section>
+      <section><h3>Filter</h3><dl class="keys filters">${FILTERS.map(([text, does]) => html`<div><dt><code>${text}</code></dt><dd>${does}</dd></div>`)}</dl></section>
+      <section><h3>Look</h3><label class="field"><span>Colours</span><select id="theme" @change=${(/** @type {any} */ event) => chooseTheme(event.target.value)}>
+        ${["system", "light", "dark"].map((name) => html`<option value=${name} ?selected=${name === (document.documentElement.dataset.theme ?? "system")}>${name}</option>`)}</select></label></section>
+    </div>`;
+}
+
+const THEME = "capflow-theme";
+
+/** @param {string | null} name */
+export function chooseTheme(name) {
+  if (name === "light" || name === "dark") {
+    document.documentElement.dataset.theme = name;
+    localStorage.setItem(THEME, name);
+  } else {
+    delete document.documentElement.dataset.theme;
+    localStorage.removeItem(THEME);
+  }
+}
+
+/** Use the colours that were chosen before. */
+export function restoreTheme() {
+  chooseTheme(localStorage.getItem(THEME));
+}

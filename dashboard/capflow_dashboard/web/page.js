@@ -1,0 +1,382 @@
+// @ts-check
+// Page: what is shown, and the commands that change it. Views read it and draw; only these commands write it.
+
+import { fires } from "./curve.js";
+import { nameOf, nowhere, read, write } from "./place.js";
+import { commonScales, normScale, probeScale } from "./scale.js";
+import { Span } from "./span.js";
+import { Store } from "./store.js";
+
+/** @typedef {import("./place.js").Place} Place */
+/** @typedef {import("./frames.js").Frames} Frames */
+/** @typedef {import("./scale.js").Scale} Scale */
+
+
+/** The parts that the cursor is drawn in. */
+const CURSOR = ["text-cursor", "plots-cursor", "token"];
+/** The parts that colours are drawn in. */
+const COLOURS = ["tools", "text", "plots", "token"];
+
+export class Page {
+  /** @param {Frames} frames */
+  constructor(frames) {
+    this.frames = frames;
+    this.store = new Store();
+    /** @type {Place} */
+    this.place = nowhere();
+    /** The key of the shown request; 0 for none. */
+    this.key = 0;
+    this.span = new Span();
+    /** Whether the span and the cursor of the address are restored. */
+    this.restored = false;
+    /** The column under the pointer. @type {number | null} */
+    this.hover = null;
+    /** The series of norms that is marked: the layer. */
+    this.row = -1;
+    /** Thresholds that were moved, by name of the series. @type {Map<string, number>} */
+    this.thresholds = new Map();
+    /** @type {import("./feed.js").LinkState} */
+    this.link = "connecting";
+    this.why = "";
+    this.now = Date.now();
+    /** Called with what a screen reader shall say. @type {(text: string) => void} */
+    this.announce = () => {};
+    /** Called when the subscription may have changed. */
+    this.onSubscription = () => {};
+  }
+
+  // What is shown.
+
+  get request() {
+    return this.store.requests.get(this.key);
+  }
+
+  get detail() {
+    const { detail } = this.store;
+    return detail?.key === this.key ? detail : null;
+  }
+
+  /** The column of the cursor; null if it is not among the kept ones. */
+  get cursor() {
+    const { detail, place } = this;
+    if (!detail || place.pos === null) return null;
+    const column = place.pos - detail.base;
+    return column >= 0 && column < detail.count ? column : null;
+  }
+
+  /** The column that is pointed at, or else the cursor's. */
+  get column() {
+    const { hover, detail } = this;
+    return hover !== null && detail && hover < detail.count ? hover : this.cursor;
+  }
+
+  get theme() {
+    const chosen = document.documentElement.dataset.theme;
+    if (chosen === "light" || chosen === "dark") return chosen;
+    return matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+  }
+
+  /** The probe of the list. */
+  get probe() {
+    const names = this.store.probeNames;
+    return names.includes(this.place.probe) ? this.place.probe : (names[0] ?? "");
+  }
+
+  /** Whether what is shown is old: silent, stale, lost or ended. */
+  get state() {
+    if (this.link !== "open") return this.link;
+    const { heartbeat, hello } = this.store;
+    if (heartbeat?.state === "stale" || heartbeat?.state === "ended") return heartbeat.state;
+    if (!heartbeat && !hello) return "connecting";
+    return hello?.source.kind === "stored" ? "stored" : "live";
+  }
+
+  /** The index of the series that colours the tokens; -1 without one. */
+  get measured() {
+    const { detail, place } = this;
+    if (!detail) return -1;
+    const chosen = place.by ? detail.series.findIndex((one) => place.by === seriesName(one)) : -1;
+    if (chosen >= 0) return chosen;
+    const named = /^probe:([^@]*)$/.exec(place.by);
+    const found = named ? detail.series.findIndex((one) => one.probe === named[1]) : -1;
+    if (found >= 0) return found;
+    // A probe that scores tokens says most; without one, the last layer.
+    const probes = detail.probes;
+    return probes.find((row) => detail.series[row].pool === "token") ?? probes[0] ?? detail.norms.at(-1) ?? -1;
+  }
+
+  /** The index of the marked series of norms. */
+  get layer() {
+    const { detail } = this;
+    if (!detail) return -1;
+    const { measured } = this;
+    if (measured >= 0 && !detail.series[measured].probe) return measured;
+    return detail.norms.includes(this.row) ? this.row : (detail.norms.at(-1) ?? -1);
+  }
+
+  /** @param {"request" | "baseline"} [ref] */
+  references(ref = this.place.ref) {
+    const { detail } = this;
+    if (!detail) return [];
+    return ref === "baseline" && detail.baseline ? detail.baseline : detail.references.all;
+  }
+
+  /**
+   * Return the scale of one series, as the tokens are coloured.
+   * @param {number} row
+   * @returns {Scale}
+   */
+  scale(row) {
+    const one = this.detail?.series[row];
+    const reference = this.references()[row] ?? null;
+    return one?.probe ? probeScale(one.threshold, reference) : normScale(this.place.scale, reference);
+  }
+
+  /** Return the rows of the heatmap, from the bottom, and the scale of each. */
+  heat() {
+    const { detail, place } = this;
+    if (!detail) return { rows: [], scales: [] };
+    if (place.heat === "probes" && detail.probes.length) {
+      const rows = detail.probes;
+      return { rows, scales: rows.map((row) => this.scale(row)) };
+    }
+    const rows = detail.norms;
+    const change = place.heat === "change" && detail.baseline;
+    const references = this.references(change ? "baseline" : place.ref);
+    const kind = change ? "z" : place.scale;
+    return { rows, scales: commonScales(kind, rows.map((row) => references[row] ?? null)) };
+  }
+
+  /**
+   * Return the threshold of a series: as moved, or that of its file.
+   * @param {number} row
+   */
+  threshold(row) {
+    const one = this.detail?.series[row];
+    return one ? (this.thresholds.get(seriesName(one)) ?? one.threshold) : NaN;
+  }
+
+  /**
+   * Return whether a token fires: only probes that score tokens do.
+   * @param {number} row
+   * @param {number} column
+   */
+  fires(row, column) {
+    const { detail } = this;
+    const one = detail?.series[row];
+    if (!detail || !one?.probe || one.pool !== "token") return false;
+    return fires(detail.values[row][column], this.threshold(row));
+  }
+
+  // Commands.
+
+  /** Take the place from the address. */
+  visit() {
+    this.place = read(location.hash);
+    this.hover = null;
+    this.resolve();
+    this.frames.draw("shell", "list", "empty", "health", "head", "fresh", ...COLOURS, ...CURSOR);
+  }
+
+  /**
+   * Change the place, and the address with it.
+   * @param {Partial<Place>} changes
+   * @param {boolean} [entry] whether the browser's back button returns from it
+   */
+  go(changes, entry = false) {
+    Object.assign(this.place, changes);
+    const address = write(this.place);
+    if (address !== location.hash) history[entry ? "pushState" : "replaceState"](null, "", address);
+  }
+
+  /**
+   * Show a view.
+   * @param {Place["view"]} view
+   */
+  view(view) {
+    this.go({ view }, true);
+    this.resolve();
+    this.frames.draw("shell", "list", "empty", "health", "head", "fresh", ...COLOURS, ...CURSOR);
+  }
+
+  /**
+   * Show a request, and stay with it.
+   * @param {number} key
+   * @param {boolean} [hold]
+   */
+  open(key, hold = true) {
+    const request = this.store.requests.get(key);
+    if (!request) return;
+    const same = key === this.key;
+    const { view } = this.place;
+    const changes = { engine: request.engine, id: request.id, hold, view: /** @type {const} */ ("request") };
+    this.go(same ? changes : { ...changes, pos: null, from: null, to: null }, hold && (!same || view !== "request"));
+    if (hold && !same) this.announce(`Request ${request.id}, ${statusOf(request).word}`);
+    this.show(key);
+  }
+
+  /** @param {number} key */
+  show(key) {
+    if (key !== this.key) {
+      this.key = key;
+      this.hover = null;
+      this.span = new Span();
+      this.restored = false;
+    }
+    this.onSubscription();
+    this.frames.draw("shell", "list", "empty", "health", "head", "fresh", ...COLOURS, ...CURSOR);
+  }
+
+  /** Find the request of the address, or follow the newest. */
+  resolve() {
+    const { place, store } = this;
+    if (place.view === "request") {
+      const shown = this.request;
+      if (shown && (place.id !== shown.id || place.engine !== shown.engine)) this.key = 0;
+      const key = this.key || (place.id || place.engine ? store.find(place.engine, place.id) : 0);
+      const stays = key && (place.hold || store.requests.get(key)?.status === "live");
+      const next = stays ? key : place.hold ? 0 : store.newest;
+      if (next && next !== this.key) {
+        if (next === key) this.show(next);
+        else this.open(next, false);
+      } else if (!next) {
+        this.key = 0;
+      }
+    }
+    this.onSubscription();
+  }
+
+  /** @param {boolean} hold */
+  hold(hold) {
+    this.go({ hold });
+    this.announce(hold ? "The selection stays" : "Following the newest request");
+    this.resolve();
+    this.frames.draw("shell", "list", "head");
+  }
+
+  /**
+   * Put the cursor on a column.
+   * @param {number | null} column
+   * @param {boolean} [reveal] whether the plots move so that it is seen
+   */
+  point(column, reveal = true) {
+    const { detail } = this;
+    if (!detail) return;
+    const kept = column === null ? null : Math.max(0, Math.min(detail.count - 1, column));
+    this.hover = null;
+    this.go({ pos: kept === null ? null : detail.base + kept });
+    if (kept !== null && reveal && (kept < this.span.from || kept >= this.span.to)) {
+      this.span.reveal(kept);
+      this.spanned();
+    }
+    this.frames.draw(...CURSOR);
+  }
+
+  /** @param {number | null} column */
+  over(column) {
+    if (column === this.hover) return;
+    this.hover = column;
+    this.frames.draw(...CURSOR);
+  }
+
+  /** Note that the span has changed. */
+  spanned() {
+    const { span, detail } = this;
+    const base = detail?.base ?? 0;
+    this.go(span.whole ? { from: null, to: null } : { from: base + span.from, to: base + span.to });
+    this.frames.draw("plots", "plots-cursor");
+  }
+
+  /**
+   * Mark another layer; it also colours the tokens if a norm does.
+   * @param {number} step
+   */
+  moveLayer(step) {
+    const { detail } = this;
+    if (!detail) return;
+    const norms = detail.norms;
+    const at = norms.indexOf(this.layer) + step;
+    if (at >= 0 && at < norms.length) this.mark(norms[at]);
+  }
+
+  /** @param {number} row */
+  mark(row) {
+    const { detail } = this;
+    if (!detail?.series[row] || detail.series[row].probe) return;
+    const coloured = this.measured >= 0 && !detail.series[this.measured].probe;
+    this.row = row;
+    if (coloured) this.colourBy(row);
+    else this.frames.draw("plots", "plots-cursor", "token");
+    this.announce(detail.series[row].site);
+  }
+
+  /** @param {number} row */
+  colourBy(row) {
+    const one = this.detail?.series[row];
+    if (!one) return;
+    if (!one.probe) this.row = row;
+    this.go({ by: seriesName(one) });
+    this.frames.draw(...COLOURS, "plots-cursor");
+  }
+
+  /**
+   * Change how colours are made.
+   * @param {Partial<Place>} changes
+   */
+  recolour(changes) {
+    this.go(changes);
+    this.frames.draw(...COLOURS);
+  }
+
+  /**
+   * Move a threshold; null for that of the file.
+   * @param {number} row
+   * @param {number | null} value
+   */
+  moveThreshold(row, value) {
+    const one = this.detail?.series[row];
+    if (!one) return;
+    if (value === null || value === one.threshold) this.thresholds.delete(seriesName(one));
+    else this.thresholds.set(seriesName(one), value);
+    this.frames.draw("plots", "token", ...(row === this.measured ? ["text", "tools"] : []));
+  }
+
+  /** @param {number} key */
+  pin(key) {
+    const request = this.store.requests.get(key);
+    if (!request) return;
+    const name = nameOf(request.engine, request.id);
+    const { pins } = this.place;
+    const pinned = pins.includes(name);
+    this.go({ pins: pinned ? pins.filter((pin) => pin !== name) : [...pins, name] });
+    this.announce(pinned ? "Unpinned" : "Pinned");
+    this.frames.draw("list", "head");
+  }
+}
+
+/** @param {import("./protocol.js").Series} one */
+export function seriesName(one) {
+  return one.probe ? `probe:${one.probe}@${one.site}` : one.site;
+}
+
+/** @param {import("./protocol.js").Series} one */
+export function seriesLabel(one) {
+  return one.probe ? `${one.probe} (${one.site})` : one.site;
+}
+
+const STATUSES = {
+  live: ["●", "live"],
+  stop: ["✓", "done"],
+  length: ["✓", "done, at its length limit"],
+  abort: ["✕", "aborted"],
+  error: ["✕", "error"],
+};
+
+/**
+ * Return the mark and the word for a request's status.
+ * @param {{status: string}} request
+ */
+export function statusOf({ status }) {
+  const [mark, word] = STATUSES[/** @type {keyof STATUSES} */ (status)] ?? ["✓", status];
+  return { mark, word };
+}

@@ -1,0 +1,248 @@
+// @ts-check
+// Tracks: the score curve of each probe, with a threshold that can be moved. It shows what would fire; it changes nothing.
+
+import { envelope, spans } from "./bins.js";
+import { verdict } from "./curve.js";
+import { number, visible } from "./format.js";
+import { ink } from "./inks.js";
+import { html, nothing, render } from "./lit.js";
+import { seriesName } from "./page.js";
+
+/** @typedef {import("./page.js").Page} Page */
+
+const PLOT_PX = 54;
+const PAD_PX = 4;
+const STEPS = 100;
+
+/** One probe's curve. */
+class Track {
+  /**
+   * @param {number} row
+   * @param {number} place its place among the tracks, which chooses its colour
+   * @param {Page} page
+   * @param {{left: number, width: number, right: number}} frame
+   */
+  constructor(row, place, page, frame) {
+    this.row = row;
+    this.page = page;
+    this.frame = frame;
+    this.ink = `--probe-${place % 6}`;
+    this.box = document.createElement("div");
+    this.box.className = "track";
+    this.box.dataset.place = String(place % 6);
+    this.head = document.createElement("div");
+    this.head.className = "track-head";
+    this.plot = document.createElement("div");
+    this.plot.className = "track-plot";
+    this.line = document.createElement("div");
+    this.line.className = "threshold";
+    this.line.tabIndex = 0;
+    this.line.setAttribute("role", "slider");
+    this.line.setAttribute("aria-orientation", "vertical");
+    this.line.addEventListener("pointerdown", (event) => this.drag(event));
+    this.line.addEventListener("dblclick", () => page.moveThreshold(row, null));
+    this.line.addEventListener("keydown", (event) => this.onKey(event));
+    this.plot.append(this.line);
+    this.box.append(this.head, this.plot);
+    /** @type {import("uplot") | null} */
+    this.chart = null;
+    this.low = 0;
+    this.high = 1;
+  }
+
+  draw() {
+    const { page, row } = this;
+    const { detail, span } = page;
+    if (!detail || this.frame.width <= 0) return;
+    this.range();
+    const { columns, values } = envelope(detail.values[row], span.from, Math.min(span.to, detail.count), Math.floor(this.frame.width));
+    const data = /** @type {[number[], (number | null)[]]} */ ([columns, values]);
+    const width = this.frame.left + this.frame.width + this.frame.right;
+    if (!this.chart) this.make(width, data);
+    else {
+      if (this.chart.width !== width) this.chart.setSize({ width, height: PLOT_PX });
+      this.chart.setData(data, true);
+    }
+    this.drawHead();
+    const threshold = page.threshold(row);
+    const part = (this.high - threshold) / (this.high - this.low);
+    this.line.style.transform = `translateY(${PAD_PX + part * (PLOT_PX - 2 * PAD_PX)}px)`;
+    this.line.style.left = `${this.frame.left}px`;
+    this.line.style.width = `${this.frame.width}px`;
+    const one = detail.series[row];
+    this.line.setAttribute("aria-label", `Threshold of ${one.probe}`);
+    this.line.setAttribute("aria-valuemin", String(this.low));
+    this.line.setAttribute("aria-valuemax", String(this.high));
+    this.line.setAttribute("aria-valuenow", String(threshold));
+    this.line.setAttribute("aria-valuetext", `${number(threshold)}: ${verdict(detail.values[row], detail.count, threshold, one.pool)}`);
+  }
+
+  /** Make room for all scores and both thresholds; room is never given back, so that the curve stays where it is. */
+  range() {
+    const { detail } = this.page;
+    if (!detail) return;
+    const { low, high } = detail.ranges[this.row];
+    const given = detail.series[this.row].threshold;
+    const moved = this.page.threshold(this.row);
+    const least = Math.min(given, moved, low < Infinity ? low : given);
+    const most = Math.max(given, moved, high > -Infinity ? high : given);
+    const pad = (most - least) * 0.06 || Math.abs(most) * 0.1 || 1;
+    [this.low, this.high] = [least - pad, most + pad];
+  }
+
+  /**
+   * @param {number} width
+   * @param {[number[], (number | null)[]]} data
+   */
+  make(width, data) {
+    const { page } = this;
+    const soft = ink("--ink-soft");
+    this.chart = new uPlot(
+      {
+        width,
+        height: PLOT_PX,
+        padding: [PAD_PX, this.frame.right, PAD_PX, 0],
+        cursor: { show: false },
+        legend: { show: false },
+        scales: {
+          x: { time: false, range: () => [page.span.from - 0.5, page.span.to - 0.5] },
+          y: { range: () => [this.low, this.high] },
+        },
+        axes: [
+          { show: false },
+          {
+            size: this.frame.left,
+            stroke: soft,
+            font: `11px ${getComputedStyle(this.box).fontFamily}`,
+            grid: { stroke: ink("--line"), width: 1 },
+            ticks: { show: false },
+            gap: 6,
+            space: 20,
+            values: (_, splits) => splits.map((value) => number(value)),
+          },
+        ],
+        series: [
+          {},
+          { stroke: ink(this.ink), width: 1.4, spanGaps: false, points: { show: (_, __, first, last) => last - first < 60, size: 4, fill: ink(this.ink) } },
+        ],
+        hooks: { drawClear: [(chart) => this.shade(chart)] },
+      },
+      data,
+      this.plot,
+    );
+    this.plot.append(this.line);
+  }
+
+  /**
+   * Shade where the request was steered.
+   * @param {import("uplot")} chart
+   */
+  shade(chart) {
+    const { detail, span } = this.page;
+    if (!detail) return;
+    const { ctx, bbox } = chart;
+    ctx.save();
+    ctx.fillStyle = ink("--steer-soft");
+    const cell = bbox.width / span.width;
+    for (const [first, end] of spans(detail.steered, span.from, Math.min(span.to, detail.count))) {
+      ctx.fillRect(bbox.left + (first - span.from) * cell, bbox.top, (end - first) * cell, bbox.height);
+    }
+    ctx.restore();
+  }
+
+  drawHead() {
+    const { page, row } = this;
+    const { detail } = page;
+    if (!detail) return;
+    const one = detail.series[row];
+    const values = detail.values[row];
+    const moved = page.thresholds.get(seriesName(one));
+    const at = (/** @type {number} */ threshold) => verdict(values, detail.count, threshold, one.pool);
+    const pool = one.pool === "token" ? "each token" : `the request's ${one.pool}`;
+    const { column } = page;
+    render(
+      html`<i class="swatch" aria-hidden="true"></i><bdi class="track-name">${visible(one.probe)}</bdi>
+        <span class="soft nowrap">${one.site}, ${pool}</span><span class="gap"></span>
+        ${column === null ? nothing : html`<span class="nowrap track-value">${number(values[column] === -Infinity ? null : values[column])}</span>`}
+        <span class="nowrap"><span class="soft">fires from ${number(one.threshold)}:</span> ${at(one.threshold)}</span>
+        ${moved === undefined ? nothing : html`<span class="nowrap moved">from ${number(moved)} would: <b>${at(moved)}</b></span>
+          <button type="button" class="small" @click=${() => page.moveThreshold(row, null)}>Reset</button>`}`,
+      this.head,
+    );
+  }
+
+  /** @param {PointerEvent} event */
+  drag(event) {
+    if (event.button !== 0) return;
+    event.preventDefault();
+    event.stopPropagation();
+    this.line.focus();
+    this.line.setPointerCapture(event.pointerId);
+    const [startY, start] = [event.clientY, this.page.threshold(this.row)];
+    const perPx = (this.high - this.low) / (PLOT_PX - 2 * PAD_PX);
+    const move = (/** @type {PointerEvent} */ moved) => {
+      this.page.moveThreshold(this.row, Number((start - (moved.clientY - startY) * perPx).toPrecision(4)));
+    };
+    const stop = () => this.line.removeEventListener("pointermove", move);
+    this.line.addEventListener("pointermove", move);
+    this.line.addEventListener("lostpointercapture", stop, { once: true });
+  }
+
+  /** @param {KeyboardEvent} event */
+  onKey(event) {
+    if (event.altKey || event.ctrlKey || event.metaKey) return;
+    const step = (this.high - this.low) / STEPS;
+    const ways = { ArrowUp: 1, ArrowRight: 1, ArrowDown: -1, ArrowLeft: -1, PageUp: 10, PageDown: -10 };
+    const way = ways[/** @type {keyof ways} */ (event.key)];
+    if (way) this.page.moveThreshold(this.row, Number((this.page.threshold(this.row) + way * step).toPrecision(4)));
+    else if (event.key === "Home" || event.key === "Delete") this.page.moveThreshold(this.row, null);
+    else return;
+    event.preventDefault();
+    event.stopPropagation();
+  }
+
+  renew() {
+    this.chart?.destroy();
+    this.chart = null;
+  }
+}
+
+/** The curves of all probes of the shown request. */
+export class Tracks {
+  /**
+   * @param {HTMLElement} box
+   * @param {Page} page
+   * @param {{left: number, width: number, right: number}} frame
+   */
+  constructor(box, page, frame) {
+    this.box = box;
+    this.page = page;
+    this.frame = frame;
+    /** @type {Track[]} */
+    this.tracks = [];
+    this.made = "";
+  }
+
+  draw() {
+    const { detail } = this.page;
+    const rows = detail?.probes ?? [];
+    const made = `${this.page.key} ${this.frame.left} ${rows.map((row) => detail && seriesName(detail.series[row])).join()}`;
+    if (made !== this.made) {
+      this.renew();
+      this.tracks = rows.map((row, place) => new Track(row, place, this.page, this.frame));
+      this.box.replaceChildren(...this.tracks.map((track) => track.box));
+      this.made = made;
+    }
+    this.box.hidden = !rows.length;
+    for (const track of this.tracks) track.draw();
+  }
+
+  drawCursor() {
+    for (const track of this.tracks) track.drawHead();
+  }
+
+  /** Make the charts again, in other colours. */
+  renew() {
+    for (const track of this.tracks) track.renew();
+  }
+}
