@@ -22,7 +22,6 @@ FILES = {
         "directive-helpers.js",
         "directives/repeat.js",
     ),
-    "uplot": ("LICENSE", "dist/uPlot.iife.min.js", "dist/uPlot.min.css"),
 }
 
 
@@ -36,10 +35,10 @@ def main() -> None:
         hashes = {}
         for name in names:
             content = (HERE / "node_modules" / package / name).read_bytes()
-            target = VENDOR / package / name.removeprefix("dist/")
+            target = VENDOR / package / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
-            hashes[target.relative_to(VENDOR / package).as_posix()] = hashlib.sha256(content).hexdigest()
+            hashes[name] = hashlib.sha256(content).hexdigest()
         entry = locked[f"node_modules/{package}"]
         vendored[package] = {"version": entry["version"], "integrity": entry["integrity"], "sha256": hashes}
     text = json.dumps(vendored, indent=2) + "\n"

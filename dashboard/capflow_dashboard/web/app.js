@@ -7,8 +7,8 @@ import { header, noticeOf } from "./header.js";
 import { Health } from "./health.js";
 import { emptyState, helpSheet, restoreTheme } from "./help.js";
 import { onInks } from "./inks.js";
-import { html, render } from "./lit.js";
 import { List } from "./list.js";
+import { html, render } from "./lit.js";
 import { Page } from "./page.js";
 import { sheetText } from "./palette.js";
 import { Plots } from "./plots.js";
@@ -58,13 +58,17 @@ frames.add("shell", () => {
   $("empty").hidden = view === "health" || has;
   $("health").hidden = view !== "health";
   const { request } = page;
-  document.title = view === "health" ? "Health · capflow" : request ? `${request.id.slice(0, 60)} · capflow` : "capflow";
+  document.title =
+    view === "health" ? "Health · capflow" : request ? `${request.id.slice(0, 60)} · capflow` : "capflow";
 });
 frames.add("top", () => {
   render(header(page), $("top"));
   const lines = noticeOf(page);
   $("notice").hidden = !lines.length;
-  render(lines.map((line) => html`<p>${line}</p>`), $("notice"));
+  render(
+    lines.map((line) => html`<p>${line}</p>`),
+    $("notice"),
+  );
   document.body.dataset.state = page.state;
 });
 frames.add("list", () => list.draw());
@@ -164,7 +168,8 @@ function greet(hello) {
  * @param {Set<string>} changed
  */
 function stale(changed) {
-  if (changed.has("engines") || changed.has("counts") || changed.has("rates") || changed.has("heartbeat")) frames.draw("top");
+  if (changed.has("engines") || changed.has("counts") || changed.has("rates") || changed.has("heartbeat"))
+    frames.draw("top");
   if (changed.has("hello") || changed.has("heartbeat")) frames.draw("shell", "empty", "health");
   if (changed.has("requests") || changed.has("engines")) {
     page.resolve();
@@ -223,7 +228,7 @@ const KEYS = {
   "+": () => plots.zoom(0.5),
   "=": () => plots.zoom(0.5),
   "-": () => plots.zoom(2),
-  "0": () => plots.fit(),
+  0: () => plots.fit(),
   ",": () => plots.pan(-0.25),
   ".": () => plots.pan(0.25),
   f: () => page.hold(!page.place.hold),
@@ -235,7 +240,22 @@ const KEYS = {
   },
   "?": () => openHelp(),
 };
-const OF_REQUEST = new Set(["ArrowRight", "ArrowLeft", "ArrowDown", "ArrowUp", "Home", "End", "[", "]", "+", "=", "-", "0", ",", "."]);
+const OF_REQUEST = new Set([
+  "ArrowRight",
+  "ArrowLeft",
+  "ArrowDown",
+  "ArrowUp",
+  "Home",
+  "End",
+  "[",
+  "]",
+  "+",
+  "=",
+  "-",
+  "0",
+  ",",
+  ".",
+]);
 
 document.addEventListener("keydown", (event) => {
   if (event.altKey || event.ctrlKey || event.metaKey || help.open) return;
@@ -257,7 +277,10 @@ document.addEventListener("keydown", (event) => {
 });
 
 function openHelp() {
-  render(helpSheet(() => help.close()), help);
+  render(
+    helpSheet(() => help.close()),
+    help,
+  );
   help.showModal();
 }
 $("top").addEventListener("click", (event) => {
@@ -274,8 +297,6 @@ document.addEventListener("visibilitychange", () => {
   if (!document.hidden) frames.draw("top", "list", "head", "fresh", "text", "plots", "token", "health", "rates");
 });
 onInks(() => {
-  plots.tracks.renew();
-  health.renew();
   frames.draw("text", "plots", "plots-cursor", "tools", "rates");
 });
 

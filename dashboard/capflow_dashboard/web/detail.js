@@ -91,7 +91,11 @@ export class Detail {
   /** @param {number} end */
   widen(end) {
     while (this.capacity < end) this.capacity *= 2;
-    const grow = (/** @type {any} */ old, /** @type {any} */ next) => (next.set(old), next);
+    /** @template {Int32Array | Uint8Array | Float32Array} T @param {T} old @param {T} next @returns {T} */
+    const grow = (old, next) => {
+      next.set(old);
+      return next;
+    };
     this.ids = grow(this.ids, new Int32Array(this.capacity).fill(-1));
     this.steered = grow(this.steered, new Uint8Array(this.capacity));
     this.values = this.values.map((old) => grow(old, new Float32Array(this.capacity).fill(MISSING)));

@@ -74,9 +74,15 @@ export class Feed {
     const ended = event.code === 1001 || (this.state === "ended" && !this.socket);
     this.socket = null;
     if (event.code === 1013) {
-      this.say("refused", `Too many pages are open${event.reason ? `: ${event.reason}` : ""}. Close one; this page tries again.`);
+      this.say(
+        "refused",
+        `Too many pages are open${event.reason ? `: ${event.reason}` : ""}. Close one; this page tries again.`,
+      );
     } else if (event.code === 1008) {
-      this.say("refused", `The dashboard closed the connection: ${event.reason || "invalid message"}. Reload the page.`);
+      this.say(
+        "refused",
+        `The dashboard closed the connection: ${event.reason || "invalid message"}. Reload the page.`,
+      );
       return;
     } else if ((await session()) === false) {
       this.say("refused", REFUSED);
@@ -100,7 +106,8 @@ export class Feed {
 }
 
 const REFUSED = "This browser is not admitted. Open the link that capflow prints when it starts.";
-const REFUSED_TOKEN = "The link is old: capflow has another token now. Open the link that capflow prints when it starts.";
+const REFUSED_TOKEN =
+  "The link is old: capflow has another token now. Open the link that capflow prints when it starts.";
 const ENDED = "capflow has stopped. This is its last state. The page reconnects when capflow returns.";
 const LOST = "The connection to capflow is lost. This is its last state. The page is reconnecting.";
 

@@ -69,7 +69,8 @@ function term(field, word, whole) {
     if (!STATUSES.includes(lower)) return `${whole}: got ${word}, expected ${STATUSES.join(", ")}`;
     return (request) => (lower === "done" ? request.status !== "live" : request.status === lower);
   }
-  if (field === "probe" || field === "mean" || field === "last" || field === "fired") return ofProbe(field, word, whole);
+  if (field === "probe" || field === "mean" || field === "last" || field === "fired")
+    return ofProbe(field, word, whole);
   if (!(field in NUMBERS)) return `${whole}: got the field ${field}, expected ${FIELDS.join(", ")}`;
   const read = NUMBERS[/** @type {keyof NUMBERS} */ (field)];
   if (lower === "yes" || lower === "no") return (request) => read(request) > 0 === (lower === "yes");

@@ -39,7 +39,7 @@ export function header(page) {
       <div><dt>done</dt><dd>${count(counts?.done ?? 0)}</dd></div>
       ${dropped ? html`<div class="bad" title=${reasons.join(", ")}><dt>rows dropped</dt><dd>${short(dropped)}</dd></div>` : nothing}
       ${rate("tokens/s", store.rates.tokens, short)}
-      ${rate("bytes/s", store.rates.bytes, size)}
+      ${rate("bytes/s", store.rates.bytes, size, "roomy")}
       <div class=${lag !== null && lag > LAG_S ? "lag bad" : "lag"} title="Age of the newest rows when they arrived here">
         <dt>lag</dt><dd id="lag">${duration(lag)}</dd></div>
     </dl>
@@ -66,12 +66,13 @@ function engines({ engines }) {
  * @param {string} name
  * @param {number[]} values
  * @param {(value: number) => string} show
+ * @param {string} [kind]
  */
-function rate(name, values, show) {
+function rate(name, values, show, kind = "") {
   // A second without a step between two with one is the engine's rhythm: show the mean of the last three.
   const last = values.slice(-3);
   const mean = last.length ? last.reduce((sum, value) => sum + value, 0) / last.length : 0;
-  return html`<div class="rate"><dt>${name}</dt><dd>${show(Math.round(mean))}</dd>${spark(values.slice(-60), 60, 18)}</div>`;
+  return html`<div class="rate ${kind}"><dt>${name}</dt><dd>${show(Math.round(mean))}</dd>${spark(values.slice(-60), 60, 18)}</div>`;
 }
 
 /**
@@ -85,7 +86,8 @@ export function spark(values, width, height, { low, high, line = null } = {}) {
   const known = values.filter((value) => value !== null);
   const bottom = low ?? 0;
   const top = Math.max(high ?? 1, ...known);
-  const y = (/** @type {number} */ value) => (height - 1 - ((value - bottom) / (top - bottom || 1)) * (height - 2)).toFixed(1);
+  const y = (/** @type {number} */ value) =>
+    (height - 1 - ((value - bottom) / (top - bottom || 1)) * (height - 2)).toFixed(1);
   const step = width / Math.max(1, values.length - 1);
   let path = "";
   let pen = "M";

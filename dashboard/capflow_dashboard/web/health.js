@@ -2,8 +2,8 @@
 // Health: the hub's consumers and workers, as `capflow status --json` describes them, and this page itself.
 
 import { count, duration, number, plural, short, size, visible } from "./format.js";
-import { ink } from "./inks.js";
 import { html, nothing, render } from "./lit.js";
+import { drawCurve } from "./strip.js";
 
 /** @typedef {import("./page.js").Page} Page */
 /** @typedef {Record<string, any>} Status */
@@ -12,10 +12,12 @@ const FULL = 0.9;
 const LAG_S = 2;
 const FRAME_MS = 33;
 const CHART_PX = 110;
+const GAP_PX = 16;
+const SECONDS = 120;
 const RATES = /** @type {const} */ ([
-  ["tokens", "Tokens each second", short],
-  ["rows", "Rows each second", short],
-  ["bytes", "Bytes each second", size],
+  ["tokens", "Tokens/s, the last two minutes", short],
+  ["rows", "Rows/s", short],
+  ["bytes", "Bytes/s", size],
 ]);
 
 export class Health {
@@ -26,7 +28,7 @@ export class Health {
   constructor(box, page) {
     this.box = box;
     this.page = page;
-    /** @type {Map<string, import("uplot")>} */
+    /** @type {Map<string, {output: HTMLOutputElement, canvas: HTMLCanvasElement}>} */
     this.charts = new Map();
     render(html`<h2 id="health-title">Health</h2><div class="rates"></div><div class="health-body"></div>`, box);
     this.rates = /** @type {HTMLElement} */ (box.querySelector(".rates"));
@@ -38,7 +40,10 @@ export class Health {
     const { page } = this;
     if (page.place.view !== "health") return;
     const { status } = page.store;
-    render(html`${this.itself()}${status ? this.hub(status) : html`<p class="soft">Waiting for the hub's status.</p>`}`, this.body);
+    render(
+      html`${this.itself()}${status ? this.hub(status) : html`<p class="soft">Waiting for the hub's status.</p>`}`,
+      this.body,
+    );
   }
 
   itself() {
@@ -53,8 +58,9 @@ export class Health {
       ["work in a frame, p95", frames.cost === null ? "–" : `${frames.cost.toFixed(1)} ms`, false],
       ["requests here", count(store.requests.size), false],
     ];
-    return html`<h3>This page</h3><dl class="tiles" id="health-page">${facts.map(([name, value, bad]) =>
-      html`<div class=${bad ? "bad" : ""}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`;
+    return html`<h3>This page</h3><dl class="tiles" id="health-page">${facts.map(
+      ([name, value, bad]) => html`<div class=${bad ? "bad" : ""}><dt>${name}</dt><dd>${value}</dd></div>`,
+    )}</dl>`;
   }
 
   /** @param {Status} status */
@@ -66,12 +72,29 @@ export class Health {
       ${problems.length ? html`<ul class="problems" id="problems">${problems.map((/** @type {string} */ text) => html`<li>${text}</li>`)}</ul>` : nothing}
       ${notices.length ? html`<ul class="problems soft">${notices.map((/** @type {string} */ text) => html`<li>${text}</li>`)}</ul>` : nothing}
       <h3>Consumers</h3>
-      ${table("health-consumers", ["consumer", "policy", "queue", "lag", "busy for", "rows", "lost rows", "errors", "state"],
-        Object.entries(consumers).map(([name, one]) => consumerCells(name, one)))}
+      ${table(
+        "health-consumers",
+        ["consumer", "policy", "queue", "lag", "busy for", "rows", "lost rows", "errors", "state"],
+        Object.entries(consumers).map(([name, one]) => consumerCells(name, one)),
+      )}
       <h3>Workers</h3>
-      ${workers.length ? table("health-workers", ["engine", "pp/dp/tp", "credit used", "rows", "bytes", "lost rows", "last frame"], workers.map(workerCells))
-        : html`<p class="soft">No worker is connected.</p>`}
-      ${others ? html`<p class="soft">${plural(others, "other session")}: ${sessions.filter((/** @type {Status} */ one) => one.role !== "worker").map((/** @type {Status} */ one) => `${one.role} ${visible(String(one.engine ?? ""))}`).join(", ")}</p>` : nothing}
+      ${
+        workers.length
+          ? table(
+              "health-workers",
+              ["engine", "pp/dp/tp", "credit used", "rows", "bytes", "lost rows", "last frame"],
+              workers.map(workerCells),
+            )
+          : html`<p class="soft">No worker is connected.</p>`
+      }
+      ${
+        others
+          ? html`<p class="soft">${plural(others, "other session")}: ${sessions
+              .filter((/** @type {Status} */ one) => one.role !== "worker")
+              .map((/** @type {Status} */ one) => `${one.role} ${visible(String(one.engine ?? ""))}`)
+              .join(", ")}</p>`
+          : nothing
+      }
       <h3>Hub</h3>
       <dl class="tiles">
         ${tile("version", status.version)}${tile("up for", duration(status.uptime_s))}${tile("frames", count(status.frames ?? 0))}
@@ -81,72 +104,66 @@ export class Health {
         ${tile("last frame", status.last_frame_age_s == null ? "–" : `${duration(status.last_frame_age_s)} ago`)}
         ${tile("lost rows", losses(status.dropped_rows), Object.keys(status.dropped_rows ?? {}).length > 0)}
       </dl>
-      ${memory ? html`<h3>Memory</h3>${table("health-memory", ["part", "taken"],
-        Object.entries(memory.parts ?? {}).map(([part, one]) => [text(part), meter(/** @type {any} */ (one).bytes, /** @type {any} */ (one).bytes_max, part)]))}` : nothing}`;
+      ${
+        memory
+          ? html`<h3>Memory</h3>${table(
+              "health-memory",
+              ["part", "taken"],
+              Object.entries(memory.parts ?? {}).map(([part, one]) => [
+                text(part),
+                meter(/** @type {any} */ (one).bytes, /** @type {any} */ (one).bytes_max, part),
+              ]),
+            )}`
+          : nothing
+      }`;
   }
 
   /** Draw the rates of the last two minutes. */
   drawRates() {
     const { page } = this;
     if (page.place.view !== "health") return;
-    const all = this.box.clientWidth;
+    const all = this.rates.clientWidth;
     if (!all) return;
-    const width = Math.floor(all < 700 ? all : (all - 32) / 3);
+    const width = Math.floor(all < 700 ? all : (all - 2 * GAP_PX) / 3);
     for (const [name, title, show] of RATES) {
       const values = page.store.rates[name];
-      const seconds = values.map((_, i) => i - values.length + 1);
-      const chart = this.charts.get(name);
-      if (chart) {
-        if (chart.width !== width) chart.setSize({ width, height: CHART_PX });
-        chart.setData([seconds, values], true);
-        const last = this.rates.querySelector(`[data-rate="${name}"] output`);
-        if (last) last.textContent = show(values.at(-1) ?? 0);
-      } else this.make(name, title, show, width, [seconds, values]);
+      const chart = this.charts.get(name) ?? this.make(name, title);
+      chart.output.textContent = show(values.at(-1) ?? 0);
+      drawCurve(chart.canvas, {
+        width,
+        height: CHART_PX,
+        left: 58,
+        right: 2,
+        pad: 8,
+        from: 1 - SECONDS,
+        to: 1,
+        low: 0,
+        high: Math.max(1, ...values),
+        columns: values.map((_, i) => i - values.length + 1),
+        values,
+        colour: "--accent",
+        fill: "--accent-soft",
+        show,
+      });
     }
   }
 
   /**
    * @param {string} name
    * @param {string} title
-   * @param {(value: number) => string} show
-   * @param {number} width
-   * @param {[number[], number[]]} data
    */
-  make(name, title, show, width, data) {
+  make(name, title) {
     const box = document.createElement("figure");
     box.dataset.rate = name;
     const head = document.createElement("figcaption");
-    head.append(title, document.createElement("output"));
-    box.append(head);
+    const chart = { output: document.createElement("output"), canvas: document.createElement("canvas") };
+    chart.canvas.setAttribute("role", "img");
+    chart.canvas.setAttribute("aria-label", `${title.split(",")[0]}, the last two minutes`);
+    head.append(title, chart.output);
+    box.append(head, chart.canvas);
     this.rates.append(box);
-    const axis = { stroke: ink("--ink-soft"), font: `11px ${getComputedStyle(box).fontFamily}`, ticks: { show: false }, grid: { stroke: ink("--line"), width: 1 } };
-    this.charts.set(
-      name,
-      new uPlot(
-        {
-          width,
-          height: CHART_PX,
-          cursor: { show: false },
-          legend: { show: false },
-          padding: [6, 8, 0, 0],
-          scales: { x: { time: false, range: () => [-119, 0] }, y: { range: (_, __, high) => [0, Math.max(1, high) * 1.08] } },
-          axes: [
-            { ...axis, size: 22, gap: 2, space: 60, values: (_, splits) => splits.map((at) => (at ? `${number(at)} s` : "now")) },
-            { ...axis, size: 58, gap: 4, space: 24, values: (_, splits) => splits.map((value) => show(value)) },
-          ],
-          series: [{}, { stroke: ink("--accent"), fill: ink("--accent-soft"), width: 1.4, points: { show: false } }],
-        },
-        data,
-        box,
-      ),
-    );
-  }
-
-  /** Make the charts again, in other colours. */
-  renew() {
-    for (const chart of this.charts.values()) chart.destroy();
-    this.charts.clear();
-    this.rates.replaceChildren();
+    this.charts.set(name, chart);
+    return chart;
   }
 }
 
@@ -216,7 +233,9 @@ function consumerCells(name, one) {
 
 /** @param {Status} one */
 function workerCells(one) {
-  const dropped = one.worker ? Object.values(one.worker.dropped_rows ?? {}).reduce((sum, rows) => sum + Number(rows), 0) : 0;
+  const dropped = one.worker
+    ? Object.values(one.worker.dropped_rows ?? {}).reduce((sum, rows) => sum + Number(rows), 0)
+    : 0;
   return [
     text(one.engine),
     (one.rank ?? []).join("/"),

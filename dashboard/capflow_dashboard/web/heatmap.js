@@ -68,7 +68,8 @@ export class Heatmap {
     for (let line = 0; line < rows.length; line++) {
       const scale = scales[line];
       const palette = colours(page.theme, scale.diverging);
-      const centre = scale.kind === "probe" ? (scale.low + scale.high) / 2 : scale.diverging ? (scale.reference?.median ?? 0) : 0;
+      const centre =
+        scale.kind === "probe" ? (scale.low + scale.high) / 2 : scale.diverging ? (scale.reference?.median ?? 0) : 0;
       farthest(detail.values[rows[line]], span.from, span.to, centre, this.bins);
       const offset = (rows.length - 1 - line) * cells;
       for (let cell = 0; cell < cells; cell++) {
@@ -102,7 +103,14 @@ export class Heatmap {
     const make = () => new ImageData(width, height);
     const [image, oddImage, absentImage] = [make(), make(), make()];
     const numbers = (/** @type {ImageData} */ one) => new Uint32Array(one.data.buffer);
-    return { image, oddImage, absentImage, pixels: numbers(image), odd: numbers(oddImage), absent: numbers(absentImage) };
+    return {
+      image,
+      oddImage,
+      absentImage,
+      pixels: numbers(image),
+      odd: numbers(oddImage),
+      absent: numbers(absentImage),
+    };
   }
 
   /**
@@ -153,7 +161,8 @@ export class Heatmap {
     const hooks = new Set(rows.map((row) => detail.series[row].hook)).size;
     for (let line = 0; line < rows.length; line += each) {
       const one = detail.series[rows[line]];
-      const text = one.probe || (hooks > 1 ? `${one.hook.replace(/^(.).*_(.).*$/, "$1$2")} ${one.layer}` : `L${one.layer}`);
+      const text =
+        one.probe || (hooks > 1 ? `${one.hook.replace(/^(.).*_(.).*$/, "$1$2")} ${one.layer}` : `L${one.layer}`);
       const short = text.length > 8 ? `${text.slice(0, 7)}…` : text;
       context.fillText(short, frame.left - 6, plotPx - (line + 0.5) * rowPx);
     }
@@ -196,8 +205,10 @@ export class Heatmap {
     if (!rows.length) return "";
     const value = detail.values[rows[line]][column];
     const scale = scales[line];
-    const shown = scale.kind === "raw" || scale.kind === "probe" || !scale.reference || !Number.isFinite(value)
-      ? "" : `, ${TITLES[scale.kind]} ${number(scale.number(value))}`;
+    const shown =
+      scale.kind === "raw" || scale.kind === "probe" || !scale.reference || !Number.isFinite(value)
+        ? ""
+        : `, ${TITLES[scale.kind]} ${number(scale.number(value))}`;
     const one = detail.series[rows[line]];
     return `position ${detail.base + column}, ${one.probe ? `${one.probe} at ` : ""}${one.site}: ${show(value)}${shown}`;
   }

@@ -3,10 +3,10 @@
 
 import { clock, count, duration, number, plural, short, visible } from "./format.js";
 import { spark } from "./header.js";
+import { html, nothing, render, repeat } from "./lit.js";
 import { ordered } from "./order.js";
 import { statusOf } from "./page.js";
 import { nameOf } from "./place.js";
-import { html, nothing, render, repeat } from "./lit.js";
 
 /** @typedef {import("./page.js").Page} Page */
 /** @typedef {import("./protocol.js").RequestSummary} RequestSummary */
@@ -150,8 +150,7 @@ export class List {
         <span class="soft" id="list-count">${this.keys.length === all ? count(all) : `${count(this.keys.length)} of ${count(all)}`}</span>
         <span class="gap"></span>
         <button type="button" id="follow" class="toggle" aria-pressed=${place.hold ? "false" : "true"}
-          title="Show the newest request as soon as the shown one is over" @click=${() => page.hold(!place.hold)}>
-          Follow newest</button>
+          title="Show the newest request as soon as the shown one is over" @click=${() => page.hold(!place.hold)}>Follow</button>
         <button type="button" class="toggle expand" aria-pressed=${place.view === "requests" ? "true" : "false"}
           title="Show the list as a table" @click=${() => page.view(place.view === "requests" ? "request" : "requests")}>
           Table</button>
@@ -161,22 +160,34 @@ export class List {
           aria-describedby=${this.errors.length ? "filter-error" : nothing}
           placeholder="Filter: words, probe:${names[0] ?? "code"}>2" .defaultValue=${place.q}
           @input=${(/** @type {InputEvent} */ event) => this.onFilter(event)}>
-        ${names.length > 1 ? html`<label class="field"><span class="unseen">Probe of the list</span><select id="list-probe"
+        ${
+          names.length > 1
+            ? html`<label class="field"><span class="unseen">Probe of the list</span><select id="list-probe"
           .value=${page.probe} @change=${(/** @type {any} */ event) => {
             page.go({ probe: event.target.value });
             page.onSubscription();
             page.frames.draw("list");
-          }}>${names.map((name) => html`<option value=${name} ?selected=${name === page.probe}>${visible(name)}</option>`)}</select></label>` : nothing}
-        ${this.wide ? nothing : html`<label class="field"><span class="unseen">Sort</span><select id="sort"
+          }}>${names.map((name) => html`<option value=${name} ?selected=${name === page.probe}>${visible(name)}</option>`)}</select></label>`
+            : nothing
+        }
+        ${
+          this.wide
+            ? nothing
+            : html`<label class="field"><span class="unseen">Sort</span><select id="sort"
           @change=${(/** @type {any} */ event) => this.sort(event.target.value)}>
           ${this.sorts().map(([value, name]) => html`<option value=${value} ?selected=${value === place.sort}>${name}</option>`)}
-        </select></label>`}
+        </select></label>`
+        }
       </div>
       ${this.errors.length ? html`<p id="filter-error" class="filter-error">${this.errors[0]}</p>` : nothing}
-      ${this.behind ? html`<button type="button" class="more" @click=${() => {
-        this.order(true);
-        page.frames.draw("list");
-      }}>${plural(this.behind, "new request")}: show</button>` : nothing}`;
+      ${
+        this.behind
+          ? html`<button type="button" class="more" @click=${() => {
+              this.order(true);
+              page.frames.draw("list");
+            }}>${plural(this.behind, "new request")}: show</button>`
+          : nothing
+      }`;
   }
 
   /** @returns {[string, string][]} */
@@ -190,7 +201,8 @@ export class List {
       ["-steered", "most steered"],
       ["-lost", "most lost rows"],
     ];
-    if (probe) sorts.push([`-max:${probe}`, `highest ${visible(probe)}`], [`-mean:${probe}`, `highest mean ${visible(probe)}`]);
+    if (probe)
+      sorts.push([`-max:${probe}`, `highest ${visible(probe)}`], [`-mean:${probe}`, `highest mean ${visible(probe)}`]);
     if (!sorts.some(([value]) => value === place.sort)) sorts.push([place.sort, visible(place.sort)]);
     return sorts;
   }
@@ -220,27 +232,57 @@ export class List {
     const columns = [
       { name: "State", kind: "state", sort: "status", cell: stateCell },
       { name: "Prompt", kind: "words", sort: "text", cell: words },
-      { name: "Id", kind: "id", sort: "", cell: (/** @type {RequestSummary} */ request) => html`<bdi>${visible(request.id)}</bdi>` },
+      {
+        name: "Id",
+        kind: "id",
+        sort: "",
+        cell: (/** @type {RequestSummary} */ request) => html`<bdi>${visible(request.id)}</bdi>`,
+      },
     ];
     if (several) {
-      columns.push({ name: "Engine", kind: "engine-name", sort: "engine", cell: (request) => html`<bdi>${visible(request.engine)}</bdi>` });
+      columns.push({
+        name: "Engine",
+        kind: "engine-name",
+        sort: "engine",
+        cell: (request) => html`<bdi>${visible(request.engine)}</bdi>`,
+      });
     }
     columns.push({ name: "Tokens", kind: "number", sort: "tokens", cell: (request) => html`${count(request.tokens)}` });
     for (const name of store.probeNames) {
       const numbers = (/** @type {RequestSummary} */ request) => store.number(request, name);
-      columns.push({ name: `${visible(name)} max`, kind: "number probe", sort: `max:${name}`, cell: (request) => {
-        const [most, , , fired] = numbers(request) ?? [null, null, null, null];
-        return html`<span class=${fired ? "fired" : ""}>${number(most)}</span>`;
-      } });
-      columns.push({ name: "mean", kind: "number", sort: `mean:${name}`, cell: (request) => html`${number(numbers(request)?.[1])}` });
+      columns.push({
+        name: `${visible(name)} max`,
+        kind: "number probe",
+        sort: `max:${name}`,
+        cell: (request) => {
+          const [most, , , fired] = numbers(request) ?? [null, null, null, null];
+          return html`<span class=${fired ? "fired" : ""}>${number(most)}</span>`;
+        },
+      });
+      columns.push({
+        name: "mean",
+        kind: "number",
+        sort: `mean:${name}`,
+        cell: (request) => html`${number(numbers(request)?.[1])}`,
+      });
       if (name === page.probe) {
         columns.push({ name: "over the request", kind: "curve", sort: "", cell: (request) => this.spark(request) });
       }
-      columns.push({ name: "fired", kind: "number", sort: `fired:${name}`, cell: (request) => html`${firedText(numbers(request)?.[3])}` });
+      columns.push({
+        name: "fired",
+        kind: "number",
+        sort: `fired:${name}`,
+        cell: (request) => html`${firedText(numbers(request)?.[3])}`,
+      });
     }
     columns.push(
       { name: "Steered", kind: "steered-cell", sort: "steered", cell: (request) => html`${steeredBadge(request)}` },
-      { name: "Lost rows", kind: "number", sort: "lost", cell: (request) => html`${request.rows_lost ? html`<span class="bad">${count(request.rows_lost)}</span>` : ""}` },
+      {
+        name: "Lost rows",
+        kind: "number",
+        sort: "lost",
+        cell: (request) => html`${request.rows_lost ? html`<span class="bad">${count(request.rows_lost)}</span>` : ""}`,
+      },
       { name: "Started", kind: "number", sort: "started", cell: (request) => html`${clock(request.started_s)}` },
       { name: "Took", kind: "number", sort: "", cell: (request) => html`${took(request)}` },
     );
@@ -256,10 +298,12 @@ export class List {
       ${this.columns().map((column) => {
         const sorted = column.sort === name;
         return html`<span role="columnheader" class="cell ${column.kind}"
-          aria-sort=${sorted ? (down ? "descending" : "ascending") : nothing}>${column.sort
-            ? html`<button type="button" tabindex="-1" @click=${() => this.sort(sorted && down ? column.sort : `-${column.sort}`)}>
+          aria-sort=${sorted ? (down ? "descending" : "ascending") : nothing}>${
+            column.sort
+              ? html`<button type="button" tabindex="-1" @click=${() => this.sort(sorted && down ? column.sort : `-${column.sort}`)}>
                 ${column.name}${sorted ? (down ? " ↓" : " ↑") : ""}</button>`
-            : column.name}</span>`;
+              : column.name
+          }</span>`;
       })}</div>`;
   }
 
@@ -279,10 +323,12 @@ export class List {
       }}>${isPinned ? "★" : "☆"}</button>`;
     return html`<div role="row" id="row-${request.key}" class="row" aria-rowindex=${index + 2} data-key=${request.key}
       data-status=${request.status} aria-selected=${chosen ? "true" : "false"} @click=${() => page.open(request.key)}>
-      ${this.wide
-        ? html`<span role="gridcell" class="cell pin-cell">${pin}</span>
+      ${
+        this.wide
+          ? html`<span role="gridcell" class="cell pin-cell">${pin}</span>
             ${this.columns().map((column) => html`<span role="gridcell" class="cell ${column.kind}">${column.cell(request, pinned)}</span>`)}`
-        : html`<span role="gridcell" class="card">${this.card(request)}${pin}</span>`}
+          : html`<span role="gridcell" class="card">${this.card(request)}${pin}</span>`
+      }
     </div>`;
   }
 
@@ -293,12 +339,19 @@ export class List {
     const numbers = page.probe ? page.store.number(request, page.probe) : null;
     return html`
       <span class="mark" title=${word}><span aria-hidden="true">${mark}</span><span class="unseen">${word}</span></span>
-      <span class="card-line"><span class="words">${words(request)}</span>${steeredBadge(request)}${request.rows_lost
-        ? html`<span class="badge bad" title="lost rows">−${short(request.rows_lost)}<span class="unseen"> rows lost</span></span>` : nothing}</span>
+      <span class="card-line"><span class="words">${words(request)}</span>${steeredBadge(request)}${
+        request.rows_lost
+          ? html`<span class="badge bad" title="lost rows">−${short(request.rows_lost)}<span class="unseen"> rows lost</span></span>`
+          : nothing
+      }</span>
       <span class="card-line soft"><bdi class="id" title=${visible(request.id)}>${visible(request.id)}</bdi>
         <span class="nowrap">${count(request.tokens)}<span class="unseen"> tokens</span></span>
-        <span class="gap"></span>${numbers ? html`${this.spark(request)}<span class="score ${numbers[3] ? "fired" : ""}"
-        title="${page.probe}: max ${number(numbers[0])}, mean ${number(numbers[1])}">${number(numbers[0])}</span>` : nothing}</span>`;
+        <span class="gap"></span>${
+          numbers
+            ? html`${this.spark(request)}<span class="score ${numbers[3] ? "fired" : ""}"
+        title="${page.probe}: max ${number(numbers[0])}, mean ${number(numbers[1])}">${number(numbers[0])}</span>`
+            : nothing
+        }</span>`;
   }
 
   /** @param {RequestSummary} request */
@@ -340,7 +393,9 @@ export class List {
   onKey(event) {
     if (event.target !== this.grid || event.altKey || event.ctrlKey || event.metaKey) return;
     const page = Math.max(1, Math.floor(this.viewPx / this.rowPx) - 1);
-    const step = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -Infinity, End: Infinity }[event.key];
+    const step = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -Infinity, End: Infinity }[
+      event.key
+    ];
     if (step !== undefined) this.move(step);
     else if (event.key === "Enter" && this.page.key) {
       this.page.view("request");

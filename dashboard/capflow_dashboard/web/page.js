@@ -11,7 +11,6 @@ import { Store } from "./store.js";
 /** @typedef {import("./frames.js").Frames} Frames */
 /** @typedef {import("./scale.js").Scale} Scale */
 
-
 /** The parts that the cursor is drawn in. */
 const CURSOR = ["text-cursor", "plots-cursor", "token"];
 /** The parts that colours are drawn in. */
@@ -144,7 +143,13 @@ export class Page {
     const change = place.heat === "change" && detail.baseline;
     const references = this.references(change ? "baseline" : place.ref);
     const kind = change ? "z" : place.scale;
-    return { rows, scales: commonScales(kind, rows.map((row) => references[row] ?? null)) };
+    return {
+      rows,
+      scales: commonScales(
+        kind,
+        rows.map((row) => references[row] ?? null),
+      ),
+    };
   }
 
   /**

@@ -54,7 +54,10 @@ export function colours(theme, diverging) {
 /** Return the style sheet with the class of each colour: `.div .c0` to `.seq .c63`. */
 export function sheetText() {
   const lines = [];
-  for (const [name, diverging] of /** @type {[string, boolean][]} */ ([["seq", false], ["div", true]])) {
+  for (const [name, diverging] of /** @type {[string, boolean][]} */ ([
+    ["seq", false],
+    ["div", true],
+  ])) {
     const [light, dark] = [colours("light", diverging), colours("dark", diverging)];
     for (let step = 0; step < STEPS; step++) {
       const back = `light-dark(${light[step].back}, ${dark[step].back})`;

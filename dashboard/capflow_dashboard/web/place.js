@@ -74,7 +74,8 @@ export function write(place) {
   }
   if (place.hold) query.set("hold", "1");
   for (const pin of place.pins.slice(0, PINS_MAX)) query.append("pin", pin);
-  const path = place.view !== "request" ? place.view : place.id || place.engine ? `r/${nameOf(place.engine, place.id)}` : "";
+  const path =
+    place.view !== "request" ? place.view : place.id || place.engine ? `r/${nameOf(place.engine, place.id)}` : "";
   return `#/${path}${query.size ? `?${query}` : ""}`;
 }
 

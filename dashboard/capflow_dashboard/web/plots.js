@@ -44,6 +44,7 @@ export class Plots {
         <div class="heat-head"></div>
         <div class="heat" id="heat" role="slider" tabindex="0" aria-roledescription="heatmap" aria-orientation="horizontal"
           aria-label="Heatmap of layers by tokens. Arrow keys move the cursor."></div>
+        <output class="readout" id="heat-value" aria-live="off"></output>
         <div class="crosshair" hidden></div><div class="selection" hidden></div>`,
       box,
     );
@@ -54,6 +55,7 @@ export class Plots {
     this.laneBox = find(".lane-box");
     this.lane = /** @type {HTMLCanvasElement} */ (find(".lane-canvas"));
     this.heatHead = find(".heat-head");
+    this.readout = find(".readout");
     this.crosshair = find(".crosshair");
     this.selection = find(".selection");
     /** Where the columns are, in pixels of the box. @type {import("./heatmap.js").Frame} */
@@ -110,7 +112,8 @@ export class Plots {
     const cells = Math.max(1, Math.min(span.most, Math.ceil(frame.width * (devicePixelRatio || 1))));
     const bins = new Float32Array(cells);
     const scale = page.scale(measured);
-    const centre = scale.kind === "probe" ? (scale.low + scale.high) / 2 : scale.diverging ? (scale.reference?.median ?? 0) : 0;
+    const centre =
+      scale.kind === "probe" ? (scale.low + scale.high) / 2 : scale.diverging ? (scale.reference?.median ?? 0) : 0;
     farthest(detail.values[measured], 0, span.most, centre, bins);
     const image = new ImageData(cells, 1);
     const pixels = new Uint32Array(image.data.buffer);
@@ -188,20 +191,35 @@ export class Plots {
     const { scales } = page.heat();
     const scale = scales[0];
     const modes = /** @type {const} */ ([
-      ["norms", "Norms", detail.norms.length > 0],
-      ["change", "Change to baseline", detail.baseline !== null && detail.norms.length > 0],
-      ["probes", "Probes", detail.probes.length > 0],
+      ["norms", "Norms", detail.norms.length > 0, "Norms, on the chosen scale"],
+      [
+        "change",
+        "Change",
+        detail.baseline !== null && detail.norms.length > 0,
+        "Norms as the deviation from the baseline",
+      ],
+      ["probes", "Probes", detail.probes.length > 0, "Scores, each centred at its threshold"],
     ]);
-    const shown = place.heat === "change" && !detail.baseline ? "norms" : place.heat === "probes" && !detail.probes.length ? "norms" : place.heat;
+    const shown =
+      place.heat === "change" && !detail.baseline
+        ? "norms"
+        : place.heat === "probes" && !detail.probes.length
+          ? "norms"
+          : place.heat;
     render(
-      html`<div class="segments" role="group" aria-label="The heatmap shows">${modes.map(([mode, name, possible]) =>
-          possible ? html`<button type="button" aria-pressed=${shown === mode ? "true" : "false"}
-            @click=${() => page.recolour({ heat: mode })}>${name}</button>` : nothing)}</div>
-        <output class="readout" id="heat-value" aria-live="off">${this.heatmap.readout()}</output>
+      html`<div class="segments" role="group" aria-label="The heatmap shows">${modes.map(
+        ([mode, name, possible, title]) =>
+          possible
+            ? html`<button type="button" aria-pressed=${shown === mode ? "true" : "false"}
+            title=${title} @click=${() => page.recolour({ heat: mode })}>${name}</button>`
+            : nothing,
+      )}</div>
         <span class="gap"></span>
-        ${scale?.kind === "probe"
-          ? html`<span class="soft nowrap">each centred at its threshold</span><span class="bar div" aria-hidden="true"></span>`
-          : legend(scale)}
+        ${
+          scale?.kind === "probe"
+            ? html`<span class="soft nowrap">each centred at its threshold</span><span class="bar div" aria-hidden="true"></span>`
+            : legend(scale)
+        }
         <span class="zoom" role="group" aria-label="Zoom">
           <button type="button" class="small" aria-label="Zoom out" title="Zoom out (−)" @click=${() => this.zoom(2)}>−</button>
           <button type="button" class="small" aria-label="Zoom in" title="Zoom in (+)" @click=${() => this.zoom(0.5)}>+</button>
@@ -219,7 +237,7 @@ export class Plots {
     if (inside && column !== null) this.crosshair.style.transform = `translateX(${this.xOf(column)}px)`;
     this.heatmap.drawCursor();
     this.tracks.drawCursor();
-    this.drawHeatHead();
+    this.readout.textContent = this.heatmap.readout();
   }
 
   /** @param {number} factor */
@@ -291,8 +309,10 @@ export class Plots {
     const { box, page, selection } = this;
     const start = this.columnAt(event.clientX);
     if (start === null) return;
-    const row = event.target instanceof Node && this.heatBox.contains(event.target)
-      ? this.heatmap.rowAt(event.clientY - this.heatBox.getBoundingClientRect().top) : null;
+    const row =
+      event.target instanceof Node && this.heatBox.contains(event.target)
+        ? this.heatmap.rowAt(event.clientY - this.heatBox.getBoundingClientRect().top)
+        : null;
     const move = (/** @type {PointerEvent} */ moved) => {
       selection.hidden = Math.abs(moved.clientX - event.clientX) < DRAG_PX;
       const [from, to] = [start, this.columnAt(moved.clientX, true) ?? start].sort((a, b) => a - b);

@@ -30,10 +30,14 @@ export function requestHead(page) {
       <button type="button" class="pin" aria-pressed=${pinned ? "true" : "false"} aria-label="Pin" title="Pin (p)"
         @click=${() => page.pin(request.key)}>${pinned ? "★" : "☆"}</button>
     </div>
-    <p class="soft request-facts" id="request-facts">${several ? html`<bdi>${visible(request.engine)}</bdi> · ` : nothing}${
-      plural(request.prompt_length, "prompt token")}, ${count(generated)} generated${
-      request.rows_lost ? html` · <b class="bad">${plural(request.rows_lost, "row")} lost</b>` : nothing} · started ${
-      clock(request.started_s)}, ${request.status === "live" ? "running" : "took"} ${duration(took)}${pooledScores(page)}</p>`;
+    <p class="soft request-facts" id="request-facts">${several ? html`<bdi>${visible(request.engine)}</bdi> · ` : nothing}${plural(
+      request.prompt_length,
+      "prompt token",
+    )}, ${count(generated)} generated${
+      request.rows_lost ? html` · <b class="bad">${plural(request.rows_lost, "row")} lost</b>` : nothing
+    } · started ${clock(
+      request.started_s,
+    )}, ${request.status === "live" ? "running" : "took"} ${duration(took)}${pooledScores(page)}</p>`;
 }
 
 /** @param {Page} page */
@@ -45,7 +49,8 @@ function pooledScores(page) {
     if (probe.pool === "token" || !numbers) return nothing;
     const score = { max: numbers[0], mean: numbers[1], last: numbers[2] }[probe.pool] ?? numbers[1];
     return html` · <span class="nowrap">${visible(probe.name)} ${number(score)} <span>(${probe.pool})</span>${
-      numbers[3] ? html` <b class="fired">fires</b>` : nothing}</span>`;
+      numbers[3] ? html` <b class="fired">fires</b>` : nothing
+    }</span>`;
   });
 }
 
@@ -54,9 +59,16 @@ export function requestTools(page) {
   const { detail, measured, place } = page;
   if (!detail || measured < 0) return nothing;
   const one = detail.series[measured];
-  const option = (/** @type {number} */ row) => html`<option value=${seriesName(detail.series[row])} ?selected=${row === measured}>${
-    visible(seriesLabel(detail.series[row]))}</option>`;
-  const scales = /** @type {const} */ ([["z", "deviation (z)"], ["ratio", "ratio to median"], ["log", "log₁₀"], ["raw", "as it is"]]);
+  const option = (/** @type {number} */ row) =>
+    html`<option value=${seriesName(detail.series[row])} ?selected=${row === measured}>${visible(
+      seriesLabel(detail.series[row]),
+    )}</option>`;
+  const scales = /** @type {const} */ ([
+    ["z", "deviation (z)"],
+    ["ratio", "ratio to median"],
+    ["log", "log₁₀"],
+    ["raw", "as it is"],
+  ]);
   const baseline = detail.baseline !== null;
   const ref = baseline ? place.ref : "request";
   return html`
@@ -66,15 +78,23 @@ export function requestTools(page) {
       ${detail.norms.length ? html`<optgroup label="Norm at">${detail.norms.map(option)}</optgroup>` : nothing}
     </select></label>
     <label class="field"><span>Norms as</span><select id="scale" @change=${(/** @type {any} */ event) =>
-      page.recolour({ scale: event.target.value })}>${scales.map(([value, name]) =>
-        html`<option value=${value} ?selected=${value === place.scale}>${name}</option>`)}</select></label>
-    ${baseline ? html`<label class="field"><span>Reference</span><select id="ref" @change=${(/** @type {any} */ event) =>
-      page.recolour({ ref: event.target.value })}>
+      page.recolour({ scale: event.target.value })}>${scales.map(
+      ([value, name]) => html`<option value=${value} ?selected=${value === place.scale}>${name}</option>`,
+    )}</select></label>
+    ${
+      baseline
+        ? html`<label class="field"><span>Reference</span><select id="ref" @change=${(/** @type {any} */ event) =>
+            page.recolour({ ref: event.target.value })}>
       <option value="request" ?selected=${ref === "request"}>this request's ${detail.references.of === "prompt" ? "prompt" : "first rows"}</option>
-      <option value="baseline" ?selected=${ref === "baseline"}>baseline</option></select></label>` : nothing}
+      <option value="baseline" ?selected=${ref === "baseline"}>baseline</option></select></label>`
+        : nothing
+    }
     <span class="gap"></span>
     <span class="legends" id="legend">${referenceText(page, measured)}${legend(page.scale(measured))}${
-      one.probe ? html`<span class="soft nowrap">${one.pool === "token" ? html`<u>fires</u> from ${number(page.threshold(measured))}` : `centred at ${number(one.threshold)}`}</span>` : nothing}</span>`;
+      one.probe
+        ? html`<span class="soft nowrap">${one.pool === "token" ? html`<u>fires</u> from ${number(page.threshold(measured))}` : `centred at ${number(one.threshold)}`}</span>`
+        : nothing
+    }</span>`;
 }
 
 /**

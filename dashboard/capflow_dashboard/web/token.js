@@ -21,9 +21,11 @@ const SECTIONS = [facts, probes, layers];
 export function tokenPanel(page) {
   const { detail, column } = page;
   if (!detail) return nothing;
-  return html`${column === null
-    ? html`<h2>Token</h2><p class="soft">Point at a token, a curve or a cell. A click, or <kbd>←</kbd> <kbd>→</kbd>, keeps it here.</p>`
-    : SECTIONS.map((section) => section(page, detail, column))}${steering(page, detail)}`;
+  return html`${
+    column === null
+      ? html`<h2>Token</h2><p class="soft">Point at a token, a curve or a cell. A click, or <kbd>←</kbd> <kbd>→</kbd>, keeps it here.</p>`
+      : SECTIONS.map((section) => section(page, detail, column))
+  }${steering(page, detail)}`;
 }
 
 /** @type {Section} */
@@ -70,7 +72,12 @@ function probes(page, detail, column) {
       const one = detail.series[row];
       const value = detail.values[row][column];
       const fired = page.fires(row, column);
-      const word = one.pool === "token" ? (fired ? html`<b class="fired">yes</b>` : "no") : html`<span class="soft">by ${one.pool}</span>`;
+      const word =
+        one.pool === "token"
+          ? fired
+            ? html`<b class="fired">yes</b>`
+            : "no"
+          : html`<span class="soft">by ${one.pool}</span>`;
       return html`<tr><th scope="row"><bdi>${visible(one.probe)}</bdi> <span class="soft">${one.site}</span></th><td>${show(value)}</td>
         <td>${number(page.threshold(row))}</td><td>${word}</td></tr>`;
     })}</tbody></table>`;
@@ -89,7 +96,7 @@ function layers(page, detail, column) {
       const far = reference?.rows && Number.isFinite(value) ? z(value, reference) : NaN;
       const at = Number.isFinite(far) ? Math.max(-1, Math.min(1, far / Z_SHOWN)) * 30 : 0;
       return html`<tr aria-current=${row === page.layer ? "true" : nothing} @click=${() => page.mark(row)}>
-        <th scope="row">${detail.series[row].site}</th><td>${show(value)}</td><td>${number(far)}</td>
+        <th scope="row">${detail.series[row].site}</th><td>${show(value)}</td><td>${Number.isNaN(far) ? "–" : Number.isFinite(far) ? far.toFixed(2).replace("-", "−") : number(far)}</td>
         <td class="bar-cell"><svg width="62" height="10" aria-hidden="true"><line x1="31" x2="31" y1="0" y2="10" class="axis" />
           <rect class=${at < 0 ? "low" : "high"} x=${31 + Math.min(0, at)} y="2" width=${Math.abs(at)} height="6" /></svg></td></tr>`;
     })}</tbody></table>`;
@@ -136,17 +143,21 @@ function curve(page, detail, column, rows) {
 function steering(page, detail) {
   const { events } = detail;
   if (!events.length) return nothing;
-  return html`<h3>Steering of this request</h3><ol class="events" id="events">${events.slice(-EVENTS_SHOWN).map((event) => {
-    const facts = [
-      event.scale === null ? "" : `× ${number(event.scale)}`,
-      event.sites?.length ? `at ${event.sites.join(", ")}` : "",
-      event.score === null ? "" : `score ${number(event.score)}${event.threshold === null ? "" : ` (from ${number(event.threshold)})`}`,
-      event.reason ?? "",
-    ].filter(Boolean);
-    return html`<li><button type="button" class="link-button" ?disabled=${event.position === null}
+  return html`<h3>Steering of this request</h3><ol class="events" id="events">${events
+    .slice(-EVENTS_SHOWN)
+    .map((event) => {
+      const facts = [
+        event.scale === null ? "" : `× ${number(event.scale)}`,
+        event.sites?.length ? `at ${event.sites.join(", ")}` : "",
+        event.score === null
+          ? ""
+          : `score ${number(event.score)}${event.threshold === null ? "" : ` (from ${number(event.threshold)})`}`,
+        event.reason ?? "",
+      ].filter(Boolean);
+      return html`<li><button type="button" class="link-button" ?disabled=${event.position === null}
         @click=${() => page.point(Number(event.position) - detail.base)}>${event.position === null ? "–" : event.position.toLocaleString("en")}</button>
       <span><b>${event.kind}</b>${event.label ? html` <bdi>${visible(event.label)}</bdi>` : nothing}${event.by ? html` <span class="soft">by <bdi>${visible(event.by)}</bdi></span>` : nothing}
         ${facts.length ? html`<span class="event-facts">${facts.join(" · ")}</span>` : nothing}</span>
       <span class=${event.outcome === "applied" ? "soft" : "bad"} title=${event.time_s === null ? nothing : clock(event.time_s)}>${event.outcome ?? ""}</span></li>`;
-  })}</ol>`;
+    })}</ol>`;
 }

@@ -50,7 +50,10 @@ export class Tokens {
     this.pointed = null;
     this.lineX = NaN;
     this.look = new IntersectionObserver((entries) => this.onSeen(entries), { root: null, rootMargin: AHEAD });
-    new IntersectionObserver(([entry]) => (this.sticks = entry.isIntersecting), { root: box, rootMargin: "0px 0px 64px 0px" }).observe(this.end);
+    new IntersectionObserver(([entry]) => (this.sticks = entry.isIntersecting), {
+      root: box,
+      rootMargin: "0px 0px 64px 0px",
+    }).observe(this.end);
     box.addEventListener("pointerover", (event) => page.over(this.columnOf(event.target)));
     box.addEventListener("pointerleave", () => page.over(null));
     box.addEventListener("click", (event) => {

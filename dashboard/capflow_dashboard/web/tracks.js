@@ -7,10 +7,11 @@ import { number, visible } from "./format.js";
 import { ink } from "./inks.js";
 import { html, nothing, render } from "./lit.js";
 import { seriesName } from "./page.js";
+import { drawCurve } from "./strip.js";
 
 /** @typedef {import("./page.js").Page} Page */
 
-const PLOT_PX = 54;
+const PLOT_PX = 46;
 const PAD_PX = 4;
 const STEPS = 100;
 
@@ -42,39 +43,54 @@ class Track {
     this.line.addEventListener("pointerdown", (event) => this.drag(event));
     this.line.addEventListener("dblclick", () => page.moveThreshold(row, null));
     this.line.addEventListener("keydown", (event) => this.onKey(event));
-    this.plot.append(this.line);
+    this.canvas = document.createElement("canvas");
+    this.canvas.setAttribute("aria-hidden", "true");
+    this.plot.append(this.canvas, this.line);
     this.box.append(this.head, this.plot);
-    /** @type {import("uplot") | null} */
-    this.chart = null;
     this.low = 0;
     this.high = 1;
   }
 
   draw() {
-    const { page, row } = this;
+    const { page, row, frame } = this;
     const { detail, span } = page;
-    if (!detail || this.frame.width <= 0) return;
+    if (!detail || frame.width <= 0) return;
     this.range();
-    const { columns, values } = envelope(detail.values[row], span.from, Math.min(span.to, detail.count), Math.floor(this.frame.width));
-    const data = /** @type {[number[], (number | null)[]]} */ ([columns, values]);
-    const width = this.frame.left + this.frame.width + this.frame.right;
-    if (!this.chart) this.make(width, data);
-    else {
-      if (this.chart.width !== width) this.chart.setSize({ width, height: PLOT_PX });
-      this.chart.setData(data, true);
-    }
+    const end = Math.min(span.to, detail.count);
+    drawCurve(this.canvas, {
+      width: frame.left + frame.width + frame.right,
+      height: PLOT_PX,
+      left: frame.left,
+      right: frame.right,
+      pad: PAD_PX,
+      from: span.from,
+      to: span.to,
+      low: this.low,
+      high: this.high,
+      ...envelope(detail.values[row], span.from, end, Math.floor(frame.width)),
+      colour: this.ink,
+      show: number,
+      under(context, x) {
+        context.fillStyle = ink("--steer-soft");
+        for (const [first, past] of spans(detail.steered, span.from, end)) {
+          const left = x(first - 0.5);
+          context.fillRect(left, 0, x(past - 0.5) - left, PLOT_PX);
+        }
+      },
+    });
     this.drawHead();
     const threshold = page.threshold(row);
     const part = (this.high - threshold) / (this.high - this.low);
     this.line.style.transform = `translateY(${PAD_PX + part * (PLOT_PX - 2 * PAD_PX)}px)`;
-    this.line.style.left = `${this.frame.left}px`;
-    this.line.style.width = `${this.frame.width}px`;
+    this.line.style.left = `${frame.left}px`;
+    this.line.style.width = `${frame.width}px`;
     const one = detail.series[row];
+    const would = verdict(detail.values[row], detail.count, threshold, one.pool);
     this.line.setAttribute("aria-label", `Threshold of ${one.probe}`);
     this.line.setAttribute("aria-valuemin", String(this.low));
     this.line.setAttribute("aria-valuemax", String(this.high));
     this.line.setAttribute("aria-valuenow", String(threshold));
-    this.line.setAttribute("aria-valuetext", `${number(threshold)}: ${verdict(detail.values[row], detail.count, threshold, one.pool)}`);
+    this.line.setAttribute("aria-valuetext", `${number(threshold)}: ${would}`);
   }
 
   /** Make room for all scores and both thresholds; room is never given back, so that the curve stays where it is. */
@@ -88,66 +104,6 @@ class Track {
     const most = Math.max(given, moved, high > -Infinity ? high : given);
     const pad = (most - least) * 0.06 || Math.abs(most) * 0.1 || 1;
     [this.low, this.high] = [least - pad, most + pad];
-  }
-
-  /**
-   * @param {number} width
-   * @param {[number[], (number | null)[]]} data
-   */
-  make(width, data) {
-    const { page } = this;
-    const soft = ink("--ink-soft");
-    this.chart = new uPlot(
-      {
-        width,
-        height: PLOT_PX,
-        padding: [PAD_PX, this.frame.right, PAD_PX, 0],
-        cursor: { show: false },
-        legend: { show: false },
-        scales: {
-          x: { time: false, range: () => [page.span.from - 0.5, page.span.to - 0.5] },
-          y: { range: () => [this.low, this.high] },
-        },
-        axes: [
-          { show: false },
-          {
-            size: this.frame.left,
-            stroke: soft,
-            font: `11px ${getComputedStyle(this.box).fontFamily}`,
-            grid: { stroke: ink("--line"), width: 1 },
-            ticks: { show: false },
-            gap: 6,
-            space: 20,
-            values: (_, splits) => splits.map((value) => number(value)),
-          },
-        ],
-        series: [
-          {},
-          { stroke: ink(this.ink), width: 1.4, spanGaps: false, points: { show: (_, __, first, last) => last - first < 60, size: 4, fill: ink(this.ink) } },
-        ],
-        hooks: { drawClear: [(chart) => this.shade(chart)] },
-      },
-      data,
-      this.plot,
-    );
-    this.plot.append(this.line);
-  }
-
-  /**
-   * Shade where the request was steered.
-   * @param {import("uplot")} chart
-   */
-  shade(chart) {
-    const { detail, span } = this.page;
-    if (!detail) return;
-    const { ctx, bbox } = chart;
-    ctx.save();
-    ctx.fillStyle = ink("--steer-soft");
-    const cell = bbox.width / span.width;
-    for (const [first, end] of spans(detail.steered, span.from, Math.min(span.to, detail.count))) {
-      ctx.fillRect(bbox.left + (first - span.from) * cell, bbox.top, (end - first) * cell, bbox.height);
-    }
-    ctx.restore();
   }
 
   drawHead() {
@@ -165,8 +121,12 @@ class Track {
         <span class="soft nowrap">${one.site}, ${pool}</span><span class="gap"></span>
         ${column === null ? nothing : html`<span class="nowrap track-value">${number(values[column] === -Infinity ? null : values[column])}</span>`}
         <span class="nowrap"><span class="soft">fires from ${number(one.threshold)}:</span> ${at(one.threshold)}</span>
-        ${moved === undefined ? nothing : html`<span class="nowrap moved">from ${number(moved)} would: <b>${at(moved)}</b></span>
-          <button type="button" class="small" @click=${() => page.moveThreshold(row, null)}>Reset</button>`}`,
+        ${
+          moved === undefined
+            ? nothing
+            : html`<span class="nowrap moved">from ${number(moved)} would: <b>${at(moved)}</b></span>
+          <button type="button" class="small" @click=${() => page.moveThreshold(row, null)}>Reset</button>`
+        }`,
       this.head,
     );
   }
@@ -200,11 +160,6 @@ class Track {
     event.preventDefault();
     event.stopPropagation();
   }
-
-  renew() {
-    this.chart?.destroy();
-    this.chart = null;
-  }
 }
 
 /** The curves of all probes of the shown request. */
@@ -228,7 +183,6 @@ export class Tracks {
     const rows = detail?.probes ?? [];
     const made = `${this.page.key} ${this.frame.left} ${rows.map((row) => detail && seriesName(detail.series[row])).join()}`;
     if (made !== this.made) {
-      this.renew();
       this.tracks = rows.map((row, place) => new Track(row, place, this.page, this.frame));
       this.box.replaceChildren(...this.tracks.map((track) => track.box));
       this.made = made;
@@ -239,10 +193,5 @@ export class Tracks {
 
   drawCursor() {
     for (const track of this.tracks) track.drawHead();
-  }
-
-  /** Make the charts again, in other colours. */
-  renew() {
-    for (const track of this.tracks) track.renew();
   }
 }
