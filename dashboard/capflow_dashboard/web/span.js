@@ -89,10 +89,33 @@ export class Span {
  * @param {number} wanted
  */
 export function ticks(from, to, wanted) {
-  const raw = Math.max(1, (to - from) / Math.max(1, wanted));
-  const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= raw) ?? 10 * power;
+  const step = roundUp(Math.max(1, (to - from) / Math.max(1, wanted)));
   const found = [];
   for (let at = Math.ceil(from / step) * step; at < to; at += step) found.push(at);
   return found;
+}
+
+/**
+ * Return round values in [low, high], at most `most` of them.
+ * @param {number} low
+ * @param {number} high
+ * @param {number} most
+ */
+export function levels(low, high, most) {
+  if (!(high > low)) return [];
+  const step = roundUp((high - low) / most);
+  const found = [];
+  // Products of whole numbers, so that sums do not drift.
+  for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at++)
+    found.push(Number((at * step).toPrecision(12)));
+  return found;
+}
+
+/**
+ * Return the next larger number of the form 1, 2 or 5 times a power of ten.
+ * @param {number} value
+ */
+function roundUp(value) {
+  const power = 10 ** Math.floor(Math.log10(value));
+  return [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= value) ?? 10 * power;
 }

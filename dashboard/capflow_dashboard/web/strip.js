@@ -5,6 +5,7 @@
 // 250 KB.
 
 import { ink, sized } from "./inks.js";
+import { levels } from "./span.js";
 
 const TICK_PX = 17;
 
@@ -81,21 +82,4 @@ export function drawCurve(canvas, curve) {
   context.lineJoin = "round";
   context.stroke(path);
   context.restore();
-}
-
-/**
- * Return round values in [low, high], at most `most` of them.
- * @param {number} low
- * @param {number} high
- * @param {number} most
- */
-export function levels(low, high, most) {
-  if (!(high > low)) return [];
-  const raw = (high - low) / most;
-  const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= raw) ?? 10 * power;
-  const found = [];
-  // Products of whole numbers, so that sums do not drift.
-  for (let at = Math.ceil(low / step); at * step <= high; at++) found.push(Number((at * step).toPrecision(12)));
-  return found;
 }

@@ -90,7 +90,7 @@ function layers(page, detail, column) {
   const references = page.references();
   return html`<h3>Norm by layer</h3>${curve(page, detail, column, rows)}
     <table class="numbers" id="token-layers"><thead><tr><th scope="col">site</th><th scope="col">norm</th><th scope="col">z</th><td class="bar-cell"></td></tr></thead>
-    <tbody>${rows.toReversed().map((row) => {
+    <tbody>${[...rows].reverse().map((row) => {
       const value = detail.values[row][column];
       const reference = references[row];
       const far = reference?.rows && Number.isFinite(value) ? z(value, reference) : NaN;

@@ -1,0 +1,178 @@
+"""The dashboard's page in a real browser: opens it, and reads what it shows."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+from playwright.sync_api import expect
+
+from capflow.capture.frame import Frame, RequestRows
+from capflow.capture.result import RequestDone
+from capflow.capture.site import Site
+from tests.kit.frames import make_frame
+from tests.kit.waiting import eventually
+
+CHROMIUM = "/usr/bin/chromium"
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+LIMIT_MS = 20_000
+SITES = tuple(Site(layer, "post_block") for layer in range(4))
+AXE = Path(__file__).parents[2] / "dashboard" / "node_modules" / "axe-core" / "axe.min.js"
+
+
+def browser_path():
+    """Return the path of Chromium; None if it is not there."""
+    return shutil.which(CHROMIUM) or shutil.which("chromium")
+
+
+class OpenPage:
+    """A page that is open on a dashboard.
+
+    complaints: warnings and errors of its console, and requests to anywhere else.
+    """
+
+    def __init__(self, page, consumer, place=""):
+        self.page = page
+        self.consumer = consumer
+        self.complaints = []
+        page.on("console", self._on_console)
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("dialog", lambda dialog: (self.complaints.append(dialog.message), dialog.dismiss()))
+        page.on("request", self._on_request)
+        page.set_default_timeout(LIMIT_MS)
+        page.goto(consumer.link)
+        expect(page.locator("#link")).to_have_text(re.compile("live|stale"), timeout=LIMIT_MS)
+        if place:
+            page.evaluate("place => { location.hash = place; }", place)
+
+    def _on_console(self, message):
+        gone = self.consumer.closed and "ERR_CONNECTION_REFUSED" in message.text
+        if message.type in ("error", "warning") and not gone:
+            self.complaints.append(message.text)
+
+    def _on_request(self, request):
+        host = re.match(r"http://([^/]+)/", self.consumer.address)[1]
+        if not request.url.startswith((f"http://{host}", f"ws://{host}", "data:")):
+            self.complaints.append(request.url)
+
+    # What it shows.
+
+    def tokens(self):
+        return self.page.locator("#text .t")
+
+    def wait_tokens(self, count):
+        expect(self.tokens()).to_have_count(count, timeout=LIMIT_MS)
+
+    def steps(self):
+        """Return the step of colour of each token in view, 0 to 63; None where it has no colour."""
+        names = self.page.evaluate("[...document.querySelectorAll('#text .t')].map((token) => token.className)")
+        return [int(match[1]) if (match := re.search(r"\bc(\d+)\b", name)) else None for name in names]
+
+    def wait_coloured(self):
+        """Wait until all tokens have colours, and return their steps."""
+        eventually(lambda: self.steps() and None not in self.steps())
+        return self.steps()
+
+    def cells(self, rows, columns, width=None):
+        """Return the colour of the middle of each cell of the heatmap, [rows from the bottom, columns, rgb].
+
+        width: how many columns the heatmap shows, by default 24 or more.
+        """
+        pixels = self.page.evaluate(
+            """([rows, columns, width]) => {
+              const box = document.getElementById("heat");
+              const canvas = box.querySelector("canvas");
+              const ratio = devicePixelRatio;
+              const left = innerWidth < 520 ? 44 : 60;
+              const plot = box.clientWidth - left - 14;
+              const height = box.clientHeight - 20;
+              const copy = new OffscreenCanvas(canvas.width, canvas.height);
+              const context = copy.getContext("2d", { willReadFrequently: true });
+              context.drawImage(canvas, 0, 0);
+              return Array.from({ length: rows }, (_, row) => Array.from({ length: columns }, (_, column) => {
+                const x = (left + ((column + 0.5) / width) * plot) * ratio;
+                const y = (height * (1 - (row + 0.5) / rows)) * ratio;
+                return [...context.getImageData(x, y, 1, 1).data];
+              }));
+            }""",
+            [rows, columns, width or max(24, columns)],
+        )
+        return np.array(pixels)
+
+    def choose_scale(self, name):
+        """Choose how norms are shown, and wait until they are."""
+        self.page.select_option("#scale", name)
+        expect(self.page.locator("#heat")).to_have_attribute("data-kind", name)
+
+    def choose(self, request):
+        """Open a request of the list, and wait until it is shown."""
+        self.page.locator("#requests .row", has_text=request).first.click()
+        expect(self.page.locator("#request-id")).to_have_text(request)
+
+    def overflows(self):
+        """Return what is wider than the window: the page itself, or parts that do not scroll."""
+        return self.page.evaluate(
+            """() => [...document.querySelectorAll("body, main *, header *, #list *")].filter((part) => {
+                const { width, right, left } = part.getBoundingClientRect();
+                const scrolls = part.closest(".grid, .text, .scroll, .over-box, .heat, .unseen, .engines, .threshold");
+                const clipped = part.parentElement?.closest("bdi, h2, .engine, .words, svg, .track-plot");
+                return width && (right > innerWidth + 1 || left < -1) && !scrolls && !clipped;
+            }).map((part) => part.id || part.className || part.tagName)
+              .concat(document.documentElement.scrollWidth > innerWidth ? ["page"] : [])"""
+        )
+
+    def findings(self):
+        """Return the serious findings of axe-core."""
+        # The policy of the page refuses scripts in the page itself, not those of a debugger.
+        self.page.evaluate(AXE.read_text(encoding="utf-8"))
+        result = self.page.evaluate(
+            """() => axe.run(document, { runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"] })"""
+        )
+        return [
+            (one["id"], node["target"], node["failureSummary"])
+            for one in result["violations"]
+            if one["impact"] in ("serious", "critical")
+            for node in one["nodes"]
+        ]
+
+
+def with_texts(frame, texts):
+    """Return the frame with other texts for its tokens, request by request."""
+    requests = tuple(
+        RequestRows(r.id, r.prompt_length, r.start, r.token_ids, tuple(texts[r.id][r.start :][: len(r.token_ids)]))
+        for r in frame.header.requests
+    )
+    header = type(frame.header)(
+        **{name: getattr(frame.header, name) for name in frame.header.__struct_fields__} | {"requests": requests}
+    )
+    return Frame.seal(header, frame.payload)
+
+
+def with_norms(frame, norms, hidden=8):
+    """Return the frame with rows that have the norms `[sites, tokens]`; only their fourth number is not 0."""
+    rows = np.zeros((*np.shape(norms), hidden), np.float32)
+    rows[..., 3] = norms
+    return Frame.seal(frame.header, np.ascontiguousarray(rows).view(np.uint8))
+
+
+def frame_of(request, norms, *, prompt=None, start=0, seq=1, texts=True, **more):
+    """Return a frame with the norms `[sites, tokens]` of a request's tokens from `start` on."""
+    count = np.shape(norms)[1]
+    sites = SITES[: np.shape(norms)[0]]
+    frame = make_frame([(request, prompt or count, start, count)], sites, seq=seq, texts=texts, **more)
+    return with_norms(frame, norms)
+
+
+def done(request, status="stop", dropped=(), *, prompt=4, engine="engine-1"):
+    """Return the end of a request."""
+    return RequestDone(engine, request, status, prompt, 6, 24, 24, tuple(dropped))
