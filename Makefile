@@ -8,7 +8,7 @@ RUN := .venv/bin/capflow run --model demo --prompts examples/prompts.jsonl --eng
 
 .DEFAULT_GOAL := help
 export NO_MKDOCS_2_WARNING := 1
-.PHONY: help demo check test-one test proof simulate fuzz chaos soak soak-requests architectures lint format bench docs docs-serve metrics proto env system compiler lock sbom audit clean
+.PHONY: help demo check test-one test proof simulate fuzz chaos soak soak-requests architectures lint format bench docs docs-serve metrics proto env system compiler page-tools lock sbom audit clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -31,7 +31,7 @@ test-one: env  ## run one test file or test: make test-one T=tests/capture/test_
 
 # They wait for time to pass rather than for the processor, so they run beside the others.
 WAITING := tests/hub tests/consumers tests/transport
-test: env system  ## run the tests except the long ones: those of engines, those that wait and the rest side by side
+test: env system page-tools  ## run the tests except the long ones: those of engines, those that wait and the rest side by side
 	@# Hundreds of tests start a process, which would compile these files again where it may write no bytecode.
 	@$(PYTHON) -m compileall -q capflow consumers dashboard engine_ext tests
 	@waiting=$$(mktemp); $(PYTHON) -m pytest -m "not (engine or long)" $(WAITING) --durations 25 >$$waiting 2>&1 & first=$$!; \
@@ -69,14 +69,16 @@ soak-requests: env  ## compare 5,000 random requests with the reference; a quart
 architectures: env  ## compare every architecture with Transformers and write docs/compatibility.md; 45 minutes
 	$(PYTHON) -m tests.architectures --write
 
-lint: env  ## run ruff and mypy
+lint: env page-tools  ## run ruff and mypy, and Biome and tsc for the dashboard's page
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check .
 	@$(PYTHON) -m mypy
+	@cd dashboard && npm run --silent lint && npm run --silent types
 
-format: env  ## let ruff rewrite what it can
+format: env page-tools  ## let ruff and Biome rewrite what they can
 	@$(PYTHON) -m ruff check --fix-only .
 	@$(PYTHON) -m ruff format .
+	@cd dashboard && npm run --silent format
 
 bench: env compiler  ## measure the cost of capflow against vLLM without it
 	$(PYTHON) benchmarks/overhead.py
@@ -97,11 +99,18 @@ proto: env  ## generate the Python code of the gRPC schema
 env:  ## make .venv from requirements/cpu.lock; does nothing if it is up to date
 	@bash requirements/env.sh
 
-system:  ## install what pip cannot: a C++ compiler, Python's headers, Chromium
-	@bash requirements/system.sh compiler chromium
+system:  ## install what pip cannot: a C++ compiler, Python's headers, Chromium, node
+	@bash requirements/system.sh compiler chromium node
 
 compiler:
 	@bash requirements/system.sh compiler
+
+page-tools: dashboard/node_modules/.package-lock.json  ## install what checks the dashboard's page, from npm
+
+dashboard/node_modules/.package-lock.json: dashboard/package-lock.json
+	@bash requirements/system.sh node
+	@cd dashboard && npm ci --ignore-scripts --no-audit --no-fund --silent
+	@touch $@
 
 lock: env  ## renew requirements/*.lock from pyproject.toml and requirements/cpu.in
 	$(PYTHON) requirements/lock.py
@@ -113,5 +122,5 @@ audit: env  ## look up known vulnerabilities of every locked package; needs the 
 	@bash requirements/tools.sh audit
 
 clean:  ## remove everything built and captured, and .venv; the model cache stays
-	rm -rf .venv .tools demo-data build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .tools dashboard/node_modules demo-data build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

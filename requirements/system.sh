@@ -2,7 +2,8 @@
 # Check for what pip cannot install, and install it with apt-get where that is possible.
 #
 #     requirements/system.sh compiler            what the demo needs: torch.compile builds C++ on the CPU
-#     requirements/system.sh compiler chromium   what the tests need: the dashboard is driven in a browser
+#     requirements/system.sh compiler chromium node   what the tests need: the dashboard is driven in a browser, and its
+#                                                     modules are tested in node
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -18,8 +19,12 @@ for what in "$@"; do
     chromium)
         command -v chromium >/dev/null || packages+=(chromium)
         ;;
+    node)
+        command -v node >/dev/null || packages+=(nodejs)
+        command -v npm >/dev/null || packages+=(npm)
+        ;;
     *)
-        echo "requirements/system.sh: got $what, expected compiler or chromium" >&2
+        echo "requirements/system.sh: got $what, expected compiler, chromium or node" >&2
         exit 2
         ;;
     esac

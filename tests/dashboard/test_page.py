@@ -41,7 +41,7 @@ def test_the_empty_page_says_what_to_do_next(opened):
         expect(page.locator("#empty h2")).to_have_text("Waiting for a request")
         expect(page.locator("#empty li.done")).to_contain_text("Start an engine ✓ done")
         expect(page.locator("#empty")).to_contain_text('"model": "test-model"')
-        expect(page.locator(".engine")).to_contain_text("test-model 4 × 8, float32 · engine-1")
+        expect(page.locator(".engine")).to_contain_text("test-model 4 \u00d7 8, float32 · engine-1")
 
 
 def test_the_token_leaves_the_address_at_once(opened):
@@ -192,7 +192,9 @@ def test_a_click_in_the_heatmap_moves_the_cursor_and_keeps_the_colours(opened, t
         expect(page.locator("#heat-value")).to_contain_text("position 5, post_block:0: 12.63")
         assert page.locator("#by").input_value() == "probe:truth@post_block:1"
         expect(page.locator("#token-layers [aria-current]")).to_contain_text("post_block:0")
-        expect(page.locator("#heat")).to_have_attribute("aria-valuetext", re.compile("^position 5, post_block:0: 12.63"))
+        expect(page.locator("#heat")).to_have_attribute(
+            "aria-valuetext", re.compile("^position 5, post_block:0: 12.63")
+        )
 
 
 def test_the_loaded_probe_colours_the_tokens_and_marks_where_it_fires(opened, tmp_path):
@@ -207,7 +209,9 @@ def test_the_loaded_probe_colours_the_tokens_and_marks_where_it_fires(opened, tm
         assert np.all(np.diff(steps) >= 0)
         assert steps[20 - fires - 1] < 32 <= steps[20 - fires]
         window.tokens().nth(19).hover()
-        expect(page.locator("#token-probes tbody tr")).to_have_text(re.compile(r"truth\s+post_block:1\s*20\s*12\.5\s*yes"))
+        expect(page.locator("#token-probes tbody tr")).to_have_text(
+            re.compile(r"truth\s+post_block:1\s*20\s*12\.5\s*yes")
+        )
         window.tokens().nth(0).hover()
         expect(page.locator("#token-probes tbody tr")).to_have_text(re.compile(r"10\s*12\.5\s*no"))
         page.select_option("#by", "post_block:2")
@@ -391,11 +395,13 @@ def test_a_request_of_32000_tokens_is_shown_in_parts(opened):
         page.locator("#text").focus()
         page.keyboard.press("End")
         expect(page.locator("#token-facts")).to_contain_text("31,999, generated")
-        eventually(lambda: window.page.evaluate(
-            """() => { const box = document.querySelector("#text .at").getBoundingClientRect();
+        eventually(
+            lambda: window.page.evaluate(
+                """() => { const box = document.querySelector("#text .at").getBoundingClientRect();
                  const text = document.getElementById("text").getBoundingClientRect();
                  return box.top >= text.top && box.bottom <= text.bottom + 1; }"""
-        ))
+            )
+        )
         page.keyboard.press("+")
         expect(page).to_have_url(re.compile(r"from=\d+&to=\d+"))
         page.keyboard.press("0")

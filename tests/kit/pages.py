@@ -83,6 +83,15 @@ class OpenPage:
         eventually(lambda: self.steps() and None not in self.steps())
         return self.steps()
 
+    def click_token(self, number):
+        """Click a token; one that is broken over two lines in its last part."""
+        token = self.tokens().nth(number)
+        token.scroll_into_view_if_needed()
+        x, y = token.evaluate(
+            "(token) => { const rect = [...token.getClientRects()].at(-1); return [rect.x + rect.width / 2, rect.y + 4]; }"
+        )
+        self.page.mouse.click(x, y)
+
     def cells(self, rows, columns, width=None):
         """Return the colour of the middle of each cell of the heatmap, [rows from the bottom, columns, rgb].
 

@@ -32,7 +32,8 @@ const help = /** @type {HTMLDialogElement} */ ($("help"));
 render(
   html`<div class="request-head" id="request-head"></div>
     <div class="request-tools" id="request-tools"></div>
-    <div class="text" id="text" role="listbox" tabindex="0" aria-orientation="horizontal" aria-label="Text, by token"></div>
+    <div class="text" id="text" role="listbox" tabindex="0" aria-orientation="horizontal"
+      aria-label="Text, by token"></div>
     <aside class="panel" id="token" aria-label="Token" tabindex="0"></aside>
     <div class="plots" id="plots"></div>`,
   $("request"),

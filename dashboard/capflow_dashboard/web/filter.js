@@ -4,7 +4,8 @@
 // All terms must hold. A term with a minus sign in front must not. Bare words are looked for in text and id.
 
 /** @typedef {import("./protocol.js").RequestSummary} RequestSummary */
-/** @typedef {{number: (request: RequestSummary, probe: string) => import("./protocol.js").ProbeSummary | null}} Probes */
+/** @typedef {{number: (request: RequestSummary, probe: string) => import("./protocol.js").ProbeSummary | null}}
+  Probes */
 /** @typedef {(request: RequestSummary, haystack: string, probes: Probes) => boolean} Test */
 /** @typedef {{test: Test, errors: string[], empty: boolean}} Filter */
 

@@ -105,7 +105,10 @@ export function modelName(path) {
  * @param {string} name
  */
 export function visible(name) {
-  const shown = name.replace(HIDDEN, (sign) => `‹${sign.codePointAt(0)?.toString(16).toUpperCase().padStart(4, "0")}›`);
+  const shown = name.replace(HIDDEN, (sign) => {
+    const point = /** @type {number} */ (sign.codePointAt(0));
+    return `‹${point.toString(16).toUpperCase().padStart(4, "0")}›`;
+  });
   return shown.trim() ? shown : `“${shown}”`;
 }
 

@@ -37,10 +37,16 @@ export function header(page) {
     <dl class="facts">
       <div><dt>live</dt><dd>${count(counts?.open ?? 0)}</dd></div>
       <div><dt>done</dt><dd>${count(counts?.done ?? 0)}</dd></div>
-      ${dropped ? html`<div class="bad" title=${reasons.join(", ")}><dt>rows dropped</dt><dd>${short(dropped)}</dd></div>` : nothing}
+      ${
+        dropped
+          ? html`<div class="bad" title=${reasons.join(", ")}><dt>rows
+        dropped</dt><dd>${short(dropped)}</dd></div>`
+          : nothing
+      }
       ${rate("tokens/s", store.rates.tokens, short)}
       ${rate("bytes/s", store.rates.bytes, size, "roomy")}
-      <div class=${lag !== null && lag > LAG_S ? "lag bad" : "lag"} title="Age of the newest rows when they arrived here">
+      <div class=${lag !== null && lag > LAG_S ? "lag bad" : "lag"}
+        title="Age of the newest rows when they arrived here">
         <dt>lag</dt><dd id="lag">${duration(lag)}</dd></div>
     </dl>
     <div id="link" class="link" data-state=${state}>${STATES[state]}</div>
@@ -72,7 +78,11 @@ function rate(name, values, show, kind = "") {
   // A second without a step between two with one is the engine's rhythm: show the mean of the last three.
   const last = values.slice(-3);
   const mean = last.length ? last.reduce((sum, value) => sum + value, 0) / last.length : 0;
-  return html`<div class="rate ${kind}"><dt>${name}</dt><dd>${show(Math.round(mean))}</dd>${spark(values.slice(-60), 60, 18)}</div>`;
+  return html`<div class="rate ${kind}"><dt>${name}</dt><dd>${show(Math.round(mean))}</dd>${spark(
+    values.slice(-60),
+    60,
+    18,
+  )}</div>`;
 }
 
 /**

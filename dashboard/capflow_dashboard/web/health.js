@@ -69,8 +69,18 @@ export class Health {
     const workers = sessions.filter((/** @type {Status} */ one) => one.role === "worker");
     const others = sessions.length - workers.length;
     return html`
-      ${problems.length ? html`<ul class="problems" id="problems">${problems.map((/** @type {string} */ text) => html`<li>${text}</li>`)}</ul>` : nothing}
-      ${notices.length ? html`<ul class="problems soft">${notices.map((/** @type {string} */ text) => html`<li>${text}</li>`)}</ul>` : nothing}
+      ${
+        problems.length
+          ? html`<ul class="problems" id="problems">${problems.map(
+              (/** @type {string} */ text) => html`<li>${text}</li>`,
+            )}</ul>`
+          : nothing
+      }
+      ${
+        notices.length
+          ? html`<ul class="problems soft">${notices.map((/** @type {string} */ text) => html`<li>${text}</li>`)}</ul>`
+          : nothing
+      }
       <h3>Consumers</h3>
       ${table(
         "health-consumers",
@@ -97,10 +107,17 @@ export class Health {
       }
       <h3>Hub</h3>
       <dl class="tiles">
-        ${tile("version", status.version)}${tile("up for", duration(status.uptime_s))}${tile("frames", count(status.frames ?? 0))}
+        ${tile("version", status.version)}${tile("up for", duration(status.uptime_s))}${tile(
+          "frames",
+          count(status.frames ?? 0),
+        )}
         ${tile("requests open / done", `${count(requests?.open ?? 0)} / ${count(requests?.done ?? 0)}`)}
         ${tile("requests failed", count(requests?.failed ?? 0), requests?.failed > 0)}
-        ${tile("actions applied / rejected", `${count(actions?.applied ?? 0)} / ${count(actions?.rejected ?? 0)}`, actions?.rejected > 0)}
+        ${tile(
+          "actions applied / rejected",
+          `${count(actions?.applied ?? 0)} / ${count(actions?.rejected ?? 0)}`,
+          actions?.rejected > 0,
+        )}
         ${tile("last frame", status.last_frame_age_s == null ? "–" : `${duration(status.last_frame_age_s)} ago`)}
         ${tile("lost rows", losses(status.dropped_rows), Object.keys(status.dropped_rows ?? {}).length > 0)}
       </dl>
@@ -173,9 +190,13 @@ export class Health {
  * @param {unknown[][]} rows
  */
 function table(id, heads, rows) {
-  return html`<div class="scroll" tabindex="0" role="region" aria-label=${heads[0]}><table class="health-table" id=${id}>
+  return html`<div class="scroll" tabindex="0" role="region" aria-label=${heads[0]}><table class="health-table"
+    id=${id}>
     <thead><tr>${heads.map((head) => html`<th scope="col">${head}</th>`)}</tr></thead>
-    <tbody>${rows.map((cells) => html`<tr>${cells.map((cell, i) => (i ? html`<td>${cell}</td>` : html`<th scope="row">${cell}</th>`))}</tr>`)}</tbody></table></div>`;
+    <tbody>${rows.map(
+      (cells) =>
+        html`<tr>${cells.map((cell, i) => (i ? html`<td>${cell}</td>` : html`<th scope="row">${cell}</th>`))}</tr>`,
+    )}</tbody></table></div>`;
 }
 
 /** @param {unknown} value */
@@ -200,8 +221,10 @@ function tile(name, value, bad = false) {
  */
 function meter(part, whole, name) {
   const share = whole ? Math.min(1, part / whole) : 0;
-  return html`<span class="meter ${share > FULL ? "full" : ""}" role="meter" aria-label=${name} aria-valuemin="0" aria-valuemax="100"
-      aria-valuenow=${Math.round(share * 100)}><svg width="72" height="8" aria-hidden="true"><rect class="track" width="72" height="8" rx="4" /><rect class="part" width=${share * 72} height="8" rx="4" /></svg></span>
+  return html`<span class="meter ${share > FULL ? "full" : ""}" role="meter" aria-label=${name} aria-valuemin="0"
+    aria-valuemax="100"
+      aria-valuenow=${Math.round(share * 100)}><svg width="72" height="8" aria-hidden="true"><rect class="track"
+        width="72" height="8" rx="4" /><rect class="part" width=${share * 72} height="8" rx="4" /></svg></span>
     <span class="nowrap">${Math.round(share * 100)} % <span class="soft">of ${size(whole)}</span></span>`;
 }
 

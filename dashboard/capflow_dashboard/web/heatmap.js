@@ -3,7 +3,7 @@
 
 import { farthest } from "./bins.js";
 import { number, show } from "./format.js";
-import { ink, pattern, sized } from "./inks.js";
+import { font, ink, pattern, sized, theme } from "./inks.js";
 import { colours } from "./palette.js";
 import { ABSENT, ODD, TITLES } from "./scale.js";
 import { ticks } from "./span.js";
@@ -67,7 +67,7 @@ export class Heatmap {
     const plain = pixelOf(ink("--plain"));
     for (let line = 0; line < rows.length; line++) {
       const scale = scales[line];
-      const palette = colours(page.theme, scale.diverging);
+      const palette = colours(theme(), scale.diverging);
       const centre =
         scale.kind === "probe" ? (scale.low + scale.high) / 2 : scale.diverging ? (scale.reference?.median ?? 0) : 0;
       farthest(detail.values[rows[line]], span.from, span.to, centre, this.bins);
@@ -154,7 +154,7 @@ export class Heatmap {
     const { detail, span } = page;
     if (!detail) return;
     context.fillStyle = ink("--ink-soft");
-    context.font = `11px ${getComputedStyle(this.box).fontFamily}`;
+    context.font = font();
     context.textBaseline = "middle";
     context.textAlign = "right";
     const rowPx = plotPx / rows.length;
@@ -218,7 +218,8 @@ export class Heatmap {
         ? ""
         : `, ${TITLES[scale.kind]} ${number(scale.number(value))}`;
     const one = detail.series[rows[line]];
-    return `position ${detail.base + column}, ${one.probe ? `${one.probe} at ` : ""}${one.site}: ${show(value)}${shown}`;
+    const name = one.probe ? `${one.probe} at ${one.site}` : one.site;
+    return `position ${detail.base + column}, ${name}: ${show(value)}${shown}`;
   }
 
   /**

@@ -38,12 +38,19 @@ export function emptyState(page) {
   const here = engines.filter((engine) => !engine.gone);
   const { place, link } = page;
   if (link === "refused") {
-    return html`<h2>Not admitted</h2><p>${page.why}</p><p class="soft">The link looks like this; it holds a token:</p><pre>http://127.0.0.1:8765/#token=…</pre>`;
+    return html`<h2>Not admitted</h2><p>${page.why}</p><p class="soft">The link looks like this; it holds a
+      token:</p><pre>http://127.0.0.1:8765/#token=…</pre>`;
   }
   if (link === "connecting" || (!heartbeat && link === "open"))
     return html`<p class="loading" role="status">Loading…</p>`;
   if (requests.size && place.id && place.hold) {
-    return html`<h2>This request is not kept</h2><p>The dashboard has no request <bdi><b>${visible(place.id)}</b></bdi>${place.engine ? html` of engine <bdi><b>${visible(place.engine)}</b></bdi>` : nothing}. It keeps the newest ones.</p>
+    return html`<h2>This request is not kept</h2><p>The dashboard has no request
+      <bdi><b>${visible(place.id)}</b></bdi>${
+        place.engine
+          ? html` of engine
+      <bdi><b>${visible(place.engine)}</b></bdi>`
+          : nothing
+      }. It keeps the newest ones.</p>
       <p><button type="button" class="primary" @click=${() => page.hold(false)}>Follow the newest request</button></p>`;
   }
   const model = here[0]?.model ?? "MODEL";
@@ -54,9 +61,15 @@ export function emptyState(page) {
   ) => html`<li class=${done ? "done" : ""}>
     <h3>${title}${done ? html` <span class="good">✓ done</span>` : nothing}</h3>${done ? nothing : body}</li>`;
   return html`<h2>${here.length ? "Waiting for a request" : "No engine is connected yet"}</h2>
-    <p>This page shows what a model computes while it serves: each token of each request, and the norms and probe scores of its rows.</p>
+    <p>This page shows what a model computes while it serves: each token of each request, and the norms and probe
+      scores of its rows.</p>
     <ol class="steps">
-      ${step(here.length > 0, "Start an engine", html`<pre>capflow serve MODEL</pre><p class="soft">In another terminal. It connects to this hub by itself; name another hub with <code>--hub</code>.</p>`)}
+      ${step(
+        here.length > 0,
+        "Start an engine",
+        html`<pre>capflow serve MODEL</pre><p class="soft">In another
+        terminal. It connects to this hub by itself; name another hub with <code>--hub</code>.</p>`,
+      )}
       ${step(
         false,
         "Send a request",
@@ -65,31 +78,55 @@ export function emptyState(page) {
   -d '{"model": "${visible(here.length ? modelName(model) : "MODEL")}",
        "prompt": "The capital of France is"}'</pre>`,
       )}
-      ${step(false, "Read it", html`<p class="soft">Tokens appear here as they are computed. Point at one to see every layer and every probe. Press <kbd>?</kbd> for keys and colours.</p>`)}
+      ${step(
+        false,
+        "Read it",
+        html`<p class="soft">Tokens appear here as they are computed. Point at one to see every
+        layer and every probe. Press <kbd>?</kbd> for keys and colours.</p>`,
+      )}
     </ol>`;
 }
 
 /** @param {() => void} close */
 export function helpSheet(close) {
-  return html`<div class="help-head"><h2 id="help-title">Help</h2><button type="button" class="icon" aria-label="Close" @click=${close}>✕</button></div>
+  return html`<div class="help-head"><h2 id="help-title">Help</h2><button type="button" class="icon"
+    aria-label="Close" @click=${close}>✕</button></div>
     <div class="help-body">
       <section><h3>Start here</h3><ol class="plain">
-        <li>The <b>list</b> has every request. The newest one is shown until it is over, then the next. Choose one to stay with it.</li>
-        <li>The <b>text</b> is coloured by a probe's score or by the norm of a layer. Point at a token for all its numbers.</li>
-        <li>The <b>curves</b> show each probe. Drag its threshold to see what would fire; nothing in the engine changes.</li>
-        <li>The <b>heatmap</b> has a line for each layer. Drag across it to zoom, double-click to see all. The strip above it is the whole request.</li>
+        <li>The <b>list</b> has every request. The newest one is shown until it is over, then the next. Choose one to
+          stay with it.</li>
+        <li>The <b>text</b> is coloured by a probe's score or by the norm of a layer. Point at a token for all its
+          numbers.</li>
+        <li>The <b>curves</b> show each probe. Drag its threshold to see what would fire; nothing in the engine
+          changes.</li>
+        <li>The <b>heatmap</b> has a line for each layer. Drag across it to zoom, double-click to see all. The strip
+          above it is the whole request.</li>
       </ol></section>
-      <section><h3>Keys</h3><dl class="keys">${KEYS.map(([keys, does]) => html`<div><dt>${keys.map((key) => html`<kbd>${key}</kbd> `)}</dt><dd>${does}</dd></div>`)}</dl></section>
+      <section><h3>Keys</h3><dl class="keys">${KEYS.map(
+        ([keys, does]) => html`<div><dt>${keys.map((key) => html`<kbd>${key}</kbd> `)}</dt><dd>${does}</dd></div>`,
+      )}</dl></section>
       <section><h3>Colours and signs</h3><ul class="plain signs">
-        <li><span class="bar div" aria-hidden="true"></span> Deviation from the reference: below, as usual, above. The reference is the request's prompt, or its first 16 rows if the prompt is shorter. It is computed once, so a colour never changes.</li>
+        <li><span class="bar div" aria-hidden="true"></span> Deviation from the reference: below, as usual, above. The
+          reference is the request's prompt, or its first 16 rows if the prompt is shorter. It is computed once, so a
+          colour never changes.</li>
         <li><span class="t fires">fires</span> The score is at or above the probe's threshold.</li>
         <li><span class="t steered">steered</span> Something changed the model at this token.</li>
         <li><span class="t odd">NaN</span> The row holds NaN or infinity: stripes in the heatmap.</li>
         <li><span class="t gone">no row</span> No row was captured, or it was lost: dots in the heatmap.</li>
       </ul></section>
-      <section><h3>Filter</h3><dl class="keys filters">${FILTERS.map(([text, does]) => html`<div><dt><code>${text}</code></dt><dd>${does}</dd></div>`)}</dl></section>
-      <section><h3>Look</h3><label class="field"><span>Colours</span><select id="theme" @change=${(/** @type {any} */ event) => chooseTheme(event.target.value)}>
-        ${["system", "light", "dark"].map((name) => html`<option value=${name} ?selected=${name === (document.documentElement.dataset.theme ?? "system")}>${name}</option>`)}</select></label></section>
+      <section><h3>Filter</h3><dl class="keys filters">${FILTERS.map(
+        ([text, does]) => html`<div><dt><code>${text}</code></dt><dd>${does}</dd></div>`,
+      )}</dl></section>
+      <section><h3>Look</h3><label class="field"><span>Colours</span><select id="theme" @change=${(
+        /** @type {any} */
+        event,
+      ) => chooseTheme(event.target.value)}>
+        ${["system", "light", "dark"].map(
+          (name) =>
+            html`<option value=${name} ?selected=${
+              name === (document.documentElement.dataset.theme ?? "system")
+            }>${name}</option>`,
+        )}</select></label></section>
     </div>`;
 }
 

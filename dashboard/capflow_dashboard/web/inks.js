@@ -3,6 +3,9 @@
 
 /** @type {Map<string, string>} */
 const known = new Map();
+let family = "";
+/** @type {"light" | "dark" | ""} */
+let shade = "";
 const probe = document.createElement("i");
 probe.hidden = true;
 
@@ -22,12 +25,32 @@ export function ink(name) {
 }
 
 /**
+ * Return the page's font for canvases. It is read once: to ask for a style while the page changes costs a layout.
+ * @param {string} [weight]
+ */
+export function font(weight = "400") {
+  if (!family) family = getComputedStyle(document.body).fontFamily;
+  return `${weight} 11px ${family}`;
+}
+
+/** @returns {"light" | "dark"} */
+export function theme() {
+  if (!shade) {
+    const chosen = document.documentElement.dataset.theme;
+    if (chosen === "light" || chosen === "dark") shade = chosen;
+    else shade = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+  }
+  return shade;
+}
+
+/**
  * Call `call` whenever the colours of the page change.
  * @param {() => void} call
  */
 export function onInks(call) {
   const renew = () => {
     known.clear();
+    shade = "";
     call();
   };
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", renew);

@@ -51,7 +51,15 @@ export class List {
       this.wide = entry.contentRect.width >= TABLE_PX;
       page.frames.draw("list");
     }).observe(this.grid);
-    this.grid.addEventListener("scroll", () => page.frames.draw("list"), { passive: true });
+    // It is read here, where it costs no layout.
+    this.grid.addEventListener(
+      "scroll",
+      () => {
+        this.scrollTop = this.grid.scrollTop;
+        page.frames.draw("list");
+      },
+      { passive: true },
+    );
     this.grid.addEventListener("keydown", (event) => this.onKey(event));
   }
 
@@ -100,7 +108,7 @@ export class List {
     const { filter } = this;
     if (filter.value !== place.q && filter !== document.activeElement) filter.value = place.q;
     render(this.headOf(), this.head);
-    const top = this.grid.scrollTop;
+    const top = this.scrollTop;
     const headPx = this.wide ? ROW_PX : 0;
     const first = Math.max(0, Math.floor((top - headPx) / this.rowPx) - SPARE_ROWS);
     const end = Math.min(this.keys.length, Math.ceil((top + (this.viewPx || 600)) / this.rowPx) + SPARE_ROWS);
@@ -147,12 +155,16 @@ export class List {
     return html`
       <div class="list-title">
         <h2 id="list-title">Requests</h2>
-        <span class="soft" id="list-count">${this.keys.length === all ? count(all) : `${count(this.keys.length)} of ${count(all)}`}</span>
+        <span class="soft" id="list-count">${
+          this.keys.length === all ? count(all) : [count(this.keys.length), "of", count(all)].join(" ")
+        }</span>
         <span class="gap"></span>
         <button type="button" id="follow" class="toggle" aria-pressed=${place.hold ? "false" : "true"}
-          title="Show the newest request as soon as the shown one is over" @click=${() => page.hold(!place.hold)}>Follow</button>
+          title="Show the newest request as soon as the shown one is over" @click=${() =>
+            page.hold(!place.hold)}>Follow</button>
         <button type="button" class="toggle expand" aria-pressed=${place.view === "requests" ? "true" : "false"}
-          title="Show the list as a table" @click=${() => page.view(place.view === "requests" ? "request" : "requests")}>
+          title="Show the list as a table" @click=${() =>
+            page.view(place.view === "requests" ? "request" : "requests")}>
           Table</button>
       </div>
       <div class="list-filter">
@@ -167,7 +179,9 @@ export class List {
             page.go({ probe: event.target.value });
             page.onSubscription();
             page.frames.draw("list");
-          }}>${names.map((name) => html`<option value=${name} ?selected=${name === page.probe}>${visible(name)}</option>`)}</select></label>`
+          }}>${names.map(
+            (name) => html`<option value=${name} ?selected=${name === page.probe}>${visible(name)}</option>`,
+          )}</select></label>`
             : nothing
         }
         ${
@@ -175,7 +189,9 @@ export class List {
             ? nothing
             : html`<label class="field"><span class="unseen">Sort</span><select id="sort"
           @change=${(/** @type {any} */ event) => this.sort(event.target.value)}>
-          ${this.sorts().map(([value, name]) => html`<option value=${value} ?selected=${value === place.sort}>${name}</option>`)}
+          ${this.sorts().map(
+            ([value, name]) => html`<option value=${value} ?selected=${value === place.sort}>${name}</option>`,
+          )}
         </select></label>`
         }
       </div>
@@ -210,20 +226,21 @@ export class List {
   /** @param {InputEvent} event */
   onFilter(event) {
     this.page.go({ q: /** @type {HTMLInputElement} */ (event.target).value });
-    this.grid.scrollTop = 0;
+    this.scroll(0);
     this.page.frames.draw("list");
   }
 
   /** @param {string} sort */
   sort(sort) {
     this.page.go({ sort });
-    this.grid.scrollTop = 0;
+    this.scroll(0);
     this.page.frames.draw("list");
   }
 
   /**
    * The columns of the table: name, class, sort, and the cell of a request.
-   * @returns {{name: string, kind: string, sort: string, cell: (request: RequestSummary, pinned: Set<string>) => unknown}[]}
+   * @returns {{name: string, kind: string, sort: string, cell: (request: RequestSummary, pinned: Set<string>) =>
+   * unknown}[]}
    */
   columns() {
     const { page } = this;
@@ -294,13 +311,15 @@ export class List {
     if (!this.wide) return html`<div role="row" class="unseen"><span role="columnheader">Request</span></div>`;
     const name = place.sort.replace(/^-/, "");
     const down = place.sort.startsWith("-");
-    return html`<div role="row" class="row head"><span role="columnheader" class="cell pin-cell"><span class="unseen">Pin</span></span>
+    return html`<div role="row" class="row head"><span role="columnheader" class="cell pin-cell"><span
+      class="unseen">Pin</span></span>
       ${this.columns().map((column) => {
         const sorted = column.sort === name;
         return html`<span role="columnheader" class="cell ${column.kind}"
           aria-sort=${sorted ? (down ? "descending" : "ascending") : nothing}>${
             column.sort
-              ? html`<button type="button" tabindex="-1" @click=${() => this.sort(sorted && down ? column.sort : `-${column.sort}`)}>
+              ? html`<button type="button" tabindex="-1" @click=${() =>
+                  this.sort(sorted && down ? column.sort : `-${column.sort}`)}>
                 ${column.name}${sorted ? (down ? " ↓" : " ↑") : ""}</button>`
               : column.name
           }</span>`;
@@ -314,7 +333,7 @@ export class List {
    */
   row(request, index, pinned) {
     const { page } = this;
-    const chosen = request.key === page.key && page.place.view === "request";
+    const chosen = request.key === page.key;
     const isPinned = pinned.has(nameOf(request.engine, request.id));
     const pin = html`<button type="button" class="pin" tabindex="-1" aria-pressed=${isPinned ? "true" : "false"}
       aria-label="Pin" title="Pin (p)" @click=${(/** @type {Event} */ event) => {
@@ -326,7 +345,10 @@ export class List {
       ${
         this.wide
           ? html`<span role="gridcell" class="cell pin-cell">${pin}</span>
-            ${this.columns().map((column) => html`<span role="gridcell" class="cell ${column.kind}">${column.cell(request, pinned)}</span>`)}`
+            ${this.columns().map(
+              (column) => html`<span role="gridcell"
+              class="cell ${column.kind}">${column.cell(request, pinned)}</span>`,
+            )}`
           : html`<span role="gridcell" class="card">${this.card(request)}${pin}</span>`
       }
     </div>`;
@@ -341,7 +363,8 @@ export class List {
       <span class="mark" title=${word}><span aria-hidden="true">${mark}</span><span class="unseen">${word}</span></span>
       <span class="card-line"><span class="words">${words(request)}</span>${steeredBadge(request)}${
         request.rows_lost
-          ? html`<span class="badge bad" title="lost rows">−${short(request.rows_lost)}<span class="unseen"> rows lost</span></span>`
+          ? html`<span class="badge bad" title="lost rows">−${short(request.rows_lost)}<span class="unseen"> rows
+            lost</span></span>`
           : nothing
       }</span>
       <span class="card-line soft"><bdi class="id" title=${visible(request.id)}>${visible(request.id)}</bdi>
@@ -373,19 +396,23 @@ export class List {
     const { page } = this;
     if (!this.keys.length) return;
     const at = this.keys.indexOf(page.key);
-    const to = at < 0 ? 0 : Math.max(0, Math.min(this.keys.length - 1, at + step));
-    const view = page.place.view;
-    page.open(this.keys[to]);
-    if (view === "requests") page.go({ view });
+    const to = Math.max(0, Math.min(this.keys.length - 1, at + step));
+    page.open(this.keys[to], true, page.place.view === "requests" ? "requests" : "request", false);
     this.reveal(to);
+  }
+
+  /** @param {number} top */
+  scroll(top) {
+    this.grid.scrollTop = top;
+    this.scrollTop = this.grid.scrollTop;
   }
 
   /** @param {number} index */
   reveal(index) {
     const headPx = this.wide ? ROW_PX : 0;
     const top = index * this.rowPx + headPx;
-    if (top - headPx < this.grid.scrollTop) this.grid.scrollTop = top - headPx;
-    else if (top + this.rowPx > this.grid.scrollTop + this.viewPx) this.grid.scrollTop = top + this.rowPx - this.viewPx;
+    if (top - headPx < this.scrollTop) this.scroll(top - headPx);
+    else if (top + this.rowPx > this.scrollTop + this.viewPx) this.scroll(top + this.rowPx - this.viewPx);
     this.page.frames.draw("list");
   }
 

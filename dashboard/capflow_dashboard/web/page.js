@@ -69,12 +69,6 @@ export class Page {
     return hover !== null && detail && hover < detail.count ? hover : this.cursor;
   }
 
-  get theme() {
-    const chosen = document.documentElement.dataset.theme;
-    if (chosen === "light" || chosen === "dark") return chosen;
-    return matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
-  }
-
   /** The probe of the list. */
   get probe() {
     const names = this.store.probeNames;
@@ -205,17 +199,19 @@ export class Page {
   }
 
   /**
-   * Show a request, and stay with it.
+   * Show a request.
    * @param {number} key
-   * @param {boolean} [hold]
+   * @param {boolean} [hold] whether to stay with it
+   * @param {Place["view"]} [view]
+   * @param {boolean} [entry] whether the browser's back button returns from it
    */
-  open(key, hold = true) {
+  open(key, hold = true, view = "request", entry = hold) {
     const request = this.store.requests.get(key);
     if (!request) return;
     const same = key === this.key;
-    const { view } = this.place;
-    const changes = { engine: request.engine, id: request.id, hold, view: /** @type {const} */ ("request") };
-    this.go(same ? changes : { ...changes, pos: null, from: null, to: null }, hold && (!same || view !== "request"));
+    const moved = !same || view !== this.place.view;
+    const changes = { engine: request.engine, id: request.id, hold, view };
+    this.go(same ? changes : { ...changes, pos: null, from: null, to: null }, entry && moved);
     if (hold && !same) this.announce(`Request ${request.id}, ${statusOf(request).word}`);
     this.show(key);
   }

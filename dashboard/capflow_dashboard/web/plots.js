@@ -5,7 +5,7 @@
 import { farthest, spans } from "./bins.js";
 import { number, plural } from "./format.js";
 import { Heatmap, pixelOf } from "./heatmap.js";
-import { ink, pattern, sized } from "./inks.js";
+import { font, ink, pattern, sized, theme } from "./inks.js";
 import { html, nothing, render } from "./lit.js";
 import { colours } from "./palette.js";
 import { ODD, TITLES } from "./scale.js";
@@ -37,12 +37,15 @@ export class Plots {
     this.box = box;
     this.page = page;
     render(
-      html`<div class="over-box"><span class="gutter-name" aria-hidden="true">all</span><canvas class="over-canvas" aria-hidden="true"></canvas>
+      html`<div class="over-box"><span class="gutter-name" aria-hidden="true">all</span><canvas class="over-canvas"
+        aria-hidden="true"></canvas>
           <div class="brush" aria-hidden="true"><i class="edge left"></i><i class="edge right"></i></div></div>
-        <div class="lane-box" hidden><span class="gutter-name" aria-hidden="true">steered</span><canvas class="lane-canvas" role="img"></canvas></div>
+        <div class="lane-box" hidden><span class="gutter-name" aria-hidden="true">steered</span><canvas
+          class="lane-canvas" role="img"></canvas></div>
         <div class="tracks" role="group" aria-label="Scores of the probes"></div>
         <div class="heat-head"></div>
-        <div class="heat" id="heat" role="slider" tabindex="0" aria-roledescription="heatmap" aria-orientation="horizontal"
+        <div class="heat" id="heat" role="slider" tabindex="0" aria-roledescription="heatmap"
+          aria-orientation="horizontal"
           aria-label="Heatmap of layers by tokens. Arrow keys move the cursor."></div>
         <output class="readout" id="heat-value" aria-live="off"></output>
         <div class="crosshair" hidden></div><div class="selection" hidden></div>`,
@@ -117,7 +120,7 @@ export class Plots {
     farthest(detail.values[measured], 0, span.most, centre, bins);
     const image = new ImageData(cells, 1);
     const pixels = new Uint32Array(image.data.buffer);
-    const palette = colours(page.theme, scale.diverging);
+    const palette = colours(theme(), scale.diverging);
     const [plain, bad] = [pixelOf(ink("--plain")), pixelOf(ink("--bad"))];
     for (let cell = 0; cell < cells; cell++) {
       if ((cell * span.most) / cells >= detail.count) continue;
@@ -166,7 +169,7 @@ export class Plots {
     }
     context.textAlign = "center";
     context.textBaseline = "middle";
-    context.font = `700 11px ${getComputedStyle(this.box).fontFamily}`;
+    context.font = font("700");
     for (const event of events) {
       const column = Number(event.position) - detail.base;
       if (column < span.from || column >= span.to) continue;
@@ -217,13 +220,17 @@ export class Plots {
         <span class="gap"></span>
         ${
           scale?.kind === "probe"
-            ? html`<span class="soft nowrap">each centred at its threshold</span><span class="bar div" aria-hidden="true"></span>`
+            ? html`<span class="soft nowrap">each centred at its threshold</span><span class="bar div"
+              aria-hidden="true"></span>`
             : legend(scale)
         }
         <span class="zoom" role="group" aria-label="Zoom">
-          <button type="button" class="small" aria-label="Zoom out" title="Zoom out (−)" @click=${() => this.zoom(2)}>−</button>
-          <button type="button" class="small" aria-label="Zoom in" title="Zoom in (+)" @click=${() => this.zoom(0.5)}>+</button>
-          <button type="button" class="small" ?disabled=${page.span.whole} title="Show all (0)" @click=${() => this.fit()}>All</button>
+          <button type="button" class="small" aria-label="Zoom out" title="Zoom out (−)" @click=${() =>
+            this.zoom(2)}>−</button>
+          <button type="button" class="small" aria-label="Zoom in" title="Zoom in (+)" @click=${() =>
+            this.zoom(0.5)}>+</button>
+          <button type="button" class="small" ?disabled=${page.span.whole} title="Show all (0)" @click=${() =>
+            this.fit()}>All</button>
         </span>`,
       this.heatHead,
     );
@@ -394,6 +401,8 @@ export class Plots {
 export function legend(scale) {
   if (!scale?.reference?.rows) return nothing;
   const title = TITLES[scale.kind];
-  return html`<span class="legend" role="img" aria-label="Colours from ${number(scale.low)} to ${number(scale.high)}: ${title}"
-    title=${title}><span>≤ ${number(scale.low)}</span><span class="bar ${scale.diverging ? "div" : "seq"}"></span><span>≥ ${number(scale.high)}</span></span>`;
+  return html`<span class="legend" role="img"
+    aria-label="Colours from ${number(scale.low)} to ${number(scale.high)}: ${title}"
+    title=${title}><span>≤ ${number(scale.low)}</span><span
+      class="bar ${scale.diverging ? "div" : "seq"}"></span><span>≥ ${number(scale.high)}</span></span>`;
 }

@@ -30,10 +30,9 @@ export function requestHead(page) {
       <button type="button" class="pin" aria-pressed=${pinned ? "true" : "false"} aria-label="Pin" title="Pin (p)"
         @click=${() => page.pin(request.key)}>${pinned ? "★" : "☆"}</button>
     </div>
-    <p class="soft request-facts" id="request-facts">${several ? html`<bdi>${visible(request.engine)}</bdi> · ` : nothing}${plural(
-      request.prompt_length,
-      "prompt token",
-    )}, ${count(generated)} generated${
+    <p class="soft request-facts" id="request-facts">${
+      several ? html`<bdi>${visible(request.engine)}</bdi> · ` : nothing
+    }${plural(request.prompt_length, "prompt token")}, ${count(generated)} generated${
       request.rows_lost ? html` · <b class="bad">${plural(request.rows_lost, "row")} lost</b>` : nothing
     } · started ${clock(
       request.started_s,
@@ -85,14 +84,20 @@ export function requestTools(page) {
       baseline
         ? html`<label class="field"><span>Reference</span><select id="ref" @change=${(/** @type {any} */ event) =>
             page.recolour({ ref: event.target.value })}>
-      <option value="request" ?selected=${ref === "request"}>this request's ${detail.references.of === "prompt" ? "prompt" : "first rows"}</option>
+      <option value="request" ?selected=${ref === "request"}>this request's ${
+        detail.references.of === "prompt" ? "prompt" : "first rows"
+      }</option>
       <option value="baseline" ?selected=${ref === "baseline"}>baseline</option></select></label>`
         : nothing
     }
     <span class="gap"></span>
     <span class="legends" id="legend">${referenceText(page, measured)}${legend(page.scale(measured))}${
       one.probe
-        ? html`<span class="soft nowrap">${one.pool === "token" ? html`<u>fires</u> from ${number(page.threshold(measured))}` : `centred at ${number(one.threshold)}`}</span>`
+        ? html`<span class="soft nowrap">${
+            one.pool === "token"
+              ? html`<u>fires</u> from ${number(page.threshold(measured))}`
+              : `centred at ${number(one.threshold)}`
+          }</span>`
         : nothing
     }</span>`;
 }
@@ -108,12 +113,16 @@ function referenceText(page, row) {
   const reference = page.references()[row];
   if (reference && !reference.rows) return html`<span class="soft nowrap" id="reference">reference: no numbers</span>`;
   if (place.ref === "baseline" && detail.baseline) {
-    return html`<span class="soft nowrap" id="reference">${TITLES[page.scale(row).kind]}, reference: baseline of ${plural(detail.baselineTokens, "token")}</span>`;
+    return html`<span class="soft nowrap" id="reference">${TITLES[page.scale(row).kind]}, reference: baseline of
+      ${plural(detail.baselineTokens, "token")}</span>`;
   }
   const { waits, of } = detail.references;
   if (!reference && waits) {
-    return html`<span class="soft nowrap" id="reference">no colours yet; reference: ${count(waits.have)} of ${plural(waits.want, "row")}</span>`;
+    return html`<span class="soft nowrap" id="reference">no colours yet; reference: ${count(waits.have)} of
+      ${plural(waits.want, "row")}</span>`;
   }
   const rows = reference?.rows ?? 0;
-  return html`<span class="soft nowrap" id="reference">${TITLES[page.scale(row).kind]}, reference: ${of === "prompt" ? plural(rows, "prompt row") : `first ${plural(rows, "row")}`}</span>`;
+  return html`<span class="soft nowrap" id="reference">${TITLES[page.scale(row).kind]}, reference: ${
+    of === "prompt" ? plural(rows, "prompt row") : `first ${plural(rows, "row")}`
+  }</span>`;
 }

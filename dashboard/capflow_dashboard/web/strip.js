@@ -4,7 +4,7 @@
 // Our own rather than a chart library: it shares the columns of the heatmap to the pixel, and the page stays below
 // 250 KB.
 
-import { ink, sized } from "./inks.js";
+import { font, ink, sized } from "./inks.js";
 import { levels } from "./span.js";
 
 const TICK_PX = 17;
@@ -38,7 +38,7 @@ export function drawCurve(canvas, curve) {
   const plot = width - left - right;
   const x = (/** @type {number} */ column) => left + ((column - from + 0.5) / (to - from)) * plot;
   const y = (/** @type {number} */ value) => pad + ((high - value) / (high - low || 1)) * (height - 2 * pad);
-  context.font = `11px ${getComputedStyle(canvas).fontFamily}`;
+  context.font = font();
   context.textAlign = "right";
   context.textBaseline = "middle";
   for (const value of levels(low, high, Math.max(1, Math.floor((height - 2 * pad) / TICK_PX)))) {

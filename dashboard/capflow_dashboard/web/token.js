@@ -23,7 +23,8 @@ export function tokenPanel(page) {
   if (!detail) return nothing;
   return html`${
     column === null
-      ? html`<h2>Token</h2><p class="soft">Point at a token, a curve or a cell. A click, or <kbd>←</kbd> <kbd>→</kbd>, keeps it here.</p>`
+      ? html`<h2>Token</h2><p class="soft">Point at a token, a curve or a cell. A click,
+        or <kbd>←</kbd> <kbd>→</kbd>, keeps it here.</p>`
       : SECTIONS.map((section) => section(page, detail, column))
   }${steering(page, detail)}`;
 }
@@ -39,7 +40,9 @@ function facts(page, detail, column) {
       <dt>position</dt><dd>${position.toLocaleString("en")}, ${isPrompt ? "prompt" : "generated"}</dd>
       <dt>token id</dt><dd>${id < 0 ? "unknown" : id}</dd>
       <dt>text</dt><dd><code>${JSON.stringify(detail.texts[column] ?? "").slice(0, 200)}</code></dd>
-      <dt>steered</dt><dd id="token-steered">${by === null ? "no" : html`<b class="steer-ink">yes</b>${by.length ? html`, ${by.join("; ")}` : nothing}`}</dd>
+      <dt>steered</dt><dd id="token-steered">${
+        by === null ? "no" : html`<b class="steer-ink">yes</b>${by.length ? html`, ${by.join("; ")}` : nothing}`
+      }</dd>
     </dl>`;
 }
 
@@ -67,7 +70,8 @@ function steeredBy(detail, position) {
 function probes(page, detail, column) {
   const rows = detail.probes;
   if (!rows.length) return nothing;
-  return html`<h3>Probes</h3><table class="numbers" id="token-probes"><thead><tr><th scope="col">probe</th><th scope="col">score</th><th scope="col">from</th><th scope="col">fires</th></tr></thead>
+  return html`<h3>Probes</h3><table class="numbers" id="token-probes"><thead><tr><th scope="col">probe</th><th
+    scope="col">score</th><th scope="col">from</th><th scope="col">fires</th></tr></thead>
     <tbody>${rows.map((row) => {
       const one = detail.series[row];
       const value = detail.values[row][column];
@@ -78,7 +82,8 @@ function probes(page, detail, column) {
             ? html`<b class="fired">yes</b>`
             : "no"
           : html`<span class="soft">by ${one.pool}</span>`;
-      return html`<tr><th scope="row"><bdi>${visible(one.probe)}</bdi> <span class="soft">${one.site}</span></th><td>${show(value)}</td>
+      return html`<tr><th scope="row"><bdi>${visible(one.probe)}</bdi> <span
+        class="soft">${one.site}</span></th><td>${show(value)}</td>
         <td>${number(page.threshold(row))}</td><td>${word}</td></tr>`;
     })}</tbody></table>`;
 }
@@ -89,16 +94,21 @@ function layers(page, detail, column) {
   if (!rows.length) return nothing;
   const references = page.references();
   return html`<h3>Norm by layer</h3>${curve(page, detail, column, rows)}
-    <table class="numbers" id="token-layers"><thead><tr><th scope="col">site</th><th scope="col">norm</th><th scope="col">z</th><td class="bar-cell"></td></tr></thead>
+    <table class="numbers" id="token-layers"><thead><tr><th scope="col">site</th><th scope="col">norm</th><th
+      scope="col">z</th><td class="bar-cell"></td></tr></thead>
     <tbody>${[...rows].reverse().map((row) => {
       const value = detail.values[row][column];
       const reference = references[row];
       const far = reference?.rows && Number.isFinite(value) ? z(value, reference) : NaN;
       const at = Number.isFinite(far) ? Math.max(-1, Math.min(1, far / Z_SHOWN)) * 30 : 0;
       return html`<tr aria-current=${row === page.layer ? "true" : nothing} @click=${() => page.mark(row)}>
-        <th scope="row">${detail.series[row].site}</th><td>${show(value)}</td><td>${Number.isNaN(far) ? "–" : Number.isFinite(far) ? far.toFixed(2).replace("-", "−") : number(far)}</td>
-        <td class="bar-cell"><svg width="62" height="10" aria-hidden="true"><line x1="31" x2="31" y1="0" y2="10" class="axis" />
-          <rect class=${at < 0 ? "low" : "high"} x=${31 + Math.min(0, at)} y="2" width=${Math.abs(at)} height="6" /></svg></td></tr>`;
+        <th scope="row">${detail.series[row].site}</th><td>${show(value)}</td><td>${
+          Number.isNaN(far) ? "–" : Number.isFinite(far) ? far.toFixed(2).replace("-", "−") : number(far)
+        }</td>
+        <td class="bar-cell"><svg width="62" height="10" aria-hidden="true"><line x1="31" x2="31" y1="0" y2="10"
+          class="axis" />
+          <rect class=${at < 0 ? "low" : "high"} x=${31 + Math.min(0, at)} y="2" width=${Math.abs(at)} height="6"
+            /></svg></td></tr>`;
     })}</tbody></table>`;
 }
 
@@ -129,10 +139,13 @@ function curve(page, detail, column, rows) {
     return text || "M0 0";
   };
   const marked = rows.indexOf(page.layer);
-  return html`<figure class="layer-curve"><svg viewBox="0 0 ${width} ${height}" role="img" aria-label="Norm by layer, logarithmic, with the median of the reference">
+  return html`<figure class="layer-curve"><svg viewBox="0 0 ${width} ${height}" role="img"
+    aria-label="Norm by layer, logarithmic, with the median of the reference">
       <path class="reference" d=${path(middles)} /><path class="value" d=${path(logs)} />
       ${Number.isFinite(logs[marked]) ? svg`<circle cx=${x(marked)} cy=${y(logs[marked])} r="3.5" />` : nothing}</svg>
-    <figcaption><span><i class="key value"></i>this token</span><span><i class="key reference"></i>reference</span><span class="soft">log₁₀, first to last layer</span></figcaption></figure>`;
+    <figcaption><span><i class="key value"></i>this token</span><span><i
+      class="key reference"></i>reference</span><span class="soft">log₁₀, first to last
+      layer</span></figcaption></figure>`;
 }
 
 /**
@@ -155,9 +168,18 @@ function steering(page, detail) {
         event.reason ?? "",
       ].filter(Boolean);
       return html`<li><button type="button" class="link-button" ?disabled=${event.position === null}
-        @click=${() => page.point(Number(event.position) - detail.base)}>${event.position === null ? "–" : event.position.toLocaleString("en")}</button>
-      <span><b>${event.kind}</b>${event.label ? html` <bdi>${visible(event.label)}</bdi>` : nothing}${event.by ? html` <span class="soft">by <bdi>${visible(event.by)}</bdi></span>` : nothing}
+        @click=${() => page.point(Number(event.position) - detail.base)}>${
+          event.position === null ? "–" : event.position.toLocaleString("en")
+        }</button>
+      <span><b>${event.kind}</b>${event.label ? html` <bdi>${visible(event.label)}</bdi>` : nothing}${
+        event.by
+          ? html`
+        <span class="soft">by <bdi>${visible(event.by)}</bdi></span>`
+          : nothing
+      }
         ${facts.length ? html`<span class="event-facts">${facts.join(" · ")}</span>` : nothing}</span>
-      <span class=${event.outcome === "applied" ? "soft" : "bad"} title=${event.time_s === null ? nothing : clock(event.time_s)}>${event.outcome ?? ""}</span></li>`;
+      <span class=${event.outcome === "applied" ? "soft" : "bad"} title=${
+        event.time_s === null ? nothing : clock(event.time_s)
+      }>${event.outcome ?? ""}</span></li>`;
     })}</ol>`;
 }

@@ -8,7 +8,8 @@ import { tokenText } from "./format.js";
 import { ABSENT, ODD } from "./scale.js";
 
 /** @typedef {import("./page.js").Page} Page */
-/** @typedef {{first: number, end: number, box: HTMLElement, elements: HTMLElement[], filled: boolean, seen: boolean}} Chunk */
+/** @typedef {{first: number, end: number, box: HTMLElement, elements: HTMLElement[], filled: boolean, seen: boolean}}
+  Chunk */
 
 const CHUNK_TOKENS = 256;
 /** From this size on a chunk ends where a line does. */
@@ -54,6 +55,12 @@ export class Tokens {
       root: box,
       rootMargin: "0px 0px 64px 0px",
     }).observe(this.end);
+    // After the layout of a frame, so that none is forced. Far more than there is: the browser stops at the end.
+    const follow = new ResizeObserver(() => {
+      if (this.sticks && page.request?.status === "live") box.scrollTop = 1e9;
+    });
+    follow.observe(this.prompt.box);
+    follow.observe(this.generated.box);
     box.addEventListener("pointerover", (event) => page.over(this.columnOf(event.target)));
     box.addEventListener("pointerleave", () => page.over(null));
     box.addEventListener("click", (event) => {
@@ -98,7 +105,6 @@ export class Tokens {
       if (!chunk || size >= CHUNK_TOKENS || lineEnds || column === prompt) this.open(column, column < prompt);
       /** @type {Chunk} */ (this.chunks.at(-1)).end = column + 1;
     }
-    const grown = detail.count > this.count;
     this.count = detail.count;
     if (this.looks.length < this.count) {
       const looks = new Int32Array(this.count * 2).fill(-1);
@@ -112,8 +118,6 @@ export class Tokens {
     }
     this.prompt.box.hidden = !this.prompt.run.firstChild;
     this.generated.box.hidden = !this.generated.run.firstChild;
-    // Far more than there is: the browser stops at the end.
-    if (grown && this.sticks && request?.status === "live") this.box.scrollTop = 1e9;
   }
 
   /**
@@ -170,7 +174,11 @@ export class Tokens {
     for (let column = Math.max(first, chunk.first); column < Math.min(end, chunk.end); column++) {
       const text = tokenText(detail.texts[column], detail.ids[column]);
       const element = chunk.elements[column - chunk.first];
-      if (element.textContent !== text) element.textContent = text;
+      if (element.textContent !== text) {
+        element.textContent = text;
+        if (!text.trim()) element.setAttribute("aria-label", text.length === 1 ? "space" : `${text.length} spaces`);
+        else element.removeAttribute("aria-label");
+      }
       this.looks[column] = -1;
     }
   }

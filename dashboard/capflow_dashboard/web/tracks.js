@@ -1,5 +1,6 @@
 // @ts-check
-// Tracks: the score curve of each probe, with a threshold that can be moved. It shows what would fire; it changes nothing.
+// Tracks: the score curve of each probe, with a threshold that can be moved. It shows what would fire; it changes
+// nothing.
 
 import { envelope, spans } from "./bins.js";
 import { verdict } from "./curve.js";
@@ -119,7 +120,13 @@ class Track {
     render(
       html`<i class="swatch" aria-hidden="true"></i><bdi class="track-name">${visible(one.probe)}</bdi>
         <span class="soft nowrap">${one.site}, ${pool}</span><span class="gap"></span>
-        ${column === null ? nothing : html`<span class="nowrap track-value">${number(values[column] === -Infinity ? null : values[column])}</span>`}
+        ${
+          column === null
+            ? nothing
+            : html`<span class="nowrap track-value">${number(
+                values[column] === -Infinity ? null : values[column],
+              )}</span>`
+        }
         <span class="nowrap"><span class="soft">fires from ${number(one.threshold)}:</span> ${at(one.threshold)}</span>
         ${
           moved === undefined
@@ -181,7 +188,9 @@ export class Tracks {
   draw() {
     const { detail } = this.page;
     const rows = detail?.probes ?? [];
-    const made = `${this.page.key} ${this.frame.left} ${rows.map((row) => detail && seriesName(detail.series[row])).join()}`;
+    const made = `${this.page.key} ${this.frame.left} ${rows
+      .map((row) => detail && seriesName(detail.series[row]))
+      .join()}`;
     if (made !== this.made) {
       this.tracks = rows.map((row, place) => new Track(row, place, this.page, this.frame));
       this.box.replaceChildren(...this.tracks.map((track) => track.box));

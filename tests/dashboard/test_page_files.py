@@ -1,0 +1,63 @@
+"""The files of the page: its weight, what it takes from elsewhere, and the tests of its pure modules."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+DASHBOARD = Path(__file__).parents[2] / "dashboard"
+WEB = DASHBOARD / "capflow_dashboard" / "web"
+OWN = sorted(path for path in WEB.iterdir() if path.suffix in (".js", ".css", ".html"))
+WEIGHT_MAX = 250_000
+
+
+def test_vendored_files_are_those_that_were_checked():
+    vendored = json.loads((WEB / "vendor" / "VENDORED.json").read_text(encoding="utf-8"))
+    known = {
+        f"{package}/{name}": digest for package, entry in vendored.items() for name, digest in entry["sha256"].items()
+    }
+    files = [path for path in (WEB / "vendor").rglob("*") if path.is_file() and path.name != "VENDORED.json"]
+    found = {str(path.relative_to(WEB / "vendor")): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    assert found == known
+    assert all(any(name == f"{package}/LICENSE" for name in found) for package in vendored)
+
+
+def test_vendored_versions_are_those_that_npm_pins():
+    vendored = json.loads((WEB / "vendor" / "VENDORED.json").read_text(encoding="utf-8"))
+    locked = json.loads((DASHBOARD / "package-lock.json").read_text(encoding="utf-8"))["packages"]
+    wanted = json.loads((DASHBOARD / "package.json").read_text(encoding="utf-8"))["dependencies"]
+    assert {package: entry["version"] for package, entry in vendored.items()} == wanted
+    for package, entry in vendored.items():
+        assert entry["integrity"] == locked[f"node_modules/{package}"]["integrity"]
+
+
+def test_the_page_is_light():
+    loaded = [path for path in WEB.rglob("*") if path.suffix in (".js", ".css", ".html", ".svg")]
+    assert sum(path.stat().st_size for path in loaded) <= WEIGHT_MAX
+
+
+@pytest.mark.parametrize("path", OWN, ids=lambda path: path.name)
+def test_each_file_is_checked_says_what_it_owns_and_writes_no_markup(path):
+    text = path.read_text(encoding="utf-8")
+    assert max(map(len, text.splitlines())) <= 120
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|unsafe|eval\(| style=\W| on\w+=\"", text
+    )
+    if path.suffix == ".js":
+        assert re.match(r"// @ts-check\n// [A-Z][a-z]+: ", text)
+
+
+@pytest.mark.browser  # needs what `make system` installs
+def test_the_pure_modules_do_what_their_tests_say():
+    node = shutil.which("node")
+    if node is None:
+        pytest.fail("node is not there and the page's modules cannot be tested: run `make system`")
+    tests = sorted(str(path) for path in Path(__file__).with_name("web").glob("*.test.js"))
+    ran = subprocess.run([node, "--test", *tests], capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
