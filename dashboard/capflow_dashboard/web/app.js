@@ -20,6 +20,8 @@ import { Tokens } from "./tokens.js";
 
 const $ = (/** @type {string} */ id) => /** @type {HTMLElement} */ (document.getElementById(id));
 
+const PLOT_SHARE = 60;
+
 restoreTheme();
 const sheet = new CSSStyleSheet();
 sheet.replaceSync(sheetText());
@@ -46,6 +48,9 @@ plots.onChosen = () => tokens.reveal();
 page.announce = (/** @type {string} */ text) => {
   $("announce").textContent = text;
 };
+
+// When the plots were drawn, and how long it took.
+const plotted = { at: 0, costMs: 0, planned: false };
 
 // The columns that changed since the text was written.
 const written = { first: Infinity, end: 0, fresh: false };
@@ -94,7 +99,12 @@ frames.add("text", () => {
 });
 frames.add("text-colours", () => tokens.paint());
 frames.add("tools", () => render(requestTools(page), $("request-tools")));
-frames.add("plots", () => plots.draw());
+frames.add("plots", () => {
+  const begun = performance.now();
+  plots.draw();
+  plotted.at = performance.now();
+  plotted.costMs = plotted.at - begun;
+});
 frames.add("plots-cursor", () => plots.drawCursor());
 frames.add("text-cursor", () => tokens.drawCursor());
 frames.add("token", () => render(tokenPanel(page), $("token")));
@@ -182,8 +192,23 @@ function stale(changed) {
   if (changed.has("rates")) frames.draw("rates");
   if (changed.has("fresh")) frames.draw("fresh", "plots-cursor", "text-cursor");
   if (changed.has("detail") || changed.has("colours")) {
-    frames.draw("text", "plots", "tools");
+    frames.draw("text", "tools");
+    if (changed.has("fresh") || changed.has("colours")) frames.draw("plots");
+    else plotSoon();
     if (page.column !== null || changed.has("fresh") || changed.has("colours")) frames.draw("token", "plots-cursor");
+  }
+}
+
+/** Draw the plots at once, or later if they take long: while tokens come, they get at most a 60th of the time. */
+function plotSoon() {
+  const waitMs = plotted.at + PLOT_SHARE * plotted.costMs - performance.now();
+  if (waitMs <= 0) frames.draw("plots");
+  else if (!plotted.planned) {
+    plotted.planned = true;
+    setTimeout(() => {
+      plotted.planned = false;
+      frames.draw("plots");
+    }, waitMs);
   }
 }
 

@@ -1,6 +1,6 @@
 // @ts-check
 // Tokens: the shown request as coloured text, in chunks. A chunk gets its elements when it comes into view, and its
-// colours when it is in view; the rest costs nothing.
+// colours when it is in view; the rest costs nothing. Of a long request, chunks out of view lose their elements.
 //
 // Invariant: which tokens a chunk has never changes, so that text does not move when more comes.
 
@@ -16,6 +16,8 @@ const CHUNK_TOKENS = 256;
 const CHUNK_TOKENS_MIN = 96;
 const [FIRES, STEERED, NO_TEXT] = [1 << 8, 1 << 9, 1 << 10];
 const AHEAD = "600px";
+/** A request with no more chunks keeps them all, so that the browser's search finds every word. */
+const CHUNKS_KEPT = 32;
 
 const blank = document.createElement("span");
 blank.className = "t";
@@ -142,13 +144,29 @@ export class Tokens {
       const chunk = this.byBox.get(entry.target);
       if (!chunk) continue;
       chunk.seen = entry.isIntersecting;
-      if (!chunk.seen) continue;
+      if (!chunk.seen) {
+        this.empty(chunk);
+        continue;
+      }
       if (!chunk.filled) {
         chunk.filled = true;
         this.fill(chunk, chunk.first, chunk.end);
       }
       this.page.frames.draw("text-colours");
     }
+  }
+
+  /**
+   * Take the elements of a chunk that is out of view, if there are many chunks; the browser remembers its size.
+   * @param {Chunk} chunk
+   */
+  empty(chunk) {
+    const { cursor } = this.page;
+    const holds = cursor !== null && cursor >= chunk.first && cursor < chunk.end;
+    if (!chunk.filled || holds || this.chunks.length <= CHUNKS_KEPT || chunk === this.chunks.at(-1)) return;
+    chunk.filled = false;
+    chunk.elements = [];
+    chunk.box.replaceChildren();
   }
 
   /**
