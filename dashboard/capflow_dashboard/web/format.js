@@ -5,6 +5,8 @@ import { MISSING } from "./protocol.js";
 
 const grouped = new Intl.NumberFormat("en");
 const clocks = new Intl.DateTimeFormat([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
+const dates = new Intl.DateTimeFormat([], { dateStyle: "short", timeStyle: "short", hour12: false });
+const SAME_DAY_MS = 20 * 3600 * 1000;
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 // Characters that show nothing, or that change how their neighbours are shown.
 const HIDDEN = /[\p{Cc}\p{Cf}\p{Zl}\p{Zp}\u115f\u1160\u3164\uffa0]/gu;
@@ -72,10 +74,12 @@ export function duration(seconds) {
 }
 
 /**
- * Return the time of day of seconds since 1970.
- * @param {number} seconds
+ * Return the time of day of seconds since 1970, with the date if it is another day; a dash for null.
+ * @param {number | null} seconds
  */
 export function clock(seconds) {
+  if (seconds === null) return "–";
+  if (Math.abs(Date.now() - seconds * 1000) > SAME_DAY_MS) return dates.format(seconds * 1000);
   return clocks.format(seconds * 1000);
 }
 

@@ -26,7 +26,9 @@ export function header(page) {
   const { counts, heartbeat } = store;
   const dropped = Object.values(counts?.dropped ?? {}).reduce((sum, rows) => sum + rows, 0);
   const reasons = Object.entries(counts?.dropped ?? {}).map(([reason, rows]) => `${reason}: ${count(rows)}`);
-  const lag = heartbeat?.lag_s ?? null;
+  const name = store.hello?.source?.name;
+  const stored = state === "stored";
+  const lag = stored ? null : (heartbeat?.lag_s ?? null);
   const tab = (/** @type {"requests" | "health"} */ view, /** @type {string} */ name) => html`<button type="button"
     class="tab" aria-current=${(place.view === "health") === (view === "health") ? "page" : nothing}
     @click=${() => page.view(view === "requests" && place.view === "health" ? "request" : view)}>${name}</button>`;
@@ -49,7 +51,7 @@ export function header(page) {
         title="Age of the newest rows when they arrived here">
         <dt>lag</dt><dd id="lag">${duration(lag)}</dd></div>
     </dl>
-    <div id="link" class="link" data-state=${state}>${STATES[state]}</div>
+    <div id="link" class="link" data-state=${state} title=${name ? visible(name) : nothing}>${STATES[state]}</div>
     <button type="button" class="icon" aria-label="Help and keys" title="Help and keys (?)" id="help-open">?</button>`;
 }
 

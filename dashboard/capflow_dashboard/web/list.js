@@ -459,5 +459,6 @@ function firedText(fired) {
 
 /** @param {RequestSummary} request */
 function took(request) {
-  return request.ended_s === null ? "" : duration(request.ended_s - request.started_s);
+  const { started_s: began, ended_s: end } = request;
+  return end === null || began === null ? "" : duration(Math.max(0, end - began));
 }

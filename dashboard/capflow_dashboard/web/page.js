@@ -79,9 +79,10 @@ export class Page {
   get state() {
     if (this.link !== "open") return this.link;
     const { heartbeat, hello } = this.store;
+    if (hello?.source?.kind === "stored") return "stored";
     if (heartbeat?.state === "stale" || heartbeat?.state === "ended") return heartbeat.state;
     if (!heartbeat && !hello) return "connecting";
-    return hello?.source?.kind === "stored" ? "stored" : "live";
+    return "live";
   }
 
   /** The index of the series that colours the tokens; -1 without one. */

@@ -11,7 +11,7 @@ export const VERSION = 1;
  *   problems: string[], sites: string[], probes: Probe[]}} Engine
  * @typedef {[number | null, number | null, number | null, number | boolean | null]} ProbeSummary max, mean, last, fired
  * @typedef {{key: number, id: string, engine: string, status: string, prompt_length: number, tokens: number,
- *   started_s: number, ended_s: number | null, rows_lost: number, steered: number, text: string,
+ *   started_s: number | null, ended_s: number | null, rows_lost: number, steered: number, text: string,
  *   probes: ProbeSummary[]}} RequestSummary
  * @typedef {{site: string, hook: string, layer: number, probe: string, threshold: number, pool: string}} Series
  * @typedef {{tokens: number, median: (number | null)[], spread: (number | null)[], low: (number | null)[],

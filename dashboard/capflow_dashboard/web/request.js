@@ -17,8 +17,9 @@ export function requestHead(page) {
   if (!request) return nothing;
   const { mark, word } = statusOf(request);
   const generated = Math.max(0, request.tokens - request.prompt_length);
-  const end = request.ended_s ?? page.store.heartbeat?.t ?? request.started_s;
-  const took = Math.max(0, end - request.started_s);
+  const { started_s: began, ended_s: ended } = request;
+  const end = ended ?? (request.status === "live" ? page.store.heartbeat?.t : began) ?? began;
+  const took = began === null || end === null ? null : Math.max(0, end - began);
   const pinned = place.pins.includes(nameOf(request.engine, request.id));
   const several = page.store.engines.length > 1;
   return html`
@@ -34,9 +35,9 @@ export function requestHead(page) {
       several ? html`<bdi>${visible(request.engine)}</bdi> · ` : nothing
     }${plural(request.prompt_length, "prompt token")}, ${count(generated)} generated${
       request.rows_lost ? html` · <b class="bad">${plural(request.rows_lost, "row")} lost</b>` : nothing
-    } · started ${clock(
-      request.started_s,
-    )}, ${request.status === "live" ? "running" : "took"} ${duration(took)}${pooledScores(page)}</p>`;
+    } · started ${clock(began)}, ${request.status === "live" ? "running" : "took"} ${duration(took)}${pooledScores(
+      page,
+    )}</p>`;
 }
 
 /** @param {Page} page */

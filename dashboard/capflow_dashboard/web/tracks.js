@@ -119,7 +119,7 @@ class Track {
     const { column } = page;
     render(
       html`<i class="swatch" aria-hidden="true"></i><bdi class="track-name">${visible(one.probe)}</bdi>
-        <span class="soft nowrap">${one.site}, ${pool}</span><span class="gap"></span>
+        <span class="soft track-site">${one.site}, ${pool}</span><span class="gap"></span>
         ${
           column === null
             ? nothing

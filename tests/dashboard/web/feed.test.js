@@ -95,6 +95,15 @@ test("columns are merged at their places, and arrays grow as they come", () => {
   assert.ok(merged.capacity < 4 * 900);
 });
 
+test("a column that comes again without steering is not steered", () => {
+  const store = new Store();
+  const fresh = detail(0, 4, { fresh: true, series: [NORM], steered: [1, 3] });
+  store.take({ requests: [REQUEST], detail: fresh }, new Float32Array(4), 1);
+  assert.deepEqual([...store.detail.steered.subarray(0, 4)], [0, 1, 1, 0]);
+  store.take({ detail: detail(1, 1) }, new Float32Array(1), 1);
+  assert.deepEqual([...store.detail.steered.subarray(0, 4)], [0, 0, 1, 0]);
+});
+
 test("tokens of another request, or with another base, are left out", () => {
   const store = new Store();
   store.take({ requests: [REQUEST], detail: detail(0, 1, { fresh: true, series: [NORM] }) }, Float32Array.of(1), 1);

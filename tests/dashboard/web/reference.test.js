@@ -114,6 +114,18 @@ test("no colour changes as tokens come, whatever comes", () => {
   }
 });
 
+test("a row that comes after all changes no reference", () => {
+  const values = Float32Array.from({ length: 200 }, (_, i) => i);
+  values[3] = MISSING;
+  const references = new References(1);
+  references.update([values], { count: 20 + SETTLED, prompt: 20, ended: false });
+  const [reference] = references.all;
+  assert.equal(reference.rows, 19);
+  values[3] = 1e6;
+  assert.equal(references.update([values], { count: 200, prompt: 20, ended: true }), false);
+  assert.equal(references.all[0], reference);
+});
+
 test("a baseline gives a reference for each series, and none where it has no numbers", () => {
   const baseline = { tokens: 9, median: [1, null], spread: [2, null], low: [0, null], high: [3, null] };
   assert.deepEqual(fromBaseline(baseline, 2), [{ median: 1, spread: 2, low: 0, high: 3, rows: 9 }, null]);
