@@ -118,6 +118,26 @@ class OpenPage:
         )
         return np.array(pixels)
 
+    def inked(self, column, width):
+        """Return which part of a column of the heatmap has a colour: 1 for values, less for patterns.
+
+        width: how many columns the heatmap shows.
+        """
+        return self.page.evaluate(
+            """([column, width]) => {
+              const box = document.getElementById("heat");
+              const canvas = box.querySelector("canvas");
+              const plot = (box.clientWidth - 74) / width;
+              const [x, size] = [Math.ceil(60 + column * plot) + 1, Math.floor(plot) - 2];
+              const height = Math.floor(box.clientHeight - 20);
+              const copy = new OffscreenCanvas(size, height).getContext("2d");
+              copy.drawImage(canvas, x, 0, size, height, 0, 0, size, height);
+              const { data } = copy.getImageData(0, 0, size, height);
+              return data.filter((value, i) => i % 4 === 3 && value > 0).length / (data.length / 4);
+            }""",
+            [column, width],
+        )
+
     def choose_scale(self, name):
         """Choose how norms are shown, and wait until they are."""
         self.page.select_option("#scale", name)
