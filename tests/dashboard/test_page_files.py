@@ -19,13 +19,13 @@ WEIGHT_MAX = 250_000
 
 def test_vendored_files_are_those_that_were_checked():
     vendored = json.loads((WEB / "vendor" / "VENDORED.json").read_text(encoding="utf-8"))
-    known = {
+    listed = {
         f"{package}/{name}": digest for package, entry in vendored.items() for name, digest in entry["sha256"].items()
     }
     files = [path for path in (WEB / "vendor").rglob("*") if path.is_file() and path.name != "VENDORED.json"]
-    found = {str(path.relative_to(WEB / "vendor")): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-    assert found == known
-    assert all(any(name == f"{package}/LICENSE" for name in found) for package in vendored)
+    present = {str(path.relative_to(WEB / "vendor")): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    assert present == listed
+    assert all(any(name == f"{package}/LICENSE" for name in present) for package in vendored)
 
 
 def test_vendored_versions_are_those_that_npm_pins():

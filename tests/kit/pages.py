@@ -88,7 +88,10 @@ class OpenPage:
         token = self.tokens().nth(number)
         token.scroll_into_view_if_needed()
         x, y = token.evaluate(
-            "(token) => { const rect = [...token.getClientRects()].at(-1); return [rect.x + rect.width / 2, rect.y + 4]; }"
+            """(token) => {
+              const part = [...token.getClientRects()].at(-1);
+              return [part.x + part.width / 2, part.y + 4];
+            }"""
         )
         self.page.mouse.click(x, y)
 
@@ -164,9 +167,8 @@ class OpenPage:
         """Return the serious findings of axe-core."""
         # The policy of the page refuses scripts in the page itself, not those of a debugger.
         self.page.evaluate(AXE.read_text(encoding="utf-8"))
-        result = self.page.evaluate(
-            """() => axe.run(document, { runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"] })"""
-        )
+        rules = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+        result = self.page.evaluate("(rules) => axe.run(document, { runOnly: rules })", rules)
         return [
             (one["id"], node["target"], node["failureSummary"])
             for one in result["violations"]

@@ -82,15 +82,15 @@ export function envelope(values, from, to, bins) {
  * @returns {[number, number][]}
  */
 export function spans(flags, from, to) {
-  /** @type {[number, number][]} */ const found = [];
+  /** @type {[number, number][]} */ const runs = [];
   let first = -1;
   for (let column = from; column <= to; column++) {
     const on = column < to && flags[column] > 0;
     if (on && first < 0) first = column;
     if (!on && first >= 0) {
-      found.push([first, column]);
+      runs.push([first, column]);
       first = -1;
     }
   }
-  return found;
+  return runs;
 }

@@ -28,10 +28,10 @@ const COMPARED = /^(.*?)(>=|<=|>|<|=)(.+)$/u;
 export function parse(query) {
   /** @type {Test[]} */ const tests = [];
   /** @type {string[]} */ const errors = [];
-  for (const [whole, minus, field, word] of query.matchAll(TERM)) {
-    const made = term(field, unquoted(word), whole);
-    if (typeof made === "string") errors.push(made);
-    else tests.push(minus ? (...given) => !made(...given) : made);
+  for (const [source, minus, field, word] of query.matchAll(TERM)) {
+    const test = term(field, unquoted(word), source);
+    if (typeof test === "string") errors.push(test);
+    else tests.push(minus ? (...given) => !test(...given) : test);
   }
   return {
     test: (request, haystack, probes) => tests.every((test) => test(request, haystack, probes)),
@@ -57,44 +57,44 @@ function unquoted(word) {
 /**
  * @param {string | undefined} field
  * @param {string} word
- * @param {string} whole
+ * @param {string} source
  * @returns {Test | string}
  */
-function term(field, word, whole) {
+function term(field, word, source) {
   const lower = word.toLowerCase();
   if (!field) return (_, text) => text.includes(lower);
   if (field === "text") return (request) => request.text.toLowerCase().includes(lower);
   if (field === "id") return (request) => request.id.toLowerCase().includes(lower);
   if (field === "engine") return (request) => request.engine.toLowerCase().includes(lower);
   if (field === "status") {
-    if (!STATUSES.includes(lower)) return `${whole}: got ${word}, expected ${STATUSES.join(", ")}`;
+    if (!STATUSES.includes(lower)) return `${source}: got ${word}, expected ${STATUSES.join(", ")}`;
     return (request) => (lower === "done" ? request.status !== "live" : request.status === lower);
   }
   if (field === "probe" || field === "mean" || field === "last" || field === "fired")
-    return ofProbe(field, word, whole);
-  if (!(field in NUMBERS)) return `${whole}: got the field ${field}, expected ${FIELDS.join(", ")}`;
+    return ofProbe(field, word, source);
+  if (!(field in NUMBERS)) return `${source}: got the field ${field}, expected ${FIELDS.join(", ")}`;
   const read = NUMBERS[/** @type {keyof NUMBERS} */ (field)];
   if (lower === "yes" || lower === "no") return (request) => read(request) > 0 === (lower === "yes");
   const compare = comparison(/^[<>=]/.test(word) ? word : `=${word}`);
-  if (!compare || compare.name) return `${whole}: got ${word}, expected yes, no or a comparison such as >10`;
+  if (!compare || compare.name) return `${source}: got ${word}, expected yes, no or a comparison such as >10`;
   return (request) => compare.holds(read(request));
 }
 
 /**
  * @param {"probe" | "mean" | "last" | "fired"} field
  * @param {string} word
- * @param {string} whole
+ * @param {string} source
  * @returns {Test | string}
  */
-function ofProbe(field, word, whole) {
+function ofProbe(field, word, source) {
   const at = { probe: 0, mean: 1, last: 2, fired: 3 }[field];
   const compare = comparison(word);
-  if (!compare && field !== "fired") return `${whole}: got ${word}, expected a comparison such as ${field}:code>2`;
+  if (!compare && field !== "fired") return `${source}: got ${word}, expected a comparison such as ${field}:code>2`;
   const name = compare ? compare.name : word;
   return (request, _, probes) => {
-    const found = probes.number(request, name)?.[at];
-    if (found === null || found === undefined) return false;
-    return compare ? compare.holds(Number(found)) : Number(found) > 0;
+    const score = probes.number(request, name)?.[at];
+    if (score === null || score === undefined) return false;
+    return compare ? compare.holds(Number(score)) : Number(score) > 0;
   };
 }
 

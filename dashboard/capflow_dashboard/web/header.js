@@ -95,9 +95,9 @@ function rate(name, values, show, kind = "") {
  * @param {{low?: number, high?: number, line?: number | null}} [range]
  */
 export function spark(values, width, height, { low, high, line = null } = {}) {
-  const known = values.filter((value) => value !== null);
+  const numbers = values.filter((value) => value !== null);
   const bottom = low ?? 0;
-  const top = Math.max(high ?? 1, ...known);
+  const top = Math.max(high ?? 1, ...numbers);
   const y = (/** @type {number} */ value) =>
     (height - 1 - ((value - bottom) / (top - bottom || 1)) * (height - 2)).toFixed(1);
   const step = width / Math.max(1, values.length - 1);

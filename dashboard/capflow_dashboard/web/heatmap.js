@@ -61,7 +61,7 @@ export class Heatmap {
     const pixels = Math.ceil(frame.width * (devicePixelRatio || 1));
     const cells = Math.min(span.width, pixels);
     if (this.bins.length !== cells) this.bins = new Float32Array(cells);
-    const known = detail.count;
+    const count = detail.count;
     const picture = this.picture(cells, rows.length);
     const marks = { odd: false, absent: false };
     const plain = pixelOf(ink("--plain"));
@@ -73,7 +73,7 @@ export class Heatmap {
       farthest(detail.values[rows[line]], span.from, span.to, centre, this.bins);
       const offset = (rows.length - 1 - line) * cells;
       for (let cell = 0; cell < cells; cell++) {
-        const beyond = span.from + (cell * span.width) / cells >= known;
+        const beyond = span.from + (cell * span.width) / cells >= count;
         const step = beyond ? ABSENT : scale.step(this.bins[cell]);
         if (step >= 0) picture.pixels[offset + cell] = palette[step].pixel;
         else if (step === ODD) {

@@ -2,7 +2,7 @@
 // Inks: the colours of the style sheet, for canvases. They are read once for each theme.
 
 /** @type {Map<string, string>} */
-const known = new Map();
+const inks = new Map();
 let family = "";
 /** @type {"light" | "dark" | ""} */
 let shade = "";
@@ -14,12 +14,12 @@ probe.hidden = true;
  * @param {string} name
  */
 export function ink(name) {
-  let colour = known.get(name);
+  let colour = inks.get(name);
   if (colour === undefined) {
     if (!probe.isConnected) document.body.append(probe);
     probe.style.color = `var(${name})`;
     colour = getComputedStyle(probe).color;
-    known.set(name, colour);
+    inks.set(name, colour);
   }
   return colour;
 }
@@ -49,7 +49,7 @@ export function theme() {
  */
 export function onInks(call) {
   const renew = () => {
-    known.clear();
+    inks.clear();
     shade = "";
     call();
   };

@@ -86,13 +86,13 @@ export class List {
   order(force = false) {
     const { page } = this;
     const { store, place } = page;
-    const made = JSON.stringify([place.q, place.sort, place.pins]);
+    const basis = JSON.stringify([place.q, place.sort, place.pins]);
     const { keys, errors } = ordered(store, place);
     this.errors = errors;
     const old = new Set(this.keys);
     const added = keys.reduce((sum, key) => sum + (old.has(key) ? 0 : 1), 0);
-    if (force || !place.hold || made !== this.made || !this.keys.length) {
-      [this.keys, this.made, this.behind] = [keys, made, 0];
+    if (force || !place.hold || basis !== this.made || !this.keys.length) {
+      [this.keys, this.made, this.behind] = [keys, basis, 0];
     } else {
       this.keys = this.keys.filter((key) => store.requests.has(key));
       this.behind = added;
@@ -382,9 +382,9 @@ export class List {
     const { page } = this;
     const values = page.store.sparks.get(request.key);
     if (!values?.length) return html`<svg class="spark" width="56" height="16" aria-hidden="true"></svg>`;
-    const known = values.filter((value) => value !== null);
+    const numbers = values.filter((value) => value !== null);
     const threshold = page.store.engine(request.engine)?.probes.find((one) => one.name === page.probe)?.threshold ?? 0;
-    const [low, high] = [Math.min(threshold, ...known), Math.max(threshold, ...known)];
+    const [low, high] = [Math.min(threshold, ...numbers), Math.max(threshold, ...numbers)];
     return spark(values, 56, 16, { low, high, line: threshold });
   }
 

@@ -182,8 +182,8 @@ export class Plots {
       context.fillText(GLYPHS[/** @type {keyof GLYPHS} */ (event.kind)] ?? "•", x, 10.5);
     }
     context.restore();
-    const said = all.map(([first, end]) => `${detail.base + first} to ${detail.base + end - 1}`).slice(0, 8);
-    const text = said.length ? `Steered at positions ${said.join(", ")}` : "Not steered";
+    const runs = all.map(([first, end]) => `${detail.base + first} to ${detail.base + end - 1}`).slice(0, 8);
+    const text = runs.length ? `Steered at positions ${runs.join(", ")}` : "Not steered";
     this.lane.setAttribute("aria-label", `${text}; ${plural(events.length, "steering event")}`);
   }
 

@@ -133,13 +133,13 @@ export class References {
     for (let row = 0; row < this.all.length; row++) {
       if (this.all[row]) continue;
       const values = series[row];
-      const found = sample({ values, ...track });
-      if (found.columns) {
-        this.all[row] = Object.freeze(summarise(found.columns.map((column) => values[column])));
-        this.of = found.of;
+      const rows = sample({ values, ...track });
+      if (rows.columns) {
+        this.all[row] = Object.freeze(summarise(rows.columns.map((column) => values[column])));
+        this.of = rows.of;
         added = true;
       } else {
-        this.waits ??= found;
+        this.waits ??= rows;
       }
     }
     return added;

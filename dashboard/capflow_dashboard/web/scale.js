@@ -87,14 +87,14 @@ export function z(value, { median, spread }) {
  */
 function range(kind, references) {
   if (kind === "z") return [-Z_REACH, Z_REACH];
-  const known = references.filter((one) => one.rows > 0);
+  const present = references.filter((one) => one.rows > 0);
   if (kind === "ratio") {
-    const ends = known.flatMap((one) => [one.low / one.median, one.high / one.median]).filter(Number.isFinite);
+    const ends = present.flatMap((one) => [one.low / one.median, one.high / one.median]).filter(Number.isFinite);
     return [Math.min(...ends), Math.max(...ends)];
   }
-  const [low, high] = [Math.min(...known.map((one) => one.low)), Math.max(...known.map((one) => one.high))];
+  const [low, high] = [Math.min(...present.map((one) => one.low)), Math.max(...present.map((one) => one.high))];
   if (kind !== "log") return [low, high];
-  const least = low > 0 ? low : Math.min(...known.map((one) => one.median).filter((median) => median > 0));
+  const least = low > 0 ? low : Math.min(...present.map((one) => one.median).filter((median) => median > 0));
   return [Math.log10(least), Math.log10(high)];
 }
 
@@ -114,9 +114,9 @@ export function normScale(kind, reference) {
  * @param {(Reference | null)[]} references
  */
 export function commonScales(kind, references) {
-  const known = references.filter((one) => one !== null);
-  const complete = known.length === references.length && known.length > 0;
-  const [low, high] = complete ? range(kind, known) : [0, 1];
+  const present = references.filter((one) => one !== null);
+  const complete = present.length === references.length && present.length > 0;
+  const [low, high] = complete ? range(kind, present) : [0, 1];
   return references.map((reference) => new Scale(kind, complete || kind === "z" ? reference : null, low, high));
 }
 

@@ -90,9 +90,9 @@ export class Span {
  */
 export function ticks(from, to, wanted) {
   const step = roundUp(Math.max(1, (to - from) / Math.max(1, wanted)));
-  const found = [];
-  for (let at = Math.ceil(from / step) * step; at < to; at += step) found.push(at);
-  return found;
+  const marks = [];
+  for (let at = Math.ceil(from / step) * step; at < to; at += step) marks.push(at);
+  return marks;
 }
 
 /**
@@ -104,11 +104,11 @@ export function ticks(from, to, wanted) {
 export function levels(low, high, most) {
   if (!(high > low)) return [];
   const step = roundUp((high - low) / most);
-  const found = [];
+  const marks = [];
   // Products of whole numbers, so that sums do not drift.
   for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at++)
-    found.push(Number((at * step).toPrecision(12)));
-  return found;
+    marks.push(Number((at * step).toPrecision(12)));
+  return marks;
 }
 
 /**

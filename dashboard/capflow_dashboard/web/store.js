@@ -149,11 +149,11 @@ export class Store {
    * @param {string} id
    */
   find(engine, id) {
-    let found = 0;
+    let newest = 0;
     for (const [key, request] of this.requests) {
-      if (request.id === id && request.engine === engine && key > found) found = key;
+      if (request.id === id && request.engine === engine && key > newest) newest = key;
     }
-    return found;
+    return newest;
   }
 }
 

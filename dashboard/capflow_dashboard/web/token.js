@@ -52,14 +52,14 @@ function facts(page, detail, column) {
  * @param {number} position
  */
 function steeredBy(detail, position) {
-  const found = new Map();
+  const acting = new Map();
   for (const event of detail.events) {
     if (event.outcome !== "applied" || event.position === null || event.position > position) continue;
     const name = event.label ?? event.target ?? event.by ?? "";
-    if (event.kind === "unsteer" || event.kind === "lease_end" || event.kind === "freeze") found.delete(name);
-    else if (event.kind === "steer" || event.kind === "gain") found.set(name, event);
+    if (event.kind === "unsteer" || event.kind === "lease_end" || event.kind === "freeze") acting.delete(name);
+    else if (event.kind === "steer" || event.kind === "gain") acting.set(name, event);
   }
-  return [...found.values()].map((event) => {
+  return [...acting.values()].map((event) => {
     const scale = event.scale === null ? "" : ` × ${number(event.scale)}`;
     const sites = event.sites?.length ? ` at ${event.sites.join(", ")}` : "";
     return `${visible(event.label ?? event.kind)}${scale}${event.by ? ` by ${visible(event.by)}` : ""}${sites}`;
@@ -122,9 +122,9 @@ function curve(page, detail, column, rows) {
   const { width, height } = CURVE;
   const logs = rows.map((row) => Math.log10(detail.values[row][column]));
   const middles = rows.map((row) => Math.log10(page.references()[row]?.median ?? NaN));
-  const known = [...logs, ...middles].filter(Number.isFinite);
-  if (!known.length) return nothing;
-  const [low, high] = [Math.min(...known), Math.max(...known)];
+  const numbers = [...logs, ...middles].filter(Number.isFinite);
+  if (!numbers.length) return nothing;
+  const [low, high] = [Math.min(...numbers), Math.max(...numbers)];
   const x = (/** @type {number} */ i) => 4 + (i / Math.max(1, rows.length - 1)) * (width - 8);
   const y = (/** @type {number} */ value) => 6 + (1 - (value - low) / (high - low || 1)) * (height - 12);
   const path = (/** @type {number[]} */ values) => {

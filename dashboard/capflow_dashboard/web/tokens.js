@@ -180,13 +180,13 @@ export class Tokens {
     if (!detail) return;
     const missing = chunk.end - chunk.first - chunk.elements.length;
     if (missing > 0) {
-      const made = document.createDocumentFragment();
+      const fragment = document.createDocumentFragment();
       for (let i = 0; i < missing; i++) {
         const element = /** @type {HTMLElement} */ (blank.cloneNode());
         chunk.elements.push(element);
-        made.append(element);
+        fragment.append(element);
       }
-      chunk.box.append(made);
+      chunk.box.append(fragment);
       first = Math.min(first, chunk.end - missing);
     }
     for (let column = Math.max(first, chunk.first); column < Math.min(end, chunk.end); column++) {
