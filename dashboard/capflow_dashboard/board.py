@@ -283,6 +283,9 @@ class Board:
                 page.status_s = self._status_at
             self._add_list(page, head)
             if self._version > page.version:
+                if page.detail[0] != page.selected:
+                    # Changes of the tokens that it has are not sent, so it gets them all when it shows them again.
+                    page.detail = PageState.detail
                 self._add_counts(page, head)
                 values = self._add_detail(page, head)
                 page.version = self._version

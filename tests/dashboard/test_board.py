@@ -291,6 +291,19 @@ def test_where_a_request_was_steered_and_by_whom_is_told_once():
     assert len(made._records[1].events) == limits.EVENTS_MAX
 
 
+def test_a_request_that_is_shown_again_comes_whole():
+    made, page = board(), PageState()
+    made.take(make_frame([("a", 2, 0, 4)], SITES))
+    made.look(page, 1)
+    assert made.news(page)[0]["detail"]["count"] == 4
+    made.look(page, 0)
+    made.take(make_frame([("a", 2, 4, 2)], SITES, seq=2))
+    made.news(page)
+    made.look(page, 1)
+    detail = made.news(page)[0]["detail"]
+    assert (detail["fresh"], detail["count"]) == (True, 6)
+
+
 def test_the_baseline_comes_once_it_is_fixed():
     made, page = board(tokens_max=4096), PageState()
     made.take(make_frame([("a", 2, 0, 100)], SITES))

@@ -301,6 +301,26 @@ def test_health_shows_consumers_workers_and_this_page(opened):
         expect(page.locator("#filter")).to_be_focused()
 
 
+def test_tokens_that_came_while_something_else_was_shown_are_there(opened):
+    with open_dashboard() as consumer:
+        window = opened(consumer)
+        page = window.page
+        show(consumer, "r1", norms=NORMS[:, :40])
+        window.wait_tokens(40)
+        window.tokens().nth(3).click()
+        steps = window.wait_coloured()
+        page.locator(".tab", has_text="Health").click()
+        expect(page.locator("#health")).to_be_visible()
+        eventually(lambda: consumer._process.health_wanted)
+        consumer.on_frame(frame_of("r1", NORMS[:, 40:80], prompt=40, start=40, seq=2))
+        consumer.on_frame(frame_of("r2", NORMS[:, :40], prompt=40, seq=3))
+        expect(page.locator("#health-page")).to_contain_text("requests here2")
+        page.locator(".tab", has_text="Requests").click()
+        window.wait_tokens(80)
+        assert window.steps()[:40] == steps
+        expect(page.locator("#token-facts")).to_contain_text("3, prompt")
+
+
 LONG_IDS = {
     "hash": "cmpl-4f6a1c0e9b7d4e52a8c3d1f09e6b7a25-0",
     "letters": "a" * 300,

@@ -229,8 +229,9 @@ page.onSubscription = () => {
   planned = true;
   setTimeout(() => {
     planned = false;
-    const health = page.place.view === "health";
-    const wanted = JSON.stringify({ request: health ? 0 : page.key, window: list.window, probe: page.probe, health });
+    const { view } = page.place;
+    const request = view === "request" ? page.key : 0;
+    const wanted = JSON.stringify({ request, window: list.window, probe: page.probe, health: view === "health" });
     if (wanted === sent || feed.state === "connecting" || !feed.socket) return;
     sent = wanted;
     feed.send({ subscribe: JSON.parse(wanted) });

@@ -318,8 +318,7 @@ export class List {
         return html`<span role="columnheader" class="cell ${column.kind}"
           aria-sort=${sorted ? (down ? "descending" : "ascending") : nothing}>${
             column.sort
-              ? html`<button type="button" tabindex="-1" @click=${() =>
-                  this.sort(sorted && down ? column.sort : `-${column.sort}`)}>
+              ? html`<button type="button" @click=${() => this.sort(sorted && down ? column.sort : `-${column.sort}`)}>
                 ${column.name}${sorted ? (down ? " ↓" : " ↑") : ""}</button>`
               : column.name
           }</span>`;
