@@ -59,7 +59,6 @@ frames.add("shell", () => {
   const { view } = page.place;
   const has = page.request !== undefined;
   document.body.dataset.view = view;
-  document.body.dataset.state = page.state;
   $("request").hidden = view === "health" || !has;
   $("empty").hidden = view === "health" || has;
   $("health").hidden = view !== "health";
@@ -75,7 +74,9 @@ frames.add("top", () => {
     lines.map((line) => html`<p>${line}</p>`),
     $("notice"),
   );
-  document.body.dataset.state = page.state;
+  const { state } = page;
+  if (state !== document.body.dataset.state) page.announce(lines[0] ?? `The page is ${state}`);
+  document.body.dataset.state = state;
 });
 frames.add("list", () => list.draw());
 frames.add("empty", () => {
@@ -143,7 +144,6 @@ const feed = new Feed({
   },
   onState(state, why) {
     [page.link, page.why] = [state, why];
-    if (state !== "connecting") page.announce(why || "Connected");
     frames.draw("top", "shell", "empty", "health");
   },
 });
@@ -318,8 +318,15 @@ help.addEventListener("click", (event) => {
 });
 $("skip").addEventListener("click", () => ($("request").hidden ? $("main") : $("text")).focus());
 
-addEventListener("popstate", () => page.visit());
-addEventListener("hashchange", () => page.visit());
+addEventListener("popstate", visit);
+addEventListener("hashchange", visit);
+
+function visit() {
+  // A new link was opened in this tab, which loads nothing by itself.
+  if (location.hash.startsWith("#token=")) location.reload();
+  else page.visit();
+}
+
 document.addEventListener("visibilitychange", () => {
   if (!document.hidden) frames.draw("top", "list", "head", "fresh", "text", "plots", "token", "health", "rates");
 });

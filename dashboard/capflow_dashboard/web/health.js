@@ -28,7 +28,7 @@ export class Health {
   constructor(box, page) {
     this.box = box;
     this.page = page;
-    /** @type {Map<string, {output: HTMLOutputElement, canvas: HTMLCanvasElement}>} */
+    /** @type {Map<string, {output: HTMLElement, canvas: HTMLCanvasElement}>} */
     this.charts = new Map();
     render(html`<h2 id="health-title">Health</h2><div class="rates"></div><div class="health-body"></div>`, box);
     this.rates = /** @type {HTMLElement} */ (box.querySelector(".rates"));
@@ -173,7 +173,7 @@ export class Health {
     const box = document.createElement("figure");
     box.dataset.rate = name;
     const head = document.createElement("figcaption");
-    const chart = { output: document.createElement("output"), canvas: document.createElement("canvas") };
+    const chart = { output: document.createElement("b"), canvas: document.createElement("canvas") };
     chart.canvas.setAttribute("role", "img");
     chart.canvas.setAttribute("aria-label", `${title.split(",")[0]}, the last two minutes`);
     head.append(title, chart.output);
