@@ -273,19 +273,25 @@ def test_a_browser_without_a_session_is_told_how_to_get_one(chromium):
         context.close()
 
 
-def test_health_shows_consumers_workers_and_this_page(opened):
+def status_of(name, engine):
+    """Return the status of a hub with one consumer and one worker."""
     lane = {
         "policy": "skip", "queued_bytes": 95, "queue_bytes_max": 100, "lag_s": 3.5, "busy_s": 0, "rows": 7,
         "dropped_rows": {"skipped": 9}, "errors": 1, "trouble": "it is behind", "retrying": None,
     }  # fmt: skip
     worker = {
-        "role": "worker", "engine": "engine-1", "rank": [0, 0, 0], "credit_bytes": 75, "held_bytes": 25, "rows": 5,
+        "role": "worker", "engine": engine, "rank": [0, 0, 0], "credit_bytes": 75, "held_bytes": 25, "rows": 5,
         "bytes": 50, "last_frame_age_s": 0.5, "worker": {"dropped_rows": {"x": 2}},
     }  # fmt: skip
+    return {
+        "version": "9", "problems": ["<b>trouble</b>"], "consumers": {name: lane}, "sessions": [worker],
+        "dropped_rows": {"consumer_queue_full": 5}, "memory": {"parts": {"frames": {"bytes": 5, "bytes_max": 10}}},
+    }  # fmt: skip
+
+
+def test_health_shows_consumers_workers_and_this_page(opened):
     with open_dashboard() as consumer:
-        consumer.context.status = {
-            "version": "9", "problems": ["<b>trouble</b>"], "consumers": {"duckdb": lane}, "sessions": [worker]
-        }  # fmt: skip
+        consumer.context.status = status_of("duckdb", "engine-1")
         window = opened(consumer)
         page = window.page
         page.locator(".tab", has_text="Health").click()
@@ -339,7 +345,9 @@ LONG_IDS = {
 }
 
 
-@pytest.mark.parametrize(("width", "height"), [(320, 640), (390, 844), (720, 450), (1440, 900), (3840, 2160)])
+@pytest.mark.parametrize(
+    ("width", "height"), [(320, 640), (390, 844), (720, 450), (800, 700), (1440, 900), (3840, 2160)]
+)
 def test_nothing_overflows_whatever_the_names_are(opened, width, height):
     with open_dashboard() as consumer:
         window = opened(consumer, viewport={"width": width, "height": height})
@@ -356,10 +364,14 @@ def test_nothing_overflows_whatever_the_names_are(opened, width, height):
             window.click_token(55)
             expect(page.locator("#token-facts")).to_contain_text("55, generated")
             assert window.overflows() == []
-        for place in ("#/requests", "#/health"):
-            page.evaluate("place => { location.hash = place; }", place)
-            expect(page.locator("body")).to_have_attribute("data-view", place[2:])
-            assert window.overflows() == []
+        page.evaluate("location.hash = '#/requests'")
+        expect(page.locator("body")).to_have_attribute("data-view", "requests")
+        assert window.overflows() == []
+        consumer.context.status = status_of("d" * 300, "e" * 300)
+        page.evaluate("location.hash = '#/health'")
+        eventually(lambda: consumer._process.health_wanted)
+        eventually(lambda: [consumer.on_idle(), page.locator("#health-memory").count()][1])
+        assert window.overflows() == []
         page.keyboard.press("?")
         assert window.overflows() == []
 
