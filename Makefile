@@ -5,6 +5,8 @@ RUN := .venv/bin/capflow run --model demo --prompts examples/prompts.jsonl --eng
 	--consumer filesystem:root=demo-data/rows,on_collision=overwrite \
 	--consumer duckdb:path=demo-data/capflow.duckdb,probes=examples/code.safetensors \
 	--consumer dashboard:probes=examples/code.safetensors
+# In a terminal the dashboard stays until Ctrl-C.
+STAY := $(shell test -t 2 && echo --stay)
 
 .DEFAULT_GOAL := help
 export NO_MKDOCS_2_WARNING := 1
@@ -15,7 +17,7 @@ help:  ## list the targets
 
 demo: env compiler  ## run a real model over examples/prompts.jsonl, with files, DuckDB and the dashboard
 	@rm -rf demo-data && mkdir -p demo-data
-	$(RUN)
+	$(RUN) $(STAY)
 
 check: env  ## lint, check types and run the quick tests; three minutes
 	@$(PYTHON) -m ruff check .

@@ -1,13 +1,18 @@
 """The model job's options on the command line: invalid ones are refused in one line, before anything starts."""
 
+import re
+import signal
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from capflow.cli.engine.job import parse_pairs
 from capflow.cli.engine.prompts import Prompt, read_prompts
 from capflow.errors import UsageError
+from tests.kit.dashboards import Pageless
 
 
 @pytest.fixture
@@ -137,3 +142,27 @@ def test_what_the_model_does_not_have_is_refused_before_it_is_loaded(tmp_path, p
     assert words in last
     assert "Traceback" not in done.stderr
     assert not list((tmp_path / "rows").glob("[!.]*"))
+
+
+@pytest.mark.engine
+def test_the_consumers_of_a_job_stay_until_a_signal_when_they_are_to(tiny_with_words, tmp_path, prompts):
+    path = prompts('{"id": "a", "prompt": "w5 w6 w7 w8"}\n')
+    command = [sys.executable, "-m", "capflow", "run", "--model", tiny_with_words, "--prompts", path, "--stay"]
+    command += ["--address", f"ipc://{tmp_path}/hub.sock", "--max-tokens", "3", "--consumer", "dashboard:port=0"]
+    command += ["--engine-arg", "enforce_eager=true"]
+    tmp_path.chmod(0o700)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        lines = []
+        while "the consumers run until Ctrl-C" not in "".join(lines[-1:]):
+            lines.append(process.stderr.readline())
+            assert lines[-1], lines
+        lines.append(process.stderr.readline())
+        link_file = re.search(r"the link is in (\S+)", lines[-1])[1]
+        link = re.search(r'href="([^"]+)"', Path(link_file).read_text())[1]
+        with Pageless(SimpleNamespace(link=link, address=link.partition("#")[0])) as page:
+            page.until(lambda p: p.requests and p.requests[1]["status"] == "length")
+            page.until(lambda p: p.engines and p.engines[0]["gone"])
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "1 requests" in errors or "1 prompts" in errors

@@ -238,8 +238,10 @@ class ModelJob:
                         self._error = CapflowError(f"{self._root_cause() or message}; {self._see_log()}")
 
 
-def run_job(running: HubRun, job: ModelJob) -> int:
+def run_job(running: HubRun, job: ModelJob, *, stay: bool = False) -> int:
     """Run a job with a hub beside it, show its progress, and print a summary at the end.
+
+    stay: run the hub on after the job until a signal comes, for consumers that show something.
 
     Return the exit code: 0 only if every row arrived that the consumers' specs promise; 130 or 143 when a signal
     interrupted the job.
@@ -257,6 +259,11 @@ def run_job(running: HubRun, job: ModelJob) -> int:
                 results = _results(job)
         finally:
             job.stop(running.signals.second)
+        if stay and not interrupted:
+            text = f"{len(job.done)} prompts are through; the consumers run until Ctrl-C"
+            running.tell("staying", text, prompts=len(job.done))
+            running.tell_addresses()
+            running.wait()
     if interrupted:
         job.forget_log()
         running.tell("interrupted", "interrupted; what was captured until then is complete, request by request")
@@ -295,9 +302,7 @@ def _watch(running: HubRun, job: ModelJob) -> None:
             if not checked and job.shape is not None:
                 _check_specs(running, job, *job.shape)
                 checked = True
-            for engine, reason in running.refusals:
-                if engine == job.engine_id:
-                    raise UsageError(reason)
+            _check_refusals(running, job)
             rates = _rates(running, job)
             now = time.monotonic()
             if live is not None:
@@ -307,6 +312,14 @@ def _watch(running: HubRun, job: ModelJob) -> None:
                 _show_line(running, job, rates, now - begun)
                 shown_at = now
     _show_notices(running, job)
+    _check_refusals(running, job)
+
+
+def _check_refusals(running: HubRun, job: ModelJob) -> None:
+    """Raise UsageError if the hub has refused the job's own engine."""
+    for engine, reason in running.refusals:
+        if engine == job.engine_id:
+            raise UsageError(reason)
 
 
 def _show_notices(running: HubRun, job: ModelJob) -> None:

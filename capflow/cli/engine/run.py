@@ -74,6 +74,9 @@ def _failures_in_its_log(command: Callable[..., None]) -> Callable[..., None]:
 )
 @click.option("--model", metavar="MODEL", help="Run this model over --prompts, then end.")
 @click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE", help="The prompts for --model, JSON Lines.")
+@click.option(
+    "--stay", is_flag=True, help="Run until Ctrl-C after the last prompt of --model: for consumers that show something."
+)
 @click.option("--max-tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens for each answer.")
 @click.option("--sites", multiple=True, metavar="HOOK:LAYER", help="Sites that carry a tap, with *; post_block:*.")
 @click.option("--steering", metavar="FILE", help="Steer every prompt of --model by this module: JSON, or vectors.")
@@ -131,6 +134,7 @@ def run(
     drain_s: float | None,
     model: str | None,
     prompts: Path | None,
+    stay: bool,
     max_tokens: int,
     sites: tuple[str, ...],
     steering: str | None,
@@ -165,7 +169,7 @@ def run(
         raise UsageError(explain(given, got=f"no {missing}", expected="both or neither"))
     spill = {"spool_dir": spool_dir, "spool_bytes": spool_bytes, "spill_fallback": spill_fallback}
     outbound = {name: value for name, value in {"policy": policy, **spill}.items() if value is not None}
-    _check_beside(outbound, model, policy)
+    _check_beside(outbound, model, policy, stay=stay)
     steers = {"steering": steering, "steering_modules": steering_modules, "steering_bank_bytes": steering_bank_bytes}
     steers["on_divergence"] = on_divergence
     steers = {name: value for name, value in steers.items() if value not in (None, ())}
@@ -223,7 +227,7 @@ def run(
     if job is not None:
         from capflow.cli.engine.job import run_job
 
-        sys.exit(run_job(running, job))
+        sys.exit(run_job(running, job, stay=stay))
     with running, contextlib.nullcontext() if tapping is None else tapping(running.hub):
         if until_eof:
             threading.Thread(target=_stop_at_eof, args=(running,), name="capflow-stdin", daemon=True).start()
@@ -231,10 +235,13 @@ def run(
     sys.exit(running.exit_code)
 
 
-def _check_beside(outbound: dict[str, Any], model: str | None, policy: str | None) -> None:
-    """Raise UsageError for an option of a worker's queue without the model or the policy that it is for."""
+def _check_beside(outbound: dict[str, Any], model: str | None, policy: str | None, *, stay: bool) -> None:
+    """Raise UsageError for an option without the model or the policy that it is for."""
     from capflow.errors import UsageError, explain
 
+    if stay and model is None:
+        do = "without a model the hub stays anyway"
+        raise UsageError(explain("--stay", got="no --model", expected="it beside", do=do))
     for name in outbound:
         if model is None or (name != "policy" and policy != "spill"):
             missing = "no --model" if model is None else "no --policy spill"

@@ -133,7 +133,7 @@ class HubRun:
         self.rate()
         if not self._shown:
             self.tell("listening", f"listening at {self.hub.address}", address=self.hub.address)
-        self._tell_addresses()
+        self.tell_addresses()
         for notice in () if self._shown else self.hub.notices:
             self.tell("notice", notice)
         if self.endpoint is not None:
@@ -152,6 +152,24 @@ class HubRun:
             logger.info("%s", text, extra={"event": event, **fields})
         else:
             self.console.print(Text(printable(f"capflow: {text}"), style=style), highlight=False, soft_wrap=True)
+
+    def tell_addresses(self) -> None:
+        """Print the address of each consumer that listens on one."""
+        for consumer in self.hub.consumers:
+            address = getattr(consumer.consumer, "address", None)
+            if not address:
+                continue
+            fields = {"consumer": consumer.name, "url": address}
+            # A link admits whoever has it, so it is shown on a terminal and never logged.
+            link, link_file = (getattr(consumer.consumer, name, None) for name in ("link", "link_file"))
+            text = f"{consumer.name} at {address}"
+            if link and self.console.is_terminal:
+                text = f"{consumer.name} at {link}"
+            elif link_file:
+                text += f", the link is in {link_file}"
+            if link_file:
+                fields["link_file"] = link_file
+            self.tell("consumer_listening", text, **fields)
 
     def check_specs(self, num_layers: int, sites: tuple[Site, ...]) -> None:
         """Raise UsageError if a consumer or a controller asks for a site or layer that the model does not have."""
@@ -226,24 +244,6 @@ class HubRun:
             if time.monotonic() >= due:
                 due = time.monotonic() + every_s
                 yield
-
-    def _tell_addresses(self) -> None:
-        """Print the address of each consumer that listens on one."""
-        for consumer in self.hub.consumers:
-            address = getattr(consumer.consumer, "address", None)
-            if not address:
-                continue
-            fields = {"consumer": consumer.name, "url": address}
-            # A link admits whoever has it, so it is shown on a terminal and never logged.
-            link, link_file = (getattr(consumer.consumer, name, None) for name in ("link", "link_file"))
-            text = f"{consumer.name} at {address}"
-            if link and self.console.is_terminal:
-                text = f"{consumer.name} at {link}"
-            elif link_file:
-                text += f", the link is in {link_file}"
-            if link_file:
-                fields["link_file"] = link_file
-            self.tell("consumer_listening", text, **fields)
 
     def _stop_hub(self) -> bool:
         """Stop the hub within `drain_s`, or at once after a second signal; return whether it drained."""
