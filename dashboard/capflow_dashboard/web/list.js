@@ -283,7 +283,7 @@ export class List {
         cell: (request) => html`${number(numbers(request)?.[1])}`,
       });
       if (name === page.probe) {
-        columns.push({ name: "over the request", kind: "curve", sort: "", cell: (request) => this.spark(request) });
+        columns.push({ name: "curve", kind: "curve", sort: "", cell: (request) => this.spark(request) });
       }
       columns.push({
         name: "fired",
