@@ -192,6 +192,11 @@ class Follower:
     def __init__(self, page: Any, session: Any) -> None:
         self._page = page
         self._session = session
+        before = self._metrics()
+        page.wait_for_timeout(_IDLE_MS)
+        after = self._metrics()
+        # Seconds of work in each second of a page that gets nothing.
+        self._idle = {name: (after[name] - before[name]) / (_IDLE_MS / 1000) for name in _WORK}
         self._begun = time.monotonic()
         self._before = self._metrics()
 
@@ -205,6 +210,10 @@ class Follower:
         frames = sorted(seen["frames"])
         lags = seen["lags"][2:] or [0.0]
         updates = max(1, seen["updates"])
+        work = {
+            name: max(0.0, 1000 * (now[name] - self._before[name] - seconds * self._idle[name]) / updates)
+            for name in _WORK
+        }
         return {
             "lag of the rows, median s": statistics.median(lags),
             "lag of the rows, worst s": max(lags),
@@ -212,7 +221,9 @@ class Follower:
             "KiB/s": seen["bytes"] / 1024 / seconds,
             "frame, median ms": frames[len(frames) // 2],
             "frame, p95 ms": frames[int(len(frames) * 0.95)],
-            "main thread, ms an update": 1000 * (now["TaskDuration"] - self._before["TaskDuration"]) / updates,
+            "script, ms an update": work["ScriptDuration"],
+            "style and layout, ms an update": work["RecalcStyleDuration"] + work["LayoutDuration"],
+            "main thread with painting, ms an update": work["TaskDuration"],
             "heap, MB": now["JSHeapUsedSize"] / 1e6,
         }
 
@@ -222,6 +233,9 @@ class Follower:
         return self._metrics()["JSHeapUsedSize"] / 1e6
 
 
+_IDLE_MS = 3000
+# Of the metrics of Chromium: the time that scripts, style, layout, and all tasks of the main thread took.
+_WORK = ("ScriptDuration", "RecalcStyleDuration", "LayoutDuration", "TaskDuration")
 _WATCH = """
 window.__seen = { frames: [], lags: [], messages: 0, bytes: 0, updates: 0 };
 (() => {
@@ -266,7 +280,7 @@ def following(shown: Dashboard) -> Iterator[Follower]:
         page.goto(shown.link)
         session = page.context.new_cdp_session(page)
         session.send("Performance.enable")
-        page.wait_for_timeout(2000)
+        page.wait_for_timeout(1000)
         yield Follower(page, session)
         browser.close()
 
