@@ -88,6 +88,24 @@ PAGES_KNOWN_MAX = 64
 PAGE_NAME_LENGTH_MAX = 32
 # How often leases are looked at.
 LEASES_S = 0.25
+# The newest rows, which are kept for the logit lens, with an estimate of their headers.
+KEPT_ROWS_BYTES_MAX = 128 * MIB
+# The header of a kept frame, besides its tokens.
+KEPT_FRAME_BYTES = 4 * KIB
+# Tokens of a layer in a lens.
+LENS_TOKENS = 8
+# Lenses of one page.
+LENSES_PER_S_MAX = 2
+# How long a lens may take, with the start of its process.
+LENS_S_MAX = 30.0
+# How long the process waits for the next lens.
+LENS_IDLE_S = 60.0
+# The memory of the process, besides mapped files.
+LENS_BYTES_MAX = 1024 * MIB
+# A tile of the unembedding in float32.
+LENS_TILE_BYTES = 8 * MIB
+# A JSON file of a model.
+LENS_JSON_BYTES_MAX = 256 * MIB
 
 # Values of options.
 PORT_MAX = 65_535
@@ -101,3 +119,5 @@ assert TICK_S < SILENCE_S / 2
 assert HEARTBEAT_S < SILENCE_S
 assert 2 * RENEW_S + LEASES_S < LEASE_S
 assert CLIENTS_MAX < PAGES_KNOWN_MAX
+assert LENS_JSON_BYTES_MAX < LENS_BYTES_MAX
+assert LENS_TILE_BYTES < LENS_BYTES_MAX
