@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +64,19 @@ class PageState:
     sparks: dict[int, tuple[int, list[float | None]]] = field(default_factory=dict)
     drops: int = 0
     status_s: float = -np.inf
+
+
+class RecordOwner(NamedTuple):
+    """Whose rows a record shows.
+
+    sites: the sites whose norms are shown.
+    """
+
+    engine: str
+    request: str
+    incarnation: str
+    model: ModelInfo
+    sites: tuple[Site, ...]
 
 
 @dataclass
@@ -253,6 +266,16 @@ class Board:
     def leave(self, page: PageState) -> None:
         """Note that a page was closed."""
         self.look(page, 0)
+
+    def owner(self, key: int) -> RecordOwner | None:
+        """Return whose rows a record shows; None if there is no such record."""
+        with self._lock:
+            record = self._records.get(key)
+            if record is None:
+                return None
+            measures = record.measures
+            sites = tuple(series.site for series in measures.series[: measures.norms_count])
+            return RecordOwner(record.engine, record.id, record.incarnation, measures.model, sites)
 
     def heartbeat(self) -> dict[str, Any]:
         """Return whether the hub is alive and how old the newest rows were when they came."""

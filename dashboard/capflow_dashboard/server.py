@@ -30,6 +30,7 @@ import capflow
 from capflow.errors import CapflowError, RemoteProtocolError, UsageError, explain
 from capflow_dashboard import limits, wire
 from capflow_dashboard.board import Board, PageState
+from capflow_dashboard.lens.desk import LensDesk
 from capflow_dashboard.pages import PageFiles
 from capflow_dashboard.series import Values
 from capflow_dashboard.steering import PageRights, SteeringDesk
@@ -55,6 +56,7 @@ class PageServer:
         board: Board,
         pages: PageFiles,
         desk: SteeringDesk,
+        lens: LensDesk,
         *,
         on_count: Callable[[str], None],
         on_trouble: Callable[[str, dict[str, Any]], None],
@@ -69,6 +71,7 @@ class PageServer:
         self._board = board
         self._pages = pages
         self._desk = desk
+        self._lens = lens
         self._on_count = on_count
         self._on_trouble = on_trouble
         self._on_health = on_health
@@ -126,6 +129,7 @@ class PageServer:
         finally:
             leases.cancel()
             server.close(code=CloseCode.GOING_AWAY)
+            await self._lens.close()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(server.wait_closed(), limits.OPEN_S_MAX / 2)
 
@@ -189,12 +193,14 @@ class PageServer:
             return
         page = PageState()
         drawn = _Page(self._desk.enter(uuid.uuid4().hex))
+        asks = _Asks()
         self.connections[connection] = page
         self.leave(connection)
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._receive(connection, page, drawn))
+                tasks.create_task(self._receive(connection, page, drawn, asks))
                 tasks.create_task(self._beat(connection))
+                tasks.create_task(self._answer_asks(connection, asks))
                 tasks.create_task(self._update(connection, page, drawn))
         except* ConnectionClosed:
             pass
@@ -213,6 +219,7 @@ class PageServer:
             "capflow": capflow.__version__,
             "rights": ["watch", "steer"] if self._desk.allowed else ["watch"],
             "steering": self._desk.describe(),
+            "lens": True,
             "source": dict(zip(("kind", "name"), self._board.source, strict=True)),
             "requests_max": self._board.requests_max,
             "tokens_max": self._board.tokens_max,
@@ -239,7 +246,14 @@ class PageServer:
             await asyncio.sleep(limits.HEARTBEAT_S)
             await _send(connection, wire.encode({"heartbeat": self._board.heartbeat()}))
 
-    async def _receive(self, connection: ServerConnection, page: PageState, drawn: _Page) -> None:
+    async def _answer_asks(self, connection: ServerConnection, asks: _Asks) -> None:
+        """Answer the page's asks for lenses, the newest first, `limits.LENSES_PER_S_MAX` times a second."""
+        while True:
+            ask = await asks.next()
+            await _send(connection, wire.encode({"lens": await self._lens.answer(ask)}))
+            await asyncio.sleep(1 / limits.LENSES_PER_S_MAX)
+
+    async def _receive(self, connection: ServerConnection, page: PageState, drawn: _Page, asks: _Asks) -> None:
         """Handle the page's messages until it is closed or sends an invalid one; raise ConnectionClosed then."""
         try:
             while True:
@@ -252,6 +266,8 @@ class PageServer:
                     if drawn.rights.name != message.alive:
                         drawn.rights = self._desk.enter(message.alive)
                     self._desk.renew(drawn.rights)
+                elif message.lens is not None:
+                    asks.put(message.lens)
                 elif (shown := message.subscribe) is not None:
                     self._board.look(page, shown.request, shown.window, shown.probe, health=shown.health)
                     self._tell_health()
@@ -291,6 +307,27 @@ class _Page:
                 while self._seq < seq:
                     self._changed.clear()
                     await self._changed.wait()
+
+
+class _Asks:
+    """The newest ask for a lens that a page has sent and that is not worked on yet."""
+
+    def __init__(self) -> None:
+        self._newest: wire.LensAsk | None = None
+        # Set while there is one.
+        self._came = asyncio.Event()
+
+    def put(self, ask: wire.LensAsk) -> None:
+        """Replace the ask that waits."""
+        self._newest = ask
+        self._came.set()
+
+    async def next(self) -> wire.LensAsk:
+        """Wait for an ask and take it."""
+        await self._came.wait()
+        self._came.clear()
+        assert self._newest is not None
+        return self._newest
 
 
 async def _send(connection: ServerConnection, message: bytes) -> None:

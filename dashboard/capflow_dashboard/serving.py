@@ -39,21 +39,24 @@ from capflow_dashboard.channel import (
     StartFailed,
     ToPages,
 )
+from capflow_dashboard.lens.desk import LensDesk
+from capflow_dashboard.lens.rows import KeptRows
 from capflow_dashboard.pages import PageFiles
 from capflow_dashboard.server import PageServer
 from capflow_dashboard.steering import SteeringDesk, load_vectors
 
 
 class BoardWriter:
-    """Writes what comes through the channel to a board.
+    """Writes what comes through the channel to a board, and keeps the newest rows.
 
     probes: the probes whose scores are shown.
     desk: hears of the answers to actions.
     """
 
-    def __init__(self, board: Board, probes: Sequence[Scorer], desk: SteeringDesk) -> None:
+    def __init__(self, board: Board, rows: KeptRows, probes: Sequence[Scorer], desk: SteeringDesk) -> None:
         self.board = board
         self.desk = desk
+        self._rows = rows
         self._probes = probes
 
     def take(self, message: ToPages | FromPages, rows: Any = b"") -> list[str]:
@@ -64,7 +67,9 @@ class BoardWriter:
             case EngineLeft(engine):
                 self.board.forget(engine)
             case RowsTaken(header):
-                self.board.take(Frame(header, rows))
+                frame = Frame(header, rows)
+                self._rows.add(frame)
+                self.board.take(frame)
                 self.board.hear(0.0, None)
             case RequestOver(done):
                 self.board.finish(done)
@@ -101,6 +106,7 @@ def serve(channel: Channel) -> None:
     assert isinstance(setup, PageSetup)
     board = Board(setup.requests_max, setup.tokens_max)
     board.source = setup.kind, setup.name
+    rows = KeptRows()
     try:
         desk = desk_of(setup, board, lambda action: _tell(channel, ActionWanted(action)))
     except CapflowError as e:
@@ -112,12 +118,13 @@ def serve(channel: Channel) -> None:
         board,
         PageFiles(setup.token),
         desk,
+        LensDesk(board, rows),
         on_count=lambda name: _tell(channel, Counted(name)),
         on_trouble=lambda text, event: _tell(channel, ServerTrouble(text, event)),
         on_health=lambda wanted: _tell(channel, HealthWanted(wanted)),
     )
     try:
-        writer = BoardWriter(board, load_probes(setup.probes, "consumers.dashboard.probes"), desk)
+        writer = BoardWriter(board, rows, load_probes(setup.probes, "consumers.dashboard.probes"), desk)
         server.start()
     except CapflowError as e:
         _tell(channel, StartFailed(str(e), isinstance(e, UsageError)))

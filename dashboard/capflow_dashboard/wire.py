@@ -19,10 +19,16 @@ has these keys; a key without news is left out:
 | health | the hub's counters, as `capflow status --json` prints them |
 | acks | answers to its actions: `id`; `state`: applied, rejected, unknown or waiting; `step`, `position`, `reason` |
 | steering | what is held by all pages: `frozen`, and `holds`, each with request, kind, name, mode, ratio and page |
+| lens | the answer to a `lens` of this page; it comes beside the updates, without `seq` |
 
 The numbers are the values of `detail`, `[series, count]`: a norm or a score, NaN or infinity if the row has such
 numbers, and minus infinity if there is no row. With `fresh`, `detail` replaces what the page has, and has the
 series, the baseline and all events. Otherwise it has the baseline and events only if they are new.
+
+A `lens` has the `id`, `request` and `position` that the page asked for, `layers`, and `error`: one line that says why
+there are no layers, or empty. Each of `layers` is `{"layer": 0, "site": "post_block:0", "tokens": [[id, text,
+probability], …]}`, by layer: at most 8 tokens, the most likely first. A text is null if the model's files have no
+tokenizer. A layer without tokens has a row with NaN or infinity; layers whose rows are not kept are left out.
 
 A page sends text, one of these:
 
@@ -32,6 +38,10 @@ A page sends text, one of these:
 | `{"seen": SEQ, "frame_ms": NUMBER}` | it has drawn an update; its 95th percentile of the time of a frame |
 | `{"act": {"id": N, "kind": KIND, …}}` | an action, as `capflow_dashboard.steering.PageAction`; with the right only |
 | `{"alive": NAME}` | its name, and that what it holds goes on; once a second while it holds something |
+| `{"lens": {"id": N, "request": KEY, "position": P}}` | it asks for the logit lens of a token; N is any number |
+
+At most one lens of a page is worked on, and at most two a second. One that waits is replaced by the next, and gets no
+answer.
 """
 
 from __future__ import annotations
@@ -67,8 +77,21 @@ class Subscribe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     health: bool = False
 
 
+class LensAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A page asks for the logit lens of a token.
+
+    id: the page's number of the ask.
+    request: the request's key.
+    position: the position of the token in the request.
+    """
+
+    id: _Key
+    request: _Key
+    position: _Key
+
+
 class PageMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A message of a page: exactly one of `subscribe`, `seen`, `act` and `alive`.
+    """A message of a page: exactly one of `subscribe`, `seen`, `lens`, `act` and `alive`.
 
     alive: the page's name; a page that connects again keeps it.
     seen: the number of the update that the page has drawn.
@@ -80,6 +103,7 @@ class PageMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     frame_ms: float = 0.0
     act: PageAction | None = None
     alive: _PageName | None = None
+    lens: LensAsk | None = None
 
 
 _encoder = msgspec.json.Encoder()
@@ -99,12 +123,13 @@ def encode(head: dict[str, Any], values: Values | None = None) -> bytes:
 
 def decode(message: str | bytes) -> PageMessage:
     """Return a page's message. Raises RemoteProtocolError when it is invalid."""
-    expected = "one of subscribe, seen, act and alive"
+    expected = "one of subscribe, seen, lens, act and alive"
     try:
         read = _decoder.decode(message)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise RemoteProtocolError(explain("message of a page", got=str(e), expected=expected)) from e
-    parts = [part for part in (read.subscribe, read.seen, read.act, read.alive) if part is not None]
-    if len(parts) != 1:
-        raise RemoteProtocolError(explain("message of a page", got=f"{len(parts)} parts", expected=expected))
+    kinds = [name for name in ("subscribe", "seen", "lens", "act", "alive") if getattr(read, name) is not None]
+    if len(kinds) != 1:
+        got = " and ".join(kinds) or "none of them"
+        raise RemoteProtocolError(explain("message of a page", got=got, expected=expected))
     return read

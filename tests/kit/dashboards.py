@@ -16,6 +16,8 @@ from websockets.sync.client import connect
 from capflow_dashboard import consumer as consumers
 from capflow_dashboard.board import Board
 from capflow_dashboard.consumer import Dashboard, DashboardConfig
+from capflow_dashboard.lens.desk import LensDesk
+from capflow_dashboard.lens.rows import KeptRows
 from capflow_dashboard.pages import PageFiles
 from capflow_dashboard.server import PageServer
 from capflow_dashboard.serving import BoardWriter, desk_of
@@ -50,12 +52,15 @@ class NearProcess:
     def __init__(self, setup, on_count, on_action):
         self.board = Board(setup.requests_max, setup.tokens_max)
         self.desk = desk_of(setup, self.board, on_action)
+        self.rows = KeptRows()
+        self.lens = LensDesk(self.board, self.rows)
         self.server = PageServer(
             setup.host,
             setup.port,
             self.board,
             PageFiles(setup.token),
             self.desk,
+            self.lens,
             on_count=lambda name: on_count(name, 1),
             on_trouble=lambda text, event: self.troubles.append((text, event)),
             on_health=self._set_health,
@@ -63,7 +68,7 @@ class NearProcess:
         self.troubles = []
         self.health_wanted = False
         self._writer = BoardWriter(
-            self.board, consumers.load_probes(setup.probes, "consumers.dashboard.probes"), self.desk
+            self.board, self.rows, consumers.load_probes(setup.probes, "consumers.dashboard.probes"), self.desk
         )
 
     @property
@@ -169,6 +174,8 @@ class Pageless:
         self.merged = 0
         # How many of these messages sent all tokens again.
         self.fresh = 0
+        # The answers to asks for lenses, in the order in which they came.
+        self.lenses = []
         self.base, self.series, self.ids, self.texts, self.events = 0, [], [], [], []
         self.baseline, self.steered = None, set()
         self.acks, self.steering = [], None
@@ -197,6 +204,16 @@ class Pageless:
 
     def send(self, **message):
         self.socket.send(json.dumps(message))
+
+    def ask(self, request, position, id=1):
+        """Ask for the lens of a token."""
+        self.socket.send(json.dumps({"lens": {"id": id, "request": request, "position": position}}))
+
+    def lens(self, request, position, id=1):
+        """Ask for the lens of a token, and return the answer."""
+        count = len(self.lenses)
+        self.ask(request, position, id)
+        return self.until(lambda page: page.lenses[count:], 60.0)[0]
 
     def until(self, condition, limit_s=20.0):
         """Take messages until the condition holds; return its value."""
@@ -229,6 +246,9 @@ class Pageless:
         self.steering = head.get("steering", self.steering)
         for key in head.get("gone", []):
             del self.requests[key]
+        if "lens" in head:
+            assert "seq" not in head
+            self.lenses.append(head["lens"])
         if "detail" in head:
             self._merge(head["detail"], numbers)
         else:

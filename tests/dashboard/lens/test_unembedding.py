@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import ml_dtypes
 import numpy as np
@@ -19,6 +20,7 @@ from capflow_dashboard.lens.files import open_model
 from capflow_dashboard.lens.forms import FORMS, NESTED
 from capflow_dashboard.lens.unembedding import Unembedding
 from tests.kit.lenses import assert_tokens, change_config, save_architecture, save_model
+from tests.kit.sources import ROOT
 
 K = 8
 
@@ -200,3 +202,9 @@ def test_a_norm_of_another_width_is_refused(tmp_path):
     save_file(weights, path)
     with pytest.raises(UsageError, match=r"model.norm.weight: got shape \[63\], expected \[64\]"):
         opened(model)
+
+
+def test_the_documentation_names_every_architecture():
+    section = (ROOT / "docs" / "dashboard.md").read_text(encoding="utf-8").partition("## Logit lens")[2]
+    names = re.search(r"Any other architecture is refused\.\n\n((?:  .*\n)+)", section)[1]
+    assert re.findall(r"`(\w+)`", names) == list(FORMS)

@@ -1,0 +1,157 @@
+"""The desk: answers the pages' asks for lenses, through one process that it starts and ends.
+
+It runs in the server's event loop, which it never blocks. Asks are answered one after another. The process is started
+by the first ask, ended when it has been idle for `limits.LENS_IDLE_S`, and killed if an answer takes longer than
+`limits.LENS_S_MAX`. Invariant: a process that owes an answer is not asked again; it is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from capflow.capture.site import HOOK_DEFAULT
+from capflow.errors import CapflowError, explain
+from capflow_dashboard import limits
+from capflow_dashboard.board import Board
+from capflow_dashboard.lens.messages import LENGTH, LensTask, LensTokens, Token
+from capflow_dashboard.lens.rows import KeptRows
+from capflow_dashboard.wire import LensAsk
+
+
+class LensDesk:
+    """Answers asks until `close`.
+
+    board: knows which request a key is.
+    rows: the rows that are kept.
+    """
+
+    def __init__(self, board: Board, rows: KeptRows) -> None:
+        self._board = board
+        self._rows = rows
+        # Held by the ask that the process works on.
+        self._lock = asyncio.Lock()
+        # Set while there is a process.
+        self._process: asyncio.subprocess.Process | None = None
+        # Ends an idle process.
+        self._idle: asyncio.TimerHandle | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process; None if there is none."""
+        return None if self._process is None else self._process.pid
+
+    async def answer(self, ask: LensAsk) -> dict[str, Any]:
+        """Return the answer to an ask, as `capflow_dashboard.wire` describes it. Errors are in its `error`."""
+        fields = {"id": ask.id, "request": ask.request, "position": ask.position}
+        try:
+            return {**fields, "layers": await self._layers(ask), "error": ""}
+        except CapflowError as e:
+            return {**fields, "layers": [], "error": str(e)}
+
+    async def close(self) -> None:
+        """End the process. An ask that waits for it is answered with an error."""
+        process = self._process
+        self._kill()
+        if process is not None:
+            await process.wait()
+
+    async def _layers(self, ask: LensAsk) -> list[dict[str, Any]]:
+        owner = self._board.owner(ask.request)
+        if owner is None:
+            raise CapflowError(explain("logit lens", got=f"request {ask.request}", expected="a request that is shown"))
+        sites = [site for site in owner.sites if site.hook == HOOK_DEFAULT]
+        if not sites:
+            do = f"capture {HOOK_DEFAULT}"
+            got = f"rows of {', '.join(sorted({site.hook for site in owner.sites})) or 'no site'}"
+            raise CapflowError(explain("logit lens", got=got, expected="the stream after a block", do=do))
+        rows = self._rows.find(owner.engine, owner.request, owner.incarnation, ask.position, sites)
+        if not rows:
+            expected = f"one of the newest {limits.KEPT_ROWS_BYTES_MAX // limits.MIB} MiB of rows"
+            got = f"position {ask.position}, whose rows are not kept"
+            raise CapflowError(explain("logit lens", got=got, expected=expected))
+        order = sorted(rows)
+        stacked = np.stack([rows[site] for site in order])
+        if stacked.shape[1] != owner.model.hidden_size:
+            got, expected = f"rows of width {stacked.shape[1]}", f"width {owner.model.hidden_size}"
+            raise CapflowError(explain("logit lens", got=got, expected=expected))
+        model = owner.model
+        tokens = await self._ask(LensTask(model.name, model.num_layers, model.hidden_size, stacked.tobytes()))
+        return [
+            {"layer": site.layer, "site": str(site), "tokens": row} for site, row in zip(order, tokens, strict=True)
+        ]
+
+    async def _ask(self, task: LensTask) -> list[list[Token]]:
+        """Return the process's answer. Raises CapflowError for its error, and if it is killed."""
+        async with self._lock:
+            if self._idle is not None:
+                self._idle.cancel()
+            try:
+                async with asyncio.timeout(limits.LENS_S_MAX):
+                    answer = await self._exchange(task)
+            except TimeoutError as e:
+                self._kill()
+                got = f"more than {limits.LENS_S_MAX:g} s"
+                raise CapflowError(explain(f"logit lens of {task.model}: time", got=got)) from e
+            except (OSError, EOFError) as e:
+                process = self._process
+                self._kill()
+                got = "no answer" if process is None else _end(await process.wait())
+                raise CapflowError(explain(f"logit lens of {task.model}: its process", got=got)) from e
+            except BaseException:
+                # The page was closed; the answer, which nobody reads, must not be read as that to another ask.
+                self._kill()
+                raise
+            self._idle = asyncio.get_running_loop().call_later(limits.LENS_IDLE_S, self._kill)
+        if answer.error:
+            raise CapflowError(answer.error)
+        return answer.rows
+
+    async def _exchange(self, task: LensTask) -> LensTokens:
+        """Send a task and return the answer. Raises EOFError or OSError if the process ends."""
+        if self._process is None or self._process.returncode is not None:
+            self._process = await _start()
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        content = msgspec.msgpack.encode(task)
+        process.stdin.write(LENGTH.pack(len(content)) + content)
+        await process.stdin.drain()
+        (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+        return msgspec.msgpack.decode(await process.stdout.readexactly(length), type=LensTokens)
+
+    def _kill(self) -> None:
+        """Kill the process; the event loop's watcher reaps it."""
+        if self._idle is not None:
+            self._idle.cancel()
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+
+async def _start() -> asyncio.subprocess.Process:
+    # One thread, so that it takes at most one core.
+    one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-P",
+        "-m",
+        "capflow_dashboard.lens.job",
+        str(limits.LENS_BYTES_MAX),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env=os.environ | one,
+    )
+
+
+def _end(code: int) -> str:
+    """Return how a process ended."""
+    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -1,0 +1,118 @@
+"""The process that computes lenses: reads tasks from standard input and writes answers to standard output.
+
+Each task is answered, errors too, with one line. The process ends when standard input does, even while it computes:
+its parent, however it ends, cannot leave it behind. It runs at low priority on one thread; its memory, besides mapped
+files, is limited by the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import resource
+import signal
+import sys
+import threading
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+
+from capflow.errors import CapflowError, UsageError, explain
+from capflow_dashboard import limits
+from capflow_dashboard.lens.files import open_model
+from capflow_dashboard.lens.messages import LENGTH, LensTask, LensTokens, Token
+from capflow_dashboard.lens.unembedding import Unembedding
+from capflow_dashboard.lens.vocabulary import Vocabulary
+
+
+class LensWorker:
+    """Answers tasks; keeps the last model open."""
+
+    def __init__(self) -> None:
+        # What the parts of the last model were read from, and these.
+        self._signature: tuple[Any, ...] | None = None
+        self._parts: tuple[Unembedding, Vocabulary] | None = None
+
+    def answer(self, task: LensTask) -> LensTokens:
+        """Return the most likely tokens of a task's rows, or the reason why there are none."""
+        try:
+            return LensTokens(self._rows(task))
+        except CapflowError as e:
+            return LensTokens(error=str(e))
+        except MemoryError:
+            got = f"more than {limits.LENS_BYTES_MAX // limits.MIB} MiB"
+            return LensTokens(error=explain(f"logit lens of {task.model}: memory", got=got))
+        # Files may be damaged in ways that nobody foresees.
+        except Exception as e:  # noqa: BLE001
+            text = " ".join(f"{type(e).__name__}: {e}".split())
+            return LensTokens(error=explain(f"logit lens of {task.model}: failed", got=text))
+
+    def _rows(self, task: LensTask) -> list[list[Token]]:
+        unembedding, vocabulary = self._open(task)
+        rows = np.frombuffer(task.rows, np.float32).reshape(-1, task.hidden_size)
+        ids, probabilities = unembedding.top(rows, limits.LENS_TOKENS)
+        return [
+            [
+                (token, vocabulary.text(token), float(f"{probability:.6g}"))
+                for token, probability in zip(*parts, strict=True)
+                if token >= 0
+            ]
+            for parts in zip(ids.tolist(), probabilities.tolist(), strict=True)
+        ]
+
+    def _open(self, task: LensTask) -> tuple[Unembedding, Vocabulary]:
+        """Return the parts of the task's model. Raises UsageError if its files are of another one."""
+        files = open_model(task.model)
+        signature = files.signature
+        if self._parts is None or signature != self._signature:
+            # Two models are never open at once.
+            self._parts = None
+            self._parts = Unembedding(files), Vocabulary(files.directory)
+            self._signature = signature
+        unembedding, _ = self._parts
+        here = unembedding.num_layers, unembedding.hidden_size
+        if here != (task.num_layers, task.hidden_size):
+            got = f"{here[0]} layers of width {here[1]}"
+            expected = f"those of the engine's model: {task.num_layers} of width {task.hidden_size}"
+            raise UsageError(explain(f"logit lens: {files.directory}", got=got, expected=expected))
+        return self._parts
+
+
+def write(stream: BinaryIO, message: LensTokens) -> None:
+    """Write a message."""
+    content = msgspec.msgpack.encode(message)
+    stream.write(LENGTH.pack(len(content)) + content)
+    stream.flush()
+
+
+def main() -> None:
+    """Answer tasks until standard input ends. The argument is the limit of memory in bytes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What a library prints must not stand between answers.
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    with contextlib.suppress(OSError, ValueError):
+        os.nice(10)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[1]), int(sys.argv[1])))
+    tasks: queue.SimpleQueue[LensTask] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(sys.stdin.buffer, tasks), daemon=True).start()
+    worker = LensWorker()
+    while True:
+        write(answers, worker.answer(tasks.get()))
+
+
+def _read(stream: BinaryIO, tasks: queue.SimpleQueue[LensTask]) -> None:
+    """Put each message into the queue; end the process at the end of the stream."""
+    try:
+        while len(head := stream.read(LENGTH.size)) == LENGTH.size:
+            (length,) = LENGTH.unpack(head)
+            tasks.put(msgspec.msgpack.decode(stream.read(length), type=LensTask))
+    finally:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
