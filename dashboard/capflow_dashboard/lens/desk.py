@@ -40,6 +40,8 @@ class LensDesk:
         self._lock = asyncio.Lock()
         # Set while there is a process.
         self._process: asyncio.subprocess.Process | None = None
+        # No process is started any more.
+        self._closed = False
         # Ends an idle process.
         self._idle: asyncio.TimerHandle | None = None
 
@@ -58,6 +60,7 @@ class LensDesk:
 
     async def close(self) -> None:
         """End the process. An ask that waits for it is answered with an error."""
+        self._closed = True
         process = self._process
         self._kill()
         if process is not None:
@@ -83,7 +86,9 @@ class LensDesk:
             got, expected = f"rows of width {stacked.shape[1]}", f"width {owner.model.hidden_size}"
             raise CapflowError(explain("logit lens", got=got, expected=expected))
         model = owner.model
-        tokens = await self._ask(LensTask(model.name, model.num_layers, model.hidden_size, stacked.tobytes()))
+        # A data set has only the layers that were captured.
+        whole = self._board.source[0] != "stored"
+        tokens = await self._ask(LensTask(model.name, model.num_layers, model.hidden_size, whole, stacked.tobytes()))
         return [
             {"layer": site.layer, "site": str(site), "tokens": row} for site, row in zip(order, tokens, strict=True)
         ]
@@ -101,9 +106,7 @@ class LensDesk:
                 got = f"more than {limits.LENS_S_MAX:g} s"
                 raise CapflowError(explain(f"logit lens of {task.model}: time", got=got)) from e
             except (OSError, EOFError) as e:
-                process = self._process
-                self._kill()
-                got = "no answer" if process is None else _end(await process.wait())
+                got = str(e) if self._process is None else await self._end(self._process)
                 raise CapflowError(explain(f"logit lens of {task.model}: its process", got=got)) from e
             except BaseException:
                 # The page was closed; the answer, which nobody reads, must not be read as that to another ask.
@@ -116,7 +119,11 @@ class LensDesk:
 
     async def _exchange(self, task: LensTask) -> LensTokens:
         """Send a task and return the answer. Raises EOFError or OSError if the process ends."""
-        if self._process is None or self._process.returncode is not None:
+        if self._process is not None and self._process.returncode is not None:
+            self._process = None
+        if self._process is None:
+            if self._closed:
+                raise CapflowError(explain("logit lens", got="the end of the dashboard"))
             self._process = await _start()
         process = self._process
         assert process.stdin is not None
@@ -127,14 +134,26 @@ class LensDesk:
         (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
         return msgspec.msgpack.decode(await process.stdout.readexactly(length), type=LensTokens)
 
+    async def _end(self, process: asyncio.subprocess.Process) -> str:
+        """Return how a process ended that does not answer any more; kill it if it did not."""
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(limits.OPEN_S_MAX):
+                    await process.wait()
+        finally:
+            self._kill()
+        code = await process.wait()
+        return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
     def _kill(self) -> None:
         """Kill the process; the event loop's watcher reaps it."""
         if self._idle is not None:
             self._idle.cancel()
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
+            # `process.kill` would reap a process that has ended just now, and asyncio not learn how it ended.
             with contextlib.suppress(ProcessLookupError):
-                process.kill()
+                os.kill(process.pid, signal.SIGKILL)
 
 
 async def _start() -> asyncio.subprocess.Process:
@@ -148,10 +167,7 @@ async def _start() -> asyncio.subprocess.Process:
         str(limits.LENS_BYTES_MAX),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
+        # Errors are answers. Whatever else a library says must not stand between the lines of the hub's log.
+        stderr=asyncio.subprocess.DEVNULL,
         env=os.environ | one,
     )
-
-
-def _end(code: int) -> str:
-    """Return how a process ended."""
-    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

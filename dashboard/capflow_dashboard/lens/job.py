@@ -72,10 +72,12 @@ class LensWorker:
             self._parts = Unembedding(files), Vocabulary(files.directory)
             self._signature = signature
         unembedding, _ = self._parts
-        here = unembedding.num_layers, unembedding.hidden_size
-        if here != (task.num_layers, task.hidden_size):
-            got = f"{here[0]} layers of width {here[1]}"
-            expected = f"those of the engine's model: {task.num_layers} of width {task.hidden_size}"
+        layers, width = unembedding.num_layers, unembedding.hidden_size
+        fits = layers == task.num_layers or (layers > task.num_layers and not task.whole)
+        if not fits or width != task.hidden_size:
+            got = f"{layers} layers of width {width}"
+            least = "" if task.whole else " or more"
+            expected = f"those of the engine's model: {task.num_layers}{least} of width {task.hidden_size}"
             raise UsageError(explain(f"logit lens: {files.directory}", got=got, expected=expected))
         return self._parts
 

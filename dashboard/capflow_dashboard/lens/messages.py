@@ -21,12 +21,14 @@ class LensTask(msgspec.Struct, frozen=True, array_like=True):
     """Rows of one model.
 
     model, num_layers, hidden_size: the model as its engine describes it.
+    whole: whether these are all layers of the model; if not, it may have more.
     rows: float32 `[rows, hidden_size]`, the stream after blocks.
     """
 
     model: str
     num_layers: int
     hidden_size: int
+    whole: bool
     rows: bytes
 
 

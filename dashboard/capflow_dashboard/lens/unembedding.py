@@ -64,10 +64,9 @@ class Unembedding:
             self._cap = self._number(self.form.capped[0], self.form.capped[1] or 0.0)
 
     @property
-    def num_layers(self) -> int | None:
-        """The number of layers that the configuration gives."""
-        layers = self._config.get(self.form.layers)
-        return layers if isinstance(layers, int) else None
+    def num_layers(self) -> int:
+        """The number of layers that the configuration gives. Raises UsageError if it gives none."""
+        return int(self._number(self.form.layers, None))
 
     def top(self, rows: npt.NDArray[np.float32], k: int) -> TopTokens:
         """Return the most likely tokens after the final norm and the unembedding.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -21,7 +22,10 @@ from capflow.capture.frame import Rank
 from capflow.capture.result import RequestDone
 from capflow.capture.site import Site
 from capflow_dashboard import limits
+from capflow_dashboard.board import Board
+from capflow_dashboard.lens.desk import LensDesk
 from capflow_dashboard.lens.rows import KeptRows
+from capflow_dashboard.wire import LensAsk
 from tests.kit.dashboards import Pageless, open_dashboard
 from tests.kit.frames import make_frame, make_model
 from tests.kit.lenses import TOKENS, assert_lens, assert_tokens, change_config, save_model, stopped
@@ -229,6 +233,30 @@ def test_files_of_another_model_are_refused(llama, changes):
         assert "64" in error
         assert "expected" in error
         assert "\n" not in error
+
+
+def test_a_data_set_may_have_fewer_layers_than_the_model(llama, unhurried):
+    with shown(llama, frame=llama.frame(layers=[0, 1]), num_layers=2, sites=llama.info.sites[:2]) as (consumer, page):
+        assert "3 layers of width 64, expected those of the engine's model: 2 of width 64" in page.lens(1, 3)["error"]
+        consumer.board.source = ("stored", "rows")
+        assert_lens(page.lens(1, 3)["layers"], llama, llama.rows[:2, 3])
+
+
+def test_a_desk_that_is_closed_starts_no_process(llama):
+    board, rows, frame = Board(4, 64), KeptRows(), llama.frame()
+    board.greet("engine-1", llama.info, llama.info.sites, [])
+    board.take(frame)
+    rows.add(frame)
+
+    async def answers():
+        desk = LensDesk(board, rows)
+        before = await desk.answer(LensAsk(1, 1, 0))
+        await desk.close()
+        return before, await desk.answer(LensAsk(2, 1, 0)), desk.pid
+
+    before, after, pid = asyncio.run(answers())
+    assert_lens(before["layers"], llama, llama.rows[:, 0])
+    assert (after["error"], after["layers"], pid) == ("logit lens: got the end of the dashboard", [], None)
 
 
 def test_damaged_weights_are_refused_and_whole_ones_work_again(own, unhurried):

@@ -156,6 +156,7 @@ def test_an_unknown_architecture_is_refused(tmp_path):
         ({"rms_norm_eps": "small"}, "config.json: rms_norm_eps: got small"),
         ({"rms_norm_eps": True}, "config.json: rms_norm_eps: got True"),
         ({"rms_norm_eps": -1}, "config.json: rms_norm_eps: got -1"),
+        ({"num_hidden_layers": "3"}, "config.json: num_hidden_layers: got 3, expected a number"),
         ({"model_type": 3}, "the architecture 3"),
         ({"model_type": "mistral3"}, "no text_config"),
         ({"model_type": "gpt2"}, "no final norm"),
@@ -165,7 +166,7 @@ def test_a_configuration_that_does_not_fit_is_refused(fields, message, tmp_path)
     model = save_model(tmp_path, "llama")
     change_config(tmp_path, **fields)
     with pytest.raises(UsageError, match=message):
-        opened(model)
+        _ = opened(model).num_layers
 
 
 def test_two_different_ties_are_refused(tmp_path):
