@@ -27,8 +27,8 @@ series, the baseline and all events. Otherwise it has the baseline and events on
 
 A `lens` has the `id`, `request` and `position` that the page asked for, `layers`, and `error`: one line that says why
 there are no layers, or empty. Each of `layers` is `{"layer": 0, "site": "post_block:0", "tokens": [[id, text,
-probability], …]}`, by layer: at most 8 tokens, the most likely first. A text is null if the model's files have no
-tokenizer. A layer without tokens has a row with NaN or infinity; layers whose rows are not kept are left out.
+probability], …]}`, by layer: at most 8 tokens, the most likely first. A text is null if the model's files have none for
+the token. A layer without tokens has a row with NaN or infinity; layers whose rows are not kept are left out.
 
 A page sends text, one of these:
 
@@ -38,7 +38,7 @@ A page sends text, one of these:
 | `{"seen": SEQ, "frame_ms": NUMBER}` | it has drawn an update; its 95th percentile of the time of a frame |
 | `{"act": {"id": N, "kind": KIND, …}}` | an action, as `capflow_dashboard.steering.PageAction`; with the right only |
 | `{"alive": NAME}` | its name, and that what it holds goes on; once a second while it holds something |
-| `{"lens": {"id": N, "request": KEY, "position": P}}` | it asks for the logit lens of a token; N is any number |
+| `{"lens": {"id": N, "request": KEY, "position": P}}` | it asks for the logit lens of a token; the answer repeats N |
 
 At most one lens of a page is worked on, and at most two a second. One that waits is replaced by the next, and gets no
 answer.
