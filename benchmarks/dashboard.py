@@ -4,11 +4,12 @@ A process sends the frames of 64 requests, 18 sites of width 64 in bfloat16, at 
 gives them to the dashboard, with two probes, and to a consumer that counts its rows. A page in real Chromium follows
 one request and the list. The engine's part is left out: nothing of the dashboard runs in it.
 
-    python -m benchmarks.dashboard [--seconds 30] [--tokens-per-s 10000] [--minutes 30]
+    PYTHONPATH=. python3 benchmarks/dashboard.py [--seconds 30] [--tokens-per-s 10000] [--minutes 30]
 
 It prints the lag of the rows, the messages and bytes to the page, the time between two frames of the page and its main
 thread's time for each update, the CPU time of the hub, of the page's process and of both without a dashboard, and the
-growth of the page's heap. `--minutes` is for the growth.
+growth of the page's heap. With `--minutes` there is one run of so long, with a page, for the growth: the heap is
+measured each minute after a collection, and the slope is that of the second half, when the list is full.
 """
 
 from __future__ import annotations
@@ -162,6 +163,8 @@ class Run:
                 before = {name: cpu_s(pid) for name, pid in self._processes(shown, dashboard).items()}
                 with following(shown) if page else contextlib.nullcontext() as follower:
                     sending.start()
+                    if follower is not None and seconds > 120:
+                        self.figures["heap slope, MB/min"] = follower.slope(seconds - 30)
                     sent, took = ours.recv()
                     if follower is not None:
                         self.figures |= follower.figures()
@@ -227,10 +230,17 @@ class Follower:
             "heap, MB": now["JSHeapUsedSize"] / 1e6,
         }
 
-    def heap_mb(self) -> float:
-        """Return the page's heap after a collection."""
-        self._session.send("HeapProfiler.collectGarbage")
-        return self._metrics()["JSHeapUsedSize"] / 1e6
+    def slope(self, seconds: float) -> float:
+        """Return the growth of the page's heap in MB a minute, over the second half of so many seconds."""
+        heaps = []
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self._page.wait_for_timeout(60_000)
+            self._session.send("HeapProfiler.collectGarbage")
+            heaps.append(self._metrics()["JSHeapUsedSize"] / 1e6)
+            print(f"  minute {len(heaps)}: {heaps[-1]:.2f} MB", flush=True)
+        later = heaps[len(heaps) // 2 :]
+        return float(np.polyfit(range(len(later)), later, 1)[0])
 
 
 _IDLE_MS = 3000
@@ -290,12 +300,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=30)
     parser.add_argument("--tokens-per-s", type=float, default=10_000)
+    parser.add_argument("--minutes", type=float)
     asked = parser.parse_args()
     kinds = {
         "no dashboard": {"dashboard": False, "page": False},
         "no page": {"dashboard": True, "page": False},
         "one page": {"dashboard": True, "page": True},
     }
+    if asked.minutes is not None:
+        asked.seconds, kinds = 60 * asked.minutes, {"one page": kinds["one page"]}
     for name, kind in kinds.items():
         figures = Run(asked.tokens_per_s, asked.seconds, **kind).figures
         print(f"{name}:")
