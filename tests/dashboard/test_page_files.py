@@ -14,7 +14,7 @@ import pytest
 DASHBOARD = Path(__file__).parents[2] / "dashboard"
 WEB = DASHBOARD / "capflow_dashboard" / "web"
 OWN = sorted(path for path in WEB.iterdir() if path.suffix in (".js", ".css", ".html"))
-WEIGHT_MAX = 250_000
+WEIGHT_MAX = 320_000
 
 
 def test_vendored_files_are_those_that_were_checked():

@@ -57,9 +57,14 @@ export class Feed {
     socket.onclose = (event) => this.close(event);
   }
 
-  /** @param {object} message */
+  /**
+   * Send a message; return whether there is a connection.
+   * @param {object} message
+   */
   send(message) {
-    if (this.socket?.readyState === WebSocket.OPEN) this.socket.send(JSON.stringify(message));
+    if (this.socket?.readyState !== WebSocket.OPEN) return false;
+    this.socket.send(JSON.stringify(message));
+    return true;
   }
 
   listen() {

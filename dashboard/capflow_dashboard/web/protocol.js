@@ -25,15 +25,21 @@ export const VERSION = 1;
  *   events?: SteeringEvent[]}} DetailNews
  * @typedef {{t: number, state: "live" | "stale" | "ended", silent_s: number, lag_s: number | null,
  *   skipped_rows: number}} Heartbeat
- * @typedef {{version: number, capflow: string, rights: string[], source?: {kind: string, name: string},
- *   requests_max: number, tokens_max: number}} Hello
+ * @typedef {{vectors: {name: string, site: string}[], modules: string[], ratio_max: number, lease_s: number,
+ *   lease_positions: number}} Offer what a page may steer with
+ * @typedef {{version: number, capflow: string, rights: string[], steering?: Offer | null,
+ *   source?: {kind: string, name: string}, requests_max: number, tokens_max: number}} Hello
+ * @typedef {{id: number, state: "applied" | "rejected" | "unknown" | "waiting", step?: number | null,
+ *   position?: number | null, reason?: string}} Ack
+ * @typedef {{request: number, kind: "steer" | "gain", name: string, mode: "add" | "remove", ratio: number,
+ *   page: string}} Held what a page holds on a request; on all with 0
  * @typedef {{open: number, done: number, not_kept: number, dropped: Record<string, number>, tokens: number,
  *   rows: number, bytes: number}} Counts
  * @typedef {{last: number, tokens: number[], rows: number[], bytes: number[]}} RatesNews
  * @typedef {{hello?: Hello, heartbeat?: Heartbeat, seq?: number, engines?: Engine[], counts?: Counts,
  *   rates?: RatesNews, requests?: (Partial<RequestSummary> & {key: number})[],
  *   sparks?: Record<string, (number | null)[]>, gone?: number[], detail?: DetailNews,
- *   health?: {status: any}}} Head
+ *   health?: {status: any}, acks?: Ack[], steering?: {frozen: boolean, holds: Held[]}}} Head
  * @typedef {{request: number, window: number[], probe: string, health: boolean}} Subscription
  */
 
