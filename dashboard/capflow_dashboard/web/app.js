@@ -1,6 +1,8 @@
 // @ts-check
 // App: joins the feed, the page and the views. Messages are taken and drawn in animation frames only.
 
+import { Controls, keepFocus } from "./controls.js";
+import { Desk } from "./desk.js";
 import { Feed } from "./feed.js";
 import { Frames } from "./frames.js";
 import { header, noticeOf } from "./header.js";
@@ -9,6 +11,7 @@ import { emptyState, helpSheet, restoreTheme } from "./help.js";
 import { onInks } from "./inks.js";
 import { List } from "./list.js";
 import { html, render } from "./lit.js";
+import { claimName, nextNumber } from "./naming.js";
 import { Page } from "./page.js";
 import { sheetText } from "./palette.js";
 import { Plots } from "./plots.js";
@@ -30,6 +33,7 @@ document.adoptedStyleSheets = [sheet];
 const frames = new Frames();
 const page = new Page(frames);
 const help = /** @type {HTMLDialogElement} */ ($("help"));
+const name = await claimName(sessionStorage, (bytes) => crypto.getRandomValues(bytes), navigator.locks);
 
 render(
   html`<div class="request-head" id="request-head"></div>
@@ -47,6 +51,13 @@ const health = new Health($("health"), page);
 plots.onChosen = () => tokens.reveal();
 page.announce = (/** @type {string} */ text) => {
   $("announce").textContent = text;
+};
+
+/** What a screen reader shall say in the next frame. @type {string[]} */
+const lines = [];
+page.say = (/** @type {string} */ text) => {
+  if (!lines.includes(text)) lines.push(text);
+  frames.draw("said");
 };
 
 // When the plots were drawn, and how long it took.
@@ -78,11 +89,22 @@ frames.add("top", () => {
   if (state !== document.body.dataset.state) page.announce(lines[0] ?? `The page is ${state}`);
   document.body.dataset.state = state;
 });
+frames.add("controls", () => {
+  controls.drawBar();
+  if (help.open) drawHelp();
+});
 frames.add("list", () => list.draw());
 frames.add("empty", () => {
   if (!page.request && page.place.view !== "health") render(emptyState(page), $("empty"));
 });
-frames.add("head", () => render(requestHead(page), $("request-head")));
+frames.add("head", () => {
+  render(requestHead(page), $("request-head"));
+  if (controls.open) frames.draw("steer");
+});
+frames.add("steer", () => controls.drawPanel());
+frames.add("said", () => {
+  $("said").textContent = lines.splice(0).join(". ");
+});
 frames.add("fresh", () => {
   if (page.key !== shown.key || page.detail !== shown.detail) {
     [shown.key, shown.detail] = [page.key, page.detail];
@@ -138,6 +160,7 @@ const feed = new Feed({
   },
   onMessage(buffer) {
     waiting.push(buffer);
+    desk.beat();
     // A hidden page draws nothing, and has no frames: it takes messages as they come.
     if (document.hidden) take();
     else frames.ask();
@@ -148,12 +171,25 @@ const feed = new Feed({
   },
 });
 
+const desk = new Desk(name, {
+  send: (message) => feed.send(message),
+  now: () => performance.now(),
+  number: () => nextNumber(sessionStorage, Date.now()),
+  every: (call, ms) => setInterval(call, ms),
+  stop: (timer) => clearInterval(timer),
+  changed: () => frames.draw("controls", "steer", "list", "head"),
+  say: (text) => page.say(text),
+});
+const controls = new Controls(page, desk, { bar: $("controls"), panel: $("steer") });
+page.desk = desk;
+
 function take() {
   if (!waiting.length) return;
   /** @type {Set<string>} */ const changed = new Set();
   for (const buffer of waiting.splice(0)) {
     const { head, numbers } = decode(buffer);
     if (head.hello) greet(head.hello);
+    desk.take(head);
     for (const name of page.store.take(head, numbers, page.key)) changed.add(name);
     if (head.detail && head.detail.key === page.key) {
       written.first = Math.min(written.first, head.detail.first);
@@ -172,6 +208,7 @@ function greet(hello) {
   }
   page.store = new Store();
   page.key = 0;
+  desk.greet(hello);
 }
 
 /**
@@ -182,6 +219,7 @@ function stale(changed) {
   if (changed.has("engines") || changed.has("counts") || changed.has("rates") || changed.has("heartbeat"))
     frames.draw("top");
   if (changed.has("hello") || changed.has("heartbeat")) frames.draw("shell", "empty", "health");
+  if (changed.has("counts") && controls.open) frames.draw("steer");
   if (changed.has("requests") || changed.has("engines")) {
     page.resolve();
     frames.draw("list", "head");
@@ -260,6 +298,7 @@ const KEYS = {
   ".": () => plots.pan(0.25),
   f: () => page.hold(!page.place.hold),
   p: () => page.pin(page.key),
+  s: () => controls.toggle(),
   "/": () => {
     if (page.place.view === "health") page.view("requests");
     if (getComputedStyle(list.box).display === "none") page.view("requests");
@@ -287,9 +326,10 @@ const OF_REQUEST = new Set([
 document.addEventListener("keydown", (event) => {
   if (event.altKey || event.ctrlKey || event.metaKey || help.open) return;
   const target = /** @type {HTMLElement} */ (event.target);
-  const typing = target.matches("input, select, textarea");
+  const typing = target.matches("input:not([type=range]), select, textarea");
   if (event.key === "Escape") {
-    if (typing) target.blur();
+    if (target.closest("#steer")) controls.toggle(false);
+    else if (typing) target.blur();
     else if (page.cursor !== null) page.point(null);
     return;
   }
@@ -297,18 +337,24 @@ document.addEventListener("keydown", (event) => {
   if (OF_REQUEST.has(event.key)) {
     if (!page.detail || page.place.view !== "request") return;
     // Elements that scroll or have keys of their own keep these.
-    if (event.key.length > 1 && target.closest(".scroll, .panel, button, summary")) return;
+    if (event.key.length > 1 && target.closest(".scroll, .panel, .steer, button, summary")) return;
   }
   event.preventDefault();
   KEYS[event.key]();
 });
 
 function openHelp() {
-  render(
-    helpSheet(() => help.close()),
-    help,
-  );
+  drawHelp();
   help.showModal();
+}
+
+function drawHelp() {
+  const draw = () =>
+    render(
+      helpSheet(() => help.close(), controls.dialogPart()),
+      help,
+    );
+  keepFocus(help, draw, "dialog-kill");
 }
 $("top").addEventListener("click", (event) => {
   if (event.target instanceof Element && event.target.closest("#help-open")) openHelp();
@@ -334,6 +380,6 @@ onInks(() => {
   frames.draw("text", "plots", "plots-cursor", "tools", "rates");
 });
 
-frames.draw("shell", "top", "list", "empty");
+frames.draw("shell", "top", "controls", "list", "empty");
 await feed.start();
 page.visit();

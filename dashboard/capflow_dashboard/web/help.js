@@ -18,6 +18,8 @@ export const KEYS = [
   [["f"], "follow the newest request, or stay"],
   [["p"], "pin the request"],
   [["Home", "End"], "first, last token"],
+  [["s"], "steer, if the dashboard may"],
+  [["Shift", "K"], "stop all steering at once, everywhere"],
   [["Esc"], "leave the filter, the cursor, this sheet"],
   [["?"], "this sheet"],
 ];
@@ -87,10 +89,13 @@ export function emptyState(page) {
     </ol>`;
 }
 
-/** @param {() => void} close */
-export function helpSheet(close) {
-  return html`<div class="help-head"><h2 id="help-title">Help</h2><button type="button" class="icon"
-    aria-label="Close" @click=${close}>✕</button></div>
+/**
+ * @param {() => void} close
+ * @param {unknown} kill the kill switch, where there is one
+ */
+export function helpSheet(close, kill) {
+  return html`<div class="help-head"><h2 id="help-title">Help</h2>${kill}<button type="button" class="icon"
+    aria-label="Close" autofocus @click=${close}>✕</button></div>
     <div class="help-body">
       <section><h3>Start here</h3><ol class="plain">
         <li>The <b>list</b> has every request. The newest one is shown until it is over, then the next. Choose one to
@@ -114,6 +119,19 @@ export function helpSheet(close) {
         <li><span class="t odd">NaN</span> The row holds NaN or infinity: stripes in the heatmap.</li>
         <li><span class="t gone">no row</span> No row was captured, or it was lost: dots in the heatmap.</li>
       </ul></section>
+      ${
+        kill
+          ? html`<section><h3>Steering</h3><ul class="plain">
+        <li>Steering adds a named vector to the model's stream, removes its direction, or scales a module. Answers to
+          users change.</li>
+        <li>Arm, preview, then hold the button for 0.6 s, or press it twice, slowly. Once applied, moving the slider
+          changes it at once.</li>
+        <li>It lasts while this page is open, and ends within seconds after it is closed.</li>
+        <li><b>Stop all steering</b> takes back what pages, programs and modules steer, in every request, and refuses
+          more until it is released. What a request itself came with stays.</li>
+      </ul></section>`
+          : nothing
+      }
       <section><h3>Filter</h3><dl class="keys filters">${FILTERS.map(
         ([text, does]) => html`<div><dt><code>${text}</code></dt><dd>${does}</dd></div>`,
       )}</dl></section>

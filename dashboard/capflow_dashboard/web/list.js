@@ -3,6 +3,7 @@
 
 import { clock, count, duration, number, plural, short, visible } from "./format.js";
 import { spark } from "./header.js";
+import { holdText } from "./holds.js";
 import { html, nothing, render, repeat } from "./lit.js";
 import { ordered } from "./order.js";
 import { statusOf } from "./page.js";
@@ -293,7 +294,12 @@ export class List {
       });
     }
     columns.push(
-      { name: "Steered", kind: "steered-cell", sort: "steered", cell: (request) => html`${steeredBadge(request)}` },
+      {
+        name: "Steered",
+        kind: "steered-cell",
+        sort: "steered",
+        cell: (request) => html`${heldBadge(page, request)}${steeredBadge(request)}`,
+      },
       {
         name: "Lost rows",
         kind: "number",
@@ -360,7 +366,9 @@ export class List {
     const numbers = page.probe ? page.store.number(request, page.probe) : null;
     return html`
       <span class="mark" title=${word}><span aria-hidden="true">${mark}</span><span class="unseen">${word}</span></span>
-      <span class="card-line"><span class="words">${words(request)}</span>${steeredBadge(request)}${
+      <span class="card-line"><span class="words">${words(request)}</span>${heldBadge(page, request)}${steeredBadge(
+        request,
+      )}${
         request.rows_lost
           ? html`<span class="badge bad" title="lost rows">−${short(request.rows_lost)}<span class="unseen"> rows
             lost</span></span>`
@@ -442,6 +450,17 @@ function stateCell(request) {
 function words(request) {
   const text = request.text.replace(/\s+/g, " ").trim();
   return text ? html`<bdi>${text}</bdi>` : html`<bdi class="soft">${visible(request.id)}</bdi>`;
+}
+
+/**
+ * @param {Page} page
+ * @param {RequestSummary} request
+ */
+function heldBadge(page, request) {
+  const holds = page.held(request);
+  if (!holds.length) return nothing;
+  const texts = holds.map((hold) => holdText(hold, page.desk?.name ?? ""));
+  return html`<span class="badge held" title="steering: ${texts.join("; ")}">held</span>`;
 }
 
 /** @param {RequestSummary} request */

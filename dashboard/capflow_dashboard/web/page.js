@@ -2,6 +2,7 @@
 // Page: what is shown, and the commands that change it. Views read it and draw; only these commands write it.
 
 import { fires } from "./curve.js";
+import { holdsOf } from "./holds.js";
 import { nameOf, nowhere, read, write } from "./place.js";
 import { commonScales, normScale, probeScale } from "./scale.js";
 import { Span } from "./span.js";
@@ -40,11 +41,23 @@ export class Page {
     this.now = Date.now();
     /** Called with what a screen reader shall say. @type {(text: string) => void} */
     this.announce = () => {};
+    /** Called with results of actions, which a screen reader shall say too. @type {(text: string) => void} */
+    this.say = () => {};
+    /** What is steered; null until the page has its name. @type {import("./desk.js").Desk | null} */
+    this.desk = null;
     /** Called when the subscription may have changed. */
     this.onSubscription = () => {};
   }
 
   // What is shown.
+
+  /**
+   * Return what pages hold on a request.
+   * @param {import("./protocol.js").RequestSummary} request
+   */
+  held({ key, status }) {
+    return this.desk ? holdsOf(this.desk.holds, key, status === "live") : [];
+  }
 
   get request() {
     return this.store.requests.get(this.key);

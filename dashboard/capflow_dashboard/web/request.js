@@ -2,6 +2,7 @@
 // Request: the head of the shown request and the choice of what colours it.
 
 import { clock, count, duration, number, plural, visible } from "./format.js";
+import { holdText } from "./holds.js";
 import { steeredBadge } from "./list.js";
 import { html, nothing } from "./lit.js";
 import { seriesLabel, seriesName, statusOf } from "./page.js";
@@ -28,6 +29,9 @@ export function requestHead(page) {
       <h2 id="request-id" title=${visible(request.id)}><bdi>${visible(request.id)}</bdi></h2>
       <span class="chip" id="request-status" data-status=${request.status}>${mark} ${word}</span>
       ${steeredBadge(request)}
+      ${page
+        .held(request)
+        .map((hold) => html`<span class="badge held">steering: ${holdText(hold, page.desk?.name ?? "")}</span>`)}
       <button type="button" class="pin" aria-pressed=${pinned ? "true" : "false"} aria-label="Pin" title="Pin (p)"
         @click=${() => page.pin(request.key)}>${pinned ? "★" : "☆"}</button>
     </div>
