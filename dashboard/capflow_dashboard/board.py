@@ -24,10 +24,10 @@ from capflow.capture.site import Site
 from capflow.probes.probe import Scorer
 from capflow.steering.action import Answered
 from capflow_dashboard import limits
-from capflow_dashboard.rates import RateSeries
-from capflow_dashboard.record import LIVE, RequestRecord
+from capflow_dashboard.record import LIVE, RecordCopy, RequestRecord
 from capflow_dashboard.series import Measures, Values
 from capflow_dashboard.steering import Target
+from capflow_dashboard.views.rates import RateSeries
 
 
 @dataclass
@@ -247,6 +247,20 @@ class Board:
         with self._lock:
             return [_target(record) for record in self._open.values()]
 
+    def summaries(self) -> tuple[list[dict[str, Any]], dict[str, list[str]]]:
+        """Return the fields of all requests, newest first, and the names of each engine's probes."""
+        with self._lock:
+            records = list(self._records.values())[::-1]
+            probes = {record.engine: record.measures.probe_names for record in records[::-1]}
+        # One at a time, so that the thread of the channel never waits for them all.
+        return [self._summary(record) for record in records], probes
+
+    def copy_of(self, key: int) -> RecordCopy | None:
+        """Return the tokens of a request; None if it is not kept."""
+        with self._lock:
+            record = self._records.get(key)
+            return None if record is None else record.copy()
+
     # Called on the server's thread.
 
     def look(
@@ -315,6 +329,10 @@ class Board:
             elif page.detail[0] != page.selected:
                 values = self._add_detail(page, head)
         return (head, values) if head else None
+
+    def _summary(self, record: RequestRecord) -> dict[str, Any]:
+        with self._lock:
+            return record.summary()
 
     # Called with the lock held.
 

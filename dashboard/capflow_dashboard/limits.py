@@ -68,6 +68,16 @@ PING_S = 20.0
 # How long a connection may take to send its request.
 OPEN_S_MAX = 3.0
 
+# Rows of an export that are written at a time: tens of milliseconds, between which others have their turn.
+EXPORT_ROWS = 1024
+EXPORT_PART_BYTES = 256 * KIB
+# How long an export may take to be read; the largest has about 100 MB, and may go through a tunnel.
+EXPORT_S_MAX = 120.0
+# Exports at a time; each holds a copy of its request. Further ones wait for their turn.
+EXPORTS_MAX = 2
+# Characters of a request's id in the name of a file.
+EXPORT_NAME_LENGTH_MAX = 80
+
 # What a page may add of the norm of the residual stream at each token, up or down, and the scale of a module.
 RATIO_MAX = 0.5
 GAIN_MAX = 1.0
@@ -114,6 +124,7 @@ TOKEN_LENGTH_MAX = 256
 TOKEN_FILE_BYTES_MAX = 4 * KIB
 
 assert TOKENS_MIN < TOKENS_MAX
+assert OPEN_S_MAX < EXPORT_S_MAX
 assert PING_S < STALL_S_MAX
 assert TICK_S < SILENCE_S / 2
 assert HEARTBEAT_S < SILENCE_S

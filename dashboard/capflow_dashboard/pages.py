@@ -4,7 +4,8 @@ A request is admitted by these rules. Its Host header must name a loopback addre
 resolve to this machine. The page's files are public parts of the package. `/session` exchanges the token, which the
 page has from the fragment of its address and sends as a bearer token (RFC 6750), for a cookie that no script can read
 and no other site's request carries (`HttpOnly`, `SameSite=Strict`, RFC 6265bis). So the token stands in no request's
-path, and in no history. The live socket needs the cookie, and this page's Origin. Tokens are compared in constant time.
+path, and in no history. The live socket needs the cookie, and this page's Origin. Exports need the cookie, and no
+script of another site can read them (`Cross-Origin-Resource-Policy`). Tokens are compared in constant time.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from websockets.http11 import Request, Response
 
 LIVE_PATH = "/live"
 SESSION_PATH = "/session"
+API_PATH = "/api/"
 LOOPBACK_NAMES = ("127.0.0.1", "::1", "localhost")
 
 # Files of the page, by the end of their names; others, such as licences, are not served.
@@ -33,6 +35,7 @@ _KINDS = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
+_NO_SESSION = "no session; open the link that capflow prints"
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -68,7 +71,7 @@ class PageFiles:
         self._bodies["/"] = self._bodies["/index.html"]
 
     def answer(self, request: Request) -> Response | None:
-        """Return the response to a request; None for the live socket if it is admitted."""
+        """Return the response to a request; None for the live socket and for what is below `API_PATH`, if admitted."""
         try:
             host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
             bearer = request.headers.get("Authorization")
@@ -83,10 +86,12 @@ class PageFiles:
             return self._session(request, bearer)
         if path == LIVE_PATH:
             if not self._has_cookie(request):
-                return _refusal(HTTPStatus.FORBIDDEN, "no session; open the link that capflow prints")
+                return _refusal(HTTPStatus.FORBIDDEN, _NO_SESSION)
             if origin != f"http://{host}":
                 return _refusal(HTTPStatus.FORBIDDEN, "the Origin is not this page")
             return None
+        if path.startswith(API_PATH):
+            return None if self._has_cookie(request) else _refusal(HTTPStatus.FORBIDDEN, _NO_SESSION)
         body = self._bodies.get(path)
         if body is None:
             return _refusal(HTTPStatus.NOT_FOUND, "no such page")
@@ -102,7 +107,7 @@ class PageFiles:
         if bearer is None:
             if self._has_cookie(request):
                 return _response(HTTPStatus.NO_CONTENT, b"", {"Cache-Control": "no-store"})
-            return _refusal(HTTPStatus.FORBIDDEN, "no session; open the link that capflow prints")
+            return _refusal(HTTPStatus.FORBIDDEN, _NO_SESSION)
         if not bearer.startswith("Bearer ") or not self._is_token(bearer.removeprefix("Bearer ")):
             return _refusal(HTTPStatus.FORBIDDEN, "the token is wrong; open the link that capflow prints")
         cookie = f"{self._cookie}={self._token.decode()}; HttpOnly; SameSite=Strict; Path=/"
@@ -129,6 +134,22 @@ def _bodies(folder: Traversable, path: str) -> Iterator[tuple[str, _Body]]:
             content = entry.read_bytes()
             tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
             yield path + entry.name, _Body(content, gzip.compress(content, mtime=0), kind, tag)
+
+
+def no_such_export() -> Response:
+    """Return the answer for an export that does not exist."""
+    return _refusal(HTTPStatus.NOT_FOUND, "no such export: the request is not kept, or the format cannot be written")
+
+
+def head_of(name: str, kind: str) -> bytes:
+    """Return the status and the headers of an export, whose body follows in chunks (RFC 9112, 7.1)."""
+    headers = Headers(_SECURITY)
+    headers["Content-Type"] = kind
+    headers["Content-Disposition"] = f'attachment; filename="{name}"'
+    headers["Cache-Control"] = "no-store"
+    headers["Transfer-Encoding"] = "chunked"
+    headers["Connection"] = "close"
+    return b"HTTP/1.1 200 OK\r\n" + headers.serialize()
 
 
 def is_loopback(host: str) -> bool:

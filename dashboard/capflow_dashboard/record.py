@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +17,32 @@ import numpy.typing as npt
 from capflow.capture.frame import runs_of
 from capflow.steering.action import Answered
 from capflow_dashboard import limits
-from capflow_dashboard.series import MISSING, Measures, Values
+from capflow_dashboard.series import MISSING, Measures, Series, Values
 
 LIVE = "live"
 # Columns of a new record; they double up to `tokens_max`.
 _COLUMNS_FIRST = 64
+
+
+class RecordCopy(NamedTuple):
+    """The kept tokens of one request, to be exported.
+
+    base: the position of the first token.
+    ids, texts, steered: of each token; -1 and None for a token that is not known.
+    values: `[series, tokens]`.
+    """
+
+    id: str
+    engine: str
+    model: str
+    status: str
+    prompt_length: int
+    base: int
+    series: Sequence[Series]
+    ids: npt.NDArray[np.int64]
+    texts: list[str | None]
+    steered: npt.NDArray[np.bool_]
+    values: Values
 
 
 class RequestRecord:
@@ -177,6 +198,23 @@ class RequestRecord:
             "steered": runs_of(self._steered[first:end], self.base + first),
         }
         return columns, self._values[:, first:end].copy()
+
+    def copy(self) -> RecordCopy:
+        """Return a copy of all columns."""
+        count = self.count
+        return RecordCopy(
+            self.id,
+            self.engine,
+            self.measures.model.name,
+            self.status,
+            self.prompt_length,
+            self.base,
+            tuple(self.measures.series),
+            self._ids[:count].copy(),
+            self._texts[:count],
+            self._steered[:count].copy(),
+            self._values[:, :count].copy(),
+        )
 
     def spark(self, probe: str) -> list[float | None]:
         """Return the maxima of a probe's scores in equal parts of the request, at most `limits.SPARK_LENGTH`."""

@@ -89,6 +89,11 @@ class Measures:
     def __len__(self) -> int:
         return len(self.series)
 
+    @property
+    def probe_names(self) -> list[str]:
+        """The names of its probes, in the order of their series."""
+        return [series.probe for series in self.series[self.norms_count :]]
+
     def is_like(self, other: Measures) -> bool:
         """Return whether both have the same model, series and problems."""
         return (self.model, self.series, self.problems) == (other.model, other.series, other.problems)

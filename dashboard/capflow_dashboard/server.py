@@ -20,6 +20,7 @@ import threading
 import uuid
 from collections.abc import Callable
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed, ConnectionClosedError
@@ -31,9 +32,10 @@ from capflow.errors import CapflowError, RemoteProtocolError, UsageError, explai
 from capflow_dashboard import limits, wire
 from capflow_dashboard.board import Board, PageState
 from capflow_dashboard.lens.desk import LensDesk
-from capflow_dashboard.pages import PageFiles
+from capflow_dashboard.pages import API_PATH, PageFiles, head_of, no_such_export
 from capflow_dashboard.series import Values
 from capflow_dashboard.steering import PageRights, SteeringDesk
+from capflow_dashboard.views.exports import ExportFile, export_of, formats
 
 _quiet = logging.getLogger("capflow.consumer.dashboard.websockets")
 # Errors of clients are counted, not logged.
@@ -84,6 +86,7 @@ class PageServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         # Set when the server is to end.
         self._stop: asyncio.Event | None = None
+        self._exports = asyncio.Semaphore(limits.EXPORTS_MAX)
         # Whether a failure was logged.
         self._failed = False
         self._thread = threading.Thread(target=self._run, name="capflow-dashboard", daemon=True)
@@ -148,7 +151,8 @@ class PageServer:
             max_size=limits.MESSAGE_BYTES_MAX,
             max_queue=4,
             write_limit=limits.WRITE_BUFFER_BYTES,
-            open_timeout=limits.OPEN_S_MAX,
+            # `enter` limits how long a connection may take otherwise.
+            open_timeout=limits.EXPORT_S_MAX,
             ping_interval=limits.PING_S,
             ping_timeout=limits.STALL_S_MAX,
             close_timeout=limits.OPEN_S_MAX / 5,
@@ -169,6 +173,7 @@ class PageServer:
 
     def leave(self, connection: ServerConnection) -> None:
         """Remove a visitor: its connection was closed, or is an open page now."""
+        cast("_Connection", connection).has_time()
         self.visitors.pop(connection, None)
 
     def _fail(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -180,11 +185,31 @@ class PageServer:
             text = "the dashboard failed at a connection; further failures are only counted"
             self._on_trouble(f"{text}: {context.get('message')}: {context.get('exception')}", event)
 
-    def _answer(self, _: ServerConnection, request: Request) -> Response | None:
+    async def _answer(self, connection: ServerConnection, request: Request) -> Response | None:
         response = self._pages.answer(request)
+        path = urlsplit(request.path).path
+        if response is None and path.startswith(API_PATH):
+            async with self._exports:
+                export = await asyncio.to_thread(export_of, self._board, path)
+                if export is None:
+                    response = no_such_export()
+                else:
+                    await self._send_export(connection, export)
         if response is not None and response.status_code >= 400:
             self._on_count("requests_refused")
         return response
+
+    async def _send_export(self, connection: ServerConnection, export: ExportFile) -> None:
+        """Send a file and close the connection; it is cut off after `limits.EXPORT_S_MAX`."""
+        cast("_Connection", connection).has_time()
+        transport = connection.transport
+        transport.write(head_of(export.name, export.kind))
+        while not transport.is_closing() and (part := await asyncio.to_thread(next, export.parts, b"")):
+            transport.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+            await connection.drain()
+        transport.write(b"0\r\n\r\n")
+        transport.close()
+        await connection.wait_closed()
 
     async def _page(self, connection: ServerConnection) -> None:
         if len(self.connections) >= limits.CLIENTS_MAX:
@@ -223,6 +248,7 @@ class PageServer:
             "source": dict(zip(("kind", "name"), self._board.source, strict=True)),
             "requests_max": self._board.requests_max,
             "tokens_max": self._board.tokens_max,
+            "exports": formats(),
         }
         await _send(connection, wire.encode({"hello": hello, "heartbeat": self._board.heartbeat()}))
         for seq in itertools.count(1):
@@ -345,7 +371,12 @@ class _Connection(ServerConnection):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        self._limit = self.loop.call_later(limits.OPEN_S_MAX, self.transport.abort)
         self._pages.enter(self)
+
+    def has_time(self) -> None:
+        """Remove the limit of the time of a visitor: it reads an export, or is an open page now."""
+        self._limit.cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pages.leave(self)

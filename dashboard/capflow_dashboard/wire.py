@@ -6,7 +6,7 @@ has these keys; a key without news is left out:
 
 | key | meaning |
 |---|---|
-| hello | the first message: the version of the protocol, capflow's version, what the page may do, the board's limits |
+| hello | the first message: the versions of protocol and capflow, what the page may do, limits, formats of exports |
 | heartbeat | each second: whether the hub is alive (`live`, `stale`), how long it has been silent, the rows' lag |
 | seq | the number of an update; the page answers `seen` once it has drawn it, and then gets the next |
 | engines | the engines on the board: name, model, sites, probes, problems, whether they are gone |

@@ -3,6 +3,7 @@
 
 import { Controls, keepFocus } from "./controls.js";
 import { Desk } from "./desk.js";
+import { openExport } from "./extra.js";
 import { Feed } from "./feed.js";
 import { Frames } from "./frames.js";
 import { header, noticeOf } from "./header.js";
@@ -304,6 +305,7 @@ const KEYS = {
     if (getComputedStyle(list.box).display === "none") page.view("requests");
     requestAnimationFrame(() => list.filter.focus());
   },
+  e: () => openExport(page, list, plots),
   "?": () => openHelp(),
 };
 const OF_REQUEST = new Set([
@@ -324,7 +326,7 @@ const OF_REQUEST = new Set([
 ]);
 
 document.addEventListener("keydown", (event) => {
-  if (event.altKey || event.ctrlKey || event.metaKey || help.open) return;
+  if (event.altKey || event.ctrlKey || event.metaKey || document.querySelector("dialog[open]")) return;
   const target = /** @type {HTMLElement} */ (event.target);
   const typing = target.matches("input:not([type=range]), select, textarea");
   if (event.key === "Escape") {
@@ -358,6 +360,7 @@ function drawHelp() {
 }
 $("top").addEventListener("click", (event) => {
   if (event.target instanceof Element && event.target.closest("#help-open")) openHelp();
+  if (event.target instanceof Element && event.target.closest("#export-open")) openExport(page, list, plots);
 });
 help.addEventListener("click", (event) => {
   if (event.target === help) help.close();

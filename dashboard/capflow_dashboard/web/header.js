@@ -52,6 +52,7 @@ export function header(page) {
         <dt>lag</dt><dd id="lag">${duration(lag)}</dd></div>
     </dl>
     <div id="link" class="link" data-state=${state} title=${name ? visible(name) : nothing}>${STATES[state]}</div>
+    <button type="button" class="icon" aria-label="Export" title="Export (e)" id="export-open">↧</button>
     <button type="button" class="icon" aria-label="Help and keys" title="Help and keys (?)" id="help-open">?</button>`;
 }
 

@@ -17,6 +17,7 @@ export const KEYS = [
   [["/"], "filter the requests"],
   [["f"], "follow the newest request, or stay"],
   [["p"], "pin the request"],
+  [["e"], "export: link, picture, CSV, Parquet"],
   [["Home", "End"], "first, last token"],
   [["s"], "steer, if the dashboard may"],
   [["Shift", "K"], "stop all steering at once, everywhere"],

@@ -28,7 +28,8 @@ export const VERSION = 1;
  * @typedef {{vectors: {name: string, site: string}[], modules: string[], ratio_max: number, lease_s: number,
  *   lease_positions: number}} Offer what a page may steer with
  * @typedef {{version: number, capflow: string, rights: string[], steering?: Offer | null,
- *   source?: {kind: string, name: string}, requests_max: number, tokens_max: number}} Hello
+ *   source?: {kind: string, name: string}, requests_max: number, tokens_max: number, exports?: string[],
+ *   lens?: boolean}} Hello
  * @typedef {{id: number, state: "applied" | "rejected" | "unknown" | "waiting", step?: number | null,
  *   position?: number | null, reason?: string}} Ack
  * @typedef {{request: number, kind: "steer" | "gain", name: string, mode: "add" | "remove", ratio: number,

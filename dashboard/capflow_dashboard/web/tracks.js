@@ -81,8 +81,7 @@ class Track {
     });
     this.drawHead();
     const threshold = page.threshold(row);
-    const part = (this.high - threshold) / (this.high - this.low);
-    this.line.style.transform = `translateY(${PAD_PX + part * (PLOT_PX - 2 * PAD_PX)}px)`;
+    this.line.style.transform = `translateY(${this.thresholdY()}px)`;
     this.line.style.left = `${frame.left}px`;
     this.line.style.width = `${frame.width}px`;
     const one = detail.series[row];
@@ -92,6 +91,12 @@ class Track {
     this.line.setAttribute("aria-valuemax", String(this.high));
     this.line.setAttribute("aria-valuenow", String(threshold));
     this.line.setAttribute("aria-valuetext", `${number(threshold)}: ${would}`);
+  }
+
+  /** Return the height of the threshold in the plot, px. */
+  thresholdY() {
+    const part = (this.high - this.page.threshold(this.row)) / (this.high - this.low);
+    return PAD_PX + part * (PLOT_PX - 2 * PAD_PX);
   }
 
   /** Make room for all scores and both thresholds; room is never given back, so that the curve stays where it is. */
