@@ -48,6 +48,7 @@ class PageState:
     sparks: the sparklines that it has, each with the version of its record.
     drops: how many records had been dropped when it last got the list.
     status_s: the time of the hub's counters that it has.
+    other: what it has of the request that it compares with, in the fields of one request; None for no such request.
     """
 
     selected: int = 0
@@ -64,6 +65,7 @@ class PageState:
     sparks: dict[int, tuple[int, list[float | None]]] = field(default_factory=dict)
     drops: int = 0
     status_s: float = -np.inf
+    other: PageState | None = None
 
 
 class RecordOwner(NamedTuple):
@@ -264,9 +266,16 @@ class Board:
     # Called on the server's thread.
 
     def look(
-        self, page: PageState, key: int, window: Sequence[int] = (), probe: str = "", *, health: bool = False
+        self,
+        page: PageState,
+        key: int,
+        window: Sequence[int] = (),
+        probe: str = "",
+        *,
+        health: bool = False,
+        other: int = 0,
     ) -> None:
-        """Note what a page shows: a request (0 for none), rows of the list, a probe, and the hub's counters."""
+        """Note what a page shows: one or two requests (0 for none), rows of the list, a probe, the hub's counters."""
         with self._lock:
             if probe != page.probe:
                 page.sparks = {}
@@ -274,6 +283,11 @@ class Board:
             self._viewers[page.selected] -= 1
             page.selected = key
             self._viewers[key] += 1
+            before = 0 if page.other is None else page.other.selected
+            self._viewers[before] -= 1
+            self._viewers[other] += 1
+            if other != before:
+                page.other = PageState(selected=other) if other else None
             # Removes the keys without viewers.
             self._viewers += Counter()
 
@@ -328,6 +342,8 @@ class Board:
                 page.version = self._version
             elif page.detail[0] != page.selected:
                 values = self._add_detail(page, head)
+            if page.other is not None and self._version > page.other.version:
+                values = self._add_other(page.other, head, values)
         return (head, values) if head else None
 
     def _summary(self, record: RequestRecord) -> dict[str, Any]:
@@ -422,6 +438,16 @@ class Board:
             page.event = events[-1][0] if events else page.event
         head["detail"] = detail
         return values
+
+    def _add_other(self, other: PageState, head: dict[str, Any], values: Values | None) -> Values | None:
+        """Add the tokens of a second request; return all numbers, those of `values` first."""
+        part: dict[str, Any] = {}
+        numbers = self._add_detail(other, part)
+        other.version = self._version
+        if numbers is None:
+            return values
+        head["other"] = part["detail"] | {"at": 0 if values is None else values.size}
+        return numbers if values is None else np.concatenate([values.ravel(), numbers.ravel()])
 
     def _count(self, header: FrameHeader) -> None:
         """Count a frame in totals and rates. The tokens of a step that several pipeline stages send count once."""

@@ -295,7 +295,9 @@ class PageServer:
                 elif message.lens is not None:
                     asks.put(message.lens)
                 elif (shown := message.subscribe) is not None:
-                    self._board.look(page, shown.request, shown.window, shown.probe, health=shown.health)
+                    self._board.look(
+                        page, shown.request, shown.window, shown.probe, health=shown.health, other=shown.other
+                    )
                     self._tell_health()
         except RemoteProtocolError as e:
             self._on_count("requests_refused")

@@ -16,6 +16,7 @@ has these keys; a key without news is left out:
 | sparks | sparklines of requests in the page's window: highest scores of its probe in equal parts of the request |
 | gone | keys of requests that were dropped from the board |
 | detail | tokens of the selected request: columns `first .. first+count`, at positions `base + column` |
+| other | as `detail`, of the request that it is compared with; its numbers begin at number `at` of the message |
 | health | the hub's counters, as `capflow status --json` prints them |
 | acks | answers to its actions: `id`; `state`: applied, rejected, unknown or waiting; `step`, `position`, `reason` |
 | steering | what is held by all pages: `frozen`, and `holds`, each with request, kind, name, mode, ratio and page |
@@ -34,7 +35,7 @@ A page sends text, one of these:
 
 | message | meaning |
 |---|---|
-| `{"subscribe": {"request": KEY, "window": [KEY, …], "probe": NAME, "health": BOOL}}` | what it shows |
+| `{"subscribe": {"request": KEY, "other": KEY, "window": [KEY, …], "probe": NAME, "health": BOOL}}` | what it shows |
 | `{"seen": SEQ, "frame_ms": NUMBER}` | it has drawn an update; its 95th percentile of the time of a frame |
 | `{"act": {"id": N, "kind": KIND, …}}` | an action, as `capflow_dashboard.steering.PageAction`; with the right only |
 | `{"alive": NAME}` | its name, and that what it holds goes on; once a second while it holds something |
@@ -66,12 +67,14 @@ class Subscribe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a page shows.
 
     request: the request's key; 0 for none.
+    other: the key of a request that it compares with; 0 for none.
     window: the keys of the requests in view, in the list.
     probe: the probe whose sparklines it shows.
     health: whether it shows the hub's counters.
     """
 
     request: _Key = 0
+    other: _Key = 0
     window: Annotated[tuple[_Key, ...], msgspec.Meta(max_length=limits.WINDOW_MAX)] = ()
     probe: str = ""
     health: bool = False

@@ -150,10 +150,49 @@ def cookie_of(consumer):
     return response.getheader("Set-Cookie").partition(";")[0]
 
 
-class Pageless:
+class MergedTokens:
+    """The tokens of one request, merged as the page does."""
+
+    def __init__(self):
+        # Messages with tokens.
+        self.merged = 0
+        # How many of these messages sent all tokens again.
+        self.fresh = 0
+        self.base, self.series, self.ids, self.texts, self.events = 0, [], [], [], []
+        self.baseline, self.steered = None, set()
+        self.values = np.empty((0, 0), np.float32)
+
+    @property
+    def columns(self):
+        return len(self.ids)
+
+    def merge(self, detail, numbers):
+        self.merged += 1
+        if detail["fresh"]:
+            self.fresh += 1
+            self.base, self.series, self.ids, self.texts = detail["base"], detail["series"], [], []
+            self.values = np.empty((len(self.series), 0), np.float32)
+            self.events, self.steered = [], set()
+        self.baseline = detail.get("baseline", self.baseline)
+        self.events += detail.get("events", [])
+        runs = detail["steered"]
+        for first, end in zip(runs[::2], runs[1::2], strict=True):
+            self.steered |= set(range(first, end))
+        first, end = detail["first"], detail["first"] + detail["count"]
+        assert first <= len(self.ids)
+        self.ids[first:end] = detail["ids"]
+        self.texts[first:end] = detail["texts"]
+        if end > self.values.shape[1]:
+            room = np.full((len(self.series), end - self.values.shape[1]), np.nan, np.float32)
+            self.values = np.concatenate([self.values, room], axis=1)
+        self.values[:, first:end] = numbers.reshape(len(self.series), detail["count"])
+
+
+class Pageless(MergedTokens):
     """The live socket without the page: merges what comes, as the page does."""
 
     def __init__(self, consumer, cookie=None):
+        super().__init__()
         parts = urlsplit(consumer.address)
         self._connecting = connect(
             f"ws://{parts.netloc}/live",
@@ -170,16 +209,11 @@ class Pageless:
         self.rates = []
         self.received_bytes = 0
         self.messages = 0
-        # Messages with tokens.
-        self.merged = 0
-        # How many of these messages sent all tokens again.
-        self.fresh = 0
         # The answers to asks for lenses, in the order in which they came.
         self.lenses = []
-        self.base, self.series, self.ids, self.texts, self.events = 0, [], [], [], []
-        self.baseline, self.steered = None, set()
         self.acks, self.steering = [], None
-        self.values = np.empty((0, 0), np.float32)
+        # The tokens of the request that it is compared with.
+        self.other = MergedTokens()
         # The number of the last update, and whether updates are answered.
         self.seq, self.answers = 0, True
         self._shown = {}
@@ -190,10 +224,6 @@ class Pageless:
 
     def __exit__(self, *why):
         self._connecting.__exit__(*why)
-
-    @property
-    def columns(self):
-        return len(self.ids)
 
     def select(self, key):
         self.subscribe(request=key)
@@ -249,8 +279,13 @@ class Pageless:
         if "lens" in head:
             assert "seq" not in head
             self.lenses.append(head["lens"])
+        rest = numbers
+        if "other" in head:
+            at = head["other"]["at"]
+            numbers, rest = numbers[:at], numbers[at:]
+            self.other.merge(head["other"], rest)
         if "detail" in head:
-            self._merge(head["detail"], numbers)
+            self.merge(head["detail"], numbers)
         else:
             assert not numbers.size
         self.seq = head.get("seq", self.seq)
@@ -260,24 +295,3 @@ class Pageless:
     def see(self):
         """Say that the last update is drawn."""
         self.socket.send(json.dumps({"seen": self.seq, "frame_ms": 1.5}))
-
-    def _merge(self, detail, numbers):
-        self.merged += 1
-        if detail["fresh"]:
-            self.fresh += 1
-            self.base, self.series, self.ids, self.texts = detail["base"], detail["series"], [], []
-            self.values = np.empty((len(self.series), 0), np.float32)
-            self.events, self.steered = [], set()
-        self.baseline = detail.get("baseline", self.baseline)
-        self.events += detail.get("events", [])
-        runs = detail["steered"]
-        for first, end in zip(runs[::2], runs[1::2], strict=True):
-            self.steered |= set(range(first, end))
-        first, end = detail["first"], detail["first"] + detail["count"]
-        assert first <= len(self.ids)
-        self.ids[first:end] = detail["ids"]
-        self.texts[first:end] = detail["texts"]
-        if end > self.values.shape[1]:
-            room = np.full((len(self.series), end - self.values.shape[1]), np.nan, np.float32)
-            self.values = np.concatenate([self.values, room], axis=1)
-        self.values[:, first:end] = numbers.reshape(len(self.series), detail["count"])

@@ -3,7 +3,7 @@
 
 import { Controls, keepFocus } from "./controls.js";
 import { Desk } from "./desk.js";
-import { openExport } from "./extra.js";
+import { Extras, openExport } from "./extra.js";
 import { Feed } from "./feed.js";
 import { Frames } from "./frames.js";
 import { header, noticeOf } from "./header.js";
@@ -49,6 +49,7 @@ const list = new List($("list"), page);
 const tokens = new Tokens($("text"), page);
 const plots = new Plots($("plots"), page);
 const health = new Health($("health"), page);
+const extras = new Extras($("main"), page);
 plots.onChosen = () => tokens.reveal();
 page.announce = (/** @type {string} */ text) => {
   $("announce").textContent = text;
@@ -71,12 +72,17 @@ frames.add("shell", () => {
   const { view } = page.place;
   const has = page.request !== undefined;
   document.body.dataset.view = view;
-  $("request").hidden = view === "health" || !has;
-  $("empty").hidden = view === "health" || has;
+  const own = view === "health" || extras.shows(view);
+  $("request").hidden = own || !has;
+  $("empty").hidden = own || has;
+  extras.draw();
   $("health").hidden = view !== "health";
   const { request } = page;
-  document.title =
-    view === "health" ? "Health · capflow" : request ? `${request.id.slice(0, 60)} · capflow` : "capflow";
+  document.title = own
+    ? `${view[0].toUpperCase()}${view.slice(1)} · capflow`
+    : request
+      ? `${request.id.slice(0, 60)} · capflow`
+      : "capflow";
 });
 frames.add("top", () => {
   render(header(page), $("top"));
@@ -96,7 +102,7 @@ frames.add("controls", () => {
 });
 frames.add("list", () => list.draw());
 frames.add("empty", () => {
-  if (!page.request && page.place.view !== "health") render(emptyState(page), $("empty"));
+  if (!page.request) render(emptyState(page), $("empty"));
 });
 frames.add("head", () => {
   render(requestHead(page), $("request-head"));
@@ -132,6 +138,7 @@ frames.add("plots", () => {
 frames.add("plots-cursor", () => plots.drawCursor());
 frames.add("text-cursor", () => tokens.drawCursor());
 frames.add("token", () => render(tokenPanel(page), $("token")));
+frames.add("extra", () => extras.draw());
 frames.add("health", () => health.draw());
 frames.add("rates", () => health.drawRates());
 
@@ -191,7 +198,7 @@ function take() {
     const { head, numbers } = decode(buffer);
     if (head.hello) greet(head.hello);
     desk.take(head);
-    for (const name of page.store.take(head, numbers, page.key)) changed.add(name);
+    for (const name of page.store.take(head, numbers, page.key, page.otherKey)) changed.add(name);
     if (head.detail && head.detail.key === page.key) {
       written.first = Math.min(written.first, head.detail.first);
       written.end = Math.max(written.end, head.detail.first + head.detail.count);
@@ -208,7 +215,7 @@ function greet(hello) {
     location.reload();
   }
   page.store = new Store();
-  page.key = 0;
+  page.key = page.otherKey = 0;
   desk.greet(hello);
 }
 
@@ -226,6 +233,7 @@ function stale(changed) {
     frames.draw("list", "head");
     if (!page.request) frames.draw("shell", "empty");
   }
+  if (extras.shows(page.place.view) && extras.concerns(changed)) frames.draw("extra");
   if (changed.has("engines")) frames.draw("empty");
   if (changed.has("health")) frames.draw("health");
   if (changed.has("rates")) frames.draw("rates");
@@ -269,8 +277,15 @@ page.onSubscription = () => {
   setTimeout(() => {
     planned = false;
     const { view } = page.place;
-    const request = view === "request" ? page.key : 0;
-    const wanted = JSON.stringify({ request, window: list.window, probe: page.probe, health: view === "health" });
+    const request = view === "request" || view === "compare" ? page.key : 0;
+    const other = view === "compare" ? page.otherKey : 0;
+    const wanted = JSON.stringify({
+      request,
+      other,
+      window: list.window,
+      probe: page.probe,
+      health: view === "health",
+    });
     if (wanted === sent || feed.state === "connecting" || !feed.socket) return;
     sent = wanted;
     feed.send({ subscribe: JSON.parse(wanted) });
@@ -305,7 +320,9 @@ const KEYS = {
     if (getComputedStyle(list.box).display === "none") page.view("requests");
     requestAnimationFrame(() => list.filter.focus());
   },
-  e: () => openExport(page, list, plots),
+  c: () => (page.place.view === "compare" ? page.view("request") : page.compare(page.key)),
+  n: () => extras.next(),
+  e: () => openExport(page, list, plots, extras.pictures()),
   "?": () => openHelp(),
 };
 const OF_REQUEST = new Set([
@@ -360,7 +377,8 @@ function drawHelp() {
 }
 $("top").addEventListener("click", (event) => {
   if (event.target instanceof Element && event.target.closest("#help-open")) openHelp();
-  if (event.target instanceof Element && event.target.closest("#export-open")) openExport(page, list, plots);
+  if (event.target instanceof Element && event.target.closest("#export-open"))
+    openExport(page, list, plots, extras.pictures());
 });
 help.addEventListener("click", (event) => {
   if (event.target === help) help.close();
@@ -380,7 +398,7 @@ document.addEventListener("visibilitychange", () => {
   if (!document.hidden) frames.draw("top", "list", "head", "fresh", "text", "plots", "token", "health", "rates");
 });
 onInks(() => {
-  frames.draw("text", "plots", "plots-cursor", "tools", "rates");
+  frames.draw("text", "plots", "plots-cursor", "tools", "rates", "extra");
 });
 
 frames.draw("shell", "top", "controls", "list", "empty");

@@ -78,8 +78,8 @@ export class ExportSheet {
                 ? html`<div class="export-line"><span>Picture, PNG</span>${shots.map(({ name, picture }) =>
                     button(name, name, async () => {
                       const canvas = picture();
-                      const of = page.place.view === "request" ? `${request?.id ?? ""}-` : "";
-                      if (canvas) await savePicture(canvas, `capflow-${fileName(of)}${name.toLowerCase()}`);
+                      const of = page.place.view === "request" ? `${fileName(request?.id ?? "")}-` : "";
+                      if (canvas) await savePicture(canvas, `capflow-${of}${name.toLowerCase()}`);
                     }),
                   )}</div>`
                 : nothing

@@ -17,6 +17,8 @@ export const KEYS = [
   [["/"], "filter the requests"],
   [["f"], "follow the newest request, or stay"],
   [["p"], "pin the request"],
+  [["c"], "compare with another request, or return"],
+  [["n"], "the first token at which two requests differ"],
   [["e"], "export: link, picture, CSV, Parquet"],
   [["Home", "End"], "first, last token"],
   [["s"], "steer, if the dashboard may"],

@@ -26,6 +26,10 @@ export class Page {
     this.place = nowhere();
     /** The key of the shown request; 0 for none. */
     this.key = 0;
+    /** The key of the request that it is compared with; 0 for none. */
+    this.otherKey = 0;
+    /** The key of the request that was shown before it; 0 for none. */
+    this.earlier = 0;
     this.span = new Span();
     /** Whether the span and the cursor of the address are restored. */
     this.restored = false;
@@ -66,6 +70,12 @@ export class Page {
   get detail() {
     const { detail } = this.store;
     return detail?.key === this.key ? detail : null;
+  }
+
+  /** The tokens of the request that it is compared with. */
+  get other() {
+    const { other } = this.store;
+    return other && other.key === this.otherKey ? other : null;
   }
 
   /** The column of the cursor; null if it is not among the kept ones. */
@@ -233,6 +243,7 @@ export class Page {
   /** @param {number} key */
   show(key) {
     if (key !== this.key) {
+      this.earlier = this.key;
       this.key = key;
       this.hover = null;
       this.span = new Span();
@@ -257,8 +268,40 @@ export class Page {
       } else if (!next) {
         this.key = 0;
       }
+    } else if (place.view === "compare") {
+      this.key = store.find(place.engine, place.id);
+      this.otherKey = store.find(place.engine2, place.id2);
     }
     this.onSubscription();
+  }
+
+  /**
+   * Compare two requests.
+   * @param {number} key
+   * @param {number} [other] by default a pinned one, the one that was shown before, or the newest
+   */
+  compare(key, other = this.opposite(key)) {
+    const [a, b] = [key, other].map((one) => this.store.requests.get(one));
+    if (!a) return;
+    const changes = { engine: a.engine, id: a.id, engine2: b?.engine ?? "", id2: b?.id ?? "" };
+    this.go({ ...changes, view: "compare", hold: true, pos: null, from: null, to: null }, true);
+    this.announce(b ? `Request ${a.id} and request ${b.id}` : `Request ${a.id}: choose a second one`);
+    [this.hover, this.span, this.restored] = [null, new Span(), false];
+    this.resolve();
+    this.frames.draw("shell", "extra");
+  }
+
+  /**
+   * Return the request to compare a request with; 0 if there is none.
+   * @param {number} key
+   */
+  opposite(key) {
+    const { place, store, earlier } = this;
+    for (const [other, { engine, id }] of store.requests) {
+      if (other !== key && place.pins.includes(nameOf(engine, id))) return other;
+    }
+    if (earlier !== key && store.requests.has(earlier)) return earlier;
+    return [...store.requests.keys()].findLast((other) => other !== key) ?? 0;
   }
 
   /** @param {boolean} hold */

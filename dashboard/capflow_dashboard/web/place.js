@@ -1,11 +1,15 @@
 // @ts-check
-// Place: what the page shows, as its address: `#/r/ENGINE/ID?pos=37&by=probe:code`. Pure.
+// Place: what the page shows, as its address: `#/r/ENGINE/ID?pos=37&by=probe:code`, or
+// `#/compare/ENGINE/ID/ENGINE/ID`. Pure.
 
 /**
  * @typedef {object} Place
- * @property {"requests" | "request" | "health"} view
+ * @property {"requests" | "request" | "compare" | "health"} view
  * @property {string} engine of the request; empty, as the id is, for the newest one
  * @property {string} id
+ * @property {string} engine2 of the request that it is compared with; empty, as the id is, for none
+ * @property {string} id2
+ * @property {"start" | "generated"} align from which token on two requests are beside each other
  * @property {number | null} pos the position of the cursor
  * @property {string} by what colours the tokens: `probe:NAME`, a site, or empty for the default
  * @property {"z" | "ratio" | "log" | "raw"} scale
@@ -26,6 +30,9 @@ export function nowhere() {
     view: "request",
     engine: "",
     id: "",
+    engine2: "",
+    id2: "",
+    align: "start",
     pos: null,
     by: "",
     scale: "z",
@@ -42,6 +49,7 @@ export function nowhere() {
 }
 
 const CHOICES = {
+  align: ["start", "generated"],
   scale: ["z", "ratio", "log", "raw"],
   ref: ["request", "baseline"],
   heat: ["norms", "change", "probes"],
@@ -69,13 +77,27 @@ function wellFormed(text) {
 export function write(place) {
   const usual = nowhere();
   const query = new URLSearchParams();
-  for (const name of /** @type {const} */ (["pos", "by", "scale", "ref", "heat", "from", "to", "q", "sort", "probe"])) {
+  const names = /** @type {const} */ ([
+    "pos",
+    "by",
+    "scale",
+    "ref",
+    "heat",
+    "from",
+    "to",
+    "q",
+    "sort",
+    "probe",
+    "align",
+  ]);
+  for (const name of names) {
     if (place[name] !== usual[name]) query.set(name, wellFormed(String(place[name])));
   }
   if (place.hold) query.set("hold", "1");
   for (const pin of place.pins.slice(0, PINS_MAX)) query.append("pin", pin);
-  const path =
-    place.view !== "request" ? place.view : place.id || place.engine ? `r/${nameOf(place.engine, place.id)}` : "";
+  let path = place.view === "request" ? "" : place.view;
+  if (place.view === "request" && (place.id || place.engine)) path = `r/${nameOf(place.engine, place.id)}`;
+  if (place.view === "compare") path += `/${nameOf(place.engine, place.id)}/${nameOf(place.engine2, place.id2)}`;
   return `#/${path}${query.size ? `?${query}` : ""}`;
 }
 
@@ -91,6 +113,10 @@ export function read(hash) {
   if (parts[0] === "r" && parts.length === 3) {
     const [engine, id] = [decoded(parts[1]), decoded(parts[2])];
     if (engine !== null && id !== null) Object.assign(place, { view: "request", engine, id });
+  } else if (parts[0] === "compare" && parts.length === 5) {
+    const names = parts.slice(1).map(decoded);
+    const [engine, id, engine2, id2] = names.map((name) => name ?? "");
+    if (!names.includes(null)) Object.assign(place, { view: "compare", engine, id, engine2, id2, hold: true });
   } else if (parts[0] === "health" || parts[0] === "requests") {
     place.view = parts[0];
   }
@@ -101,11 +127,11 @@ export function read(hash) {
   }
   if (place.from === null || place.to === null || place.from >= place.to) place.from = place.to = null;
   for (const name of /** @type {const} */ (["by", "q", "sort", "probe"])) place[name] = query.get(name) ?? place[name];
-  for (const name of /** @type {const} */ (["scale", "ref", "heat"])) {
+  for (const name of /** @type {const} */ (["scale", "ref", "heat", "align"])) {
     const text = query.get(name) ?? "";
     if (CHOICES[name].includes(text)) Object.assign(place, { [name]: text });
   }
-  place.hold = query.get("hold") === "1";
+  place.hold = query.get("hold") === "1" || place.view === "compare";
   place.pins = query.getAll("pin").slice(0, PINS_MAX);
   return place;
 }

@@ -23,6 +23,7 @@ export const VERSION = 1;
  * @typedef {{key: number, base: number, first: number, count: number, ids: number[], texts: (string | null)[],
  *   steered: number[], fresh: boolean, series?: Series[], baseline?: Baseline | null,
  *   events?: SteeringEvent[]}} DetailNews
+ * @typedef {DetailNews & {at: number}} OtherNews at: where its numbers begin
  * @typedef {{t: number, state: "live" | "stale" | "ended", silent_s: number, lag_s: number | null,
  *   skipped_rows: number}} Heartbeat
  * @typedef {{vectors: {name: string, site: string}[], modules: string[], ratio_max: number, lease_s: number,
@@ -39,9 +40,9 @@ export const VERSION = 1;
  * @typedef {{last: number, tokens: number[], rows: number[], bytes: number[]}} RatesNews
  * @typedef {{hello?: Hello, heartbeat?: Heartbeat, seq?: number, engines?: Engine[], counts?: Counts,
  *   rates?: RatesNews, requests?: (Partial<RequestSummary> & {key: number})[],
- *   sparks?: Record<string, (number | null)[]>, gone?: number[], detail?: DetailNews,
+ *   sparks?: Record<string, (number | null)[]>, gone?: number[], detail?: DetailNews, other?: OtherNews,
  *   health?: {status: any}, acks?: Ack[], steering?: {frozen: boolean, holds: Held[]}}} Head
- * @typedef {{request: number, window: number[], probe: string, health: boolean}} Subscription
+ * @typedef {{request: number, other: number, window: number[], probe: string, health: boolean}} Subscription
  */
 
 const reader = new TextDecoder();

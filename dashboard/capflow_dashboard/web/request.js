@@ -34,6 +34,9 @@ export function requestHead(page) {
         .map((hold) => html`<span class="badge held">steering: ${holdText(hold, page.desk?.name ?? "")}</span>`)}
       <button type="button" class="pin" aria-pressed=${pinned ? "true" : "false"} aria-label="Pin" title="Pin (p)"
         @click=${() => page.pin(request.key)}>${pinned ? "★" : "☆"}</button>
+      <span class="gap"></span>
+      <button type="button" class="small" id="compare-open" title="Compare with another request (c)"
+        @click=${() => page.compare(request.key)}>Compare</button>
     </div>
     <p class="soft request-facts" id="request-facts">${
       several ? html`<bdi>${visible(request.engine)}</bdi> · ` : nothing

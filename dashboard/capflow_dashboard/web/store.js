@@ -29,6 +29,8 @@ export class Store {
     this.sparks = new Map();
     /** @type {Detail | null} */
     this.detail = null;
+    /** The tokens of the request that it is compared with. @type {Detail | null} */
+    this.other = null;
     /** @type {any} */
     this.status = null;
   }
@@ -38,8 +40,9 @@ export class Store {
    * @param {Head} head
    * @param {Float32Array} numbers
    * @param {number} selected the key of the request whose tokens are wanted
+   * @param {number} [other] the key of the request that it is compared with
    */
-  take(head, numbers, selected) {
+  take(head, numbers, selected, other = 0) {
     /** @type {Set<string>} */ const changed = new Set();
     for (const name of /** @type {const} */ (["hello", "heartbeat", "engines", "counts"])) {
       if (!head[name]) continue;
@@ -65,6 +68,7 @@ export class Store {
     for (const news of head.requests ?? []) this.takeRequest(news);
     for (const [key, spark] of Object.entries(head.sparks ?? {})) this.sparks.set(Number(key), spark);
     if (head.requests || head.gone || head.sparks) changed.add("requests");
+    if (head.other && head.other.key === other) this.takeOther(head.other, numbers.subarray(head.other.at), changed);
     if (head.detail && head.detail.key === selected) this.takeDetail(head.detail, numbers, changed);
     else if (head.requests && this.detail) this.refer(changed);
     return changed;
@@ -100,6 +104,18 @@ export class Store {
     if (!this.detail || this.detail.key !== news.key || this.detail.base !== news.base) return;
     if (this.detail.take(news, numbers, this.facts(news.key))) changed.add("colours");
     changed.add("detail");
+  }
+
+  /**
+   * @param {import("./protocol.js").OtherNews} news
+   * @param {Float32Array} numbers
+   * @param {Set<string>} changed
+   */
+  takeOther(news, numbers, changed) {
+    if (news.fresh) this.other = new Detail(news);
+    if (!this.other || this.other.key !== news.key || this.other.base !== news.base) return;
+    this.other.take(news, numbers, this.facts(news.key));
+    changed.add("other");
   }
 
   /** @param {Set<string>} changed */
