@@ -10,6 +10,7 @@ import { header, noticeOf } from "./header.js";
 import { Health } from "./health.js";
 import { emptyState, helpSheet, restoreTheme } from "./help.js";
 import { onInks } from "./inks.js";
+import { Lens } from "./lens.js";
 import { List } from "./list.js";
 import { html, render } from "./lit.js";
 import { claimName, nextNumber } from "./naming.js";
@@ -190,6 +191,10 @@ const desk = new Desk(name, {
 });
 const controls = new Controls(page, desk, { bar: $("controls"), panel: $("steer") });
 page.desk = desk;
+page.lens = new Lens(
+  (message) => feed.send(message),
+  () => frames.draw("token"),
+);
 
 function take() {
   if (!waiting.length) return;
@@ -198,6 +203,7 @@ function take() {
     const { head, numbers } = decode(buffer);
     if (head.hello) greet(head.hello);
     desk.take(head);
+    if (head.lens) page.lens?.take(head.lens);
     for (const name of page.store.take(head, numbers, page.key, page.otherKey)) changed.add(name);
     if (head.detail && head.detail.key === page.key) {
       written.first = Math.min(written.first, head.detail.first);
@@ -216,6 +222,7 @@ function greet(hello) {
   }
   page.store = new Store();
   page.key = page.otherKey = 0;
+  page.lens?.clear();
   desk.greet(hello);
 }
 
@@ -315,6 +322,10 @@ const KEYS = {
   f: () => page.hold(!page.place.hold),
   p: () => page.pin(page.key),
   s: () => controls.toggle(),
+  l: () => {
+    if (page.detail && page.cursor !== null && page.store.hello?.lens)
+      page.lens?.ask(page.key, page.detail.base + page.cursor);
+  },
   "/": () => {
     if (page.place.view === "health") page.view("requests");
     if (getComputedStyle(list.box).display === "none") page.view("requests");

@@ -21,6 +21,7 @@ export const KEYS = [
   [["n"], "the first token at which two requests differ"],
   [["e"], "export: link, picture, CSV, Parquet"],
   [["Home", "End"], "first, last token"],
+  [["l"], "the logit lens of the token, if the dashboard has one"],
   [["s"], "steer, if the dashboard may"],
   [["Shift", "K"], "stop all steering at once, everywhere"],
   [["Esc"], "leave the filter, the cursor, this sheet"],

@@ -49,6 +49,8 @@ export class Page {
     this.say = () => {};
     /** What is steered; null until the page has its name. @type {import("./desk.js").Desk | null} */
     this.desk = null;
+    /** @type {import("./lens.js").Lens | null} */
+    this.lens = null;
     /** Called when the subscription may have changed. */
     this.onSubscription = () => {};
   }

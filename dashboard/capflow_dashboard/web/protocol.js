@@ -35,13 +35,15 @@ export const VERSION = 1;
  *   position?: number | null, reason?: string}} Ack
  * @typedef {{request: number, kind: "steer" | "gain", name: string, mode: "add" | "remove", ratio: number,
  *   page: string}} Held what a page holds on a request; on all with 0
+ * @typedef {{layer: number, site: string, tokens: [number, string | null, number][]}} LensLayer
+ * @typedef {{id: number, request: number, position: number, layers: LensLayer[], error: string}} LensAnswer
  * @typedef {{open: number, done: number, not_kept: number, dropped: Record<string, number>, tokens: number,
  *   rows: number, bytes: number}} Counts
  * @typedef {{last: number, tokens: number[], rows: number[], bytes: number[]}} RatesNews
  * @typedef {{hello?: Hello, heartbeat?: Heartbeat, seq?: number, engines?: Engine[], counts?: Counts,
  *   rates?: RatesNews, requests?: (Partial<RequestSummary> & {key: number})[],
  *   sparks?: Record<string, (number | null)[]>, gone?: number[], detail?: DetailNews, other?: OtherNews,
- *   health?: {status: any}, acks?: Ack[], steering?: {frozen: boolean, holds: Held[]}}} Head
+ *   health?: {status: any}, acks?: Ack[], steering?: {frozen: boolean, holds: Held[]}, lens?: LensAnswer}} Head
  * @typedef {{request: number, other: number, window: number[], probe: string, health: boolean}} Subscription
  */
 

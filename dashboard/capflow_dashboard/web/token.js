@@ -3,6 +3,7 @@
 // its own; `SECTIONS` names them in order.
 
 import { clock, number, show, tokenText, visible } from "./format.js";
+import { lensSection } from "./lensview.js";
 import { html, nothing, svg } from "./lit.js";
 import { z } from "./scale.js";
 
@@ -15,7 +16,7 @@ const Z_SHOWN = 6;
 const EVENTS_SHOWN = 200;
 
 /** @type {Section[]} */
-const SECTIONS = [facts, probes, layers];
+const SECTIONS = [facts, probes, lensSection, layers];
 
 /** @param {Page} page */
 export function tokenPanel(page) {
