@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from capflow_dashboard import limits
 from capflow_dashboard.record import LIVE, RecordCopy, RequestRecord
 from capflow_dashboard.series import Measures, Values
 from capflow_dashboard.steering import Target
+from capflow_dashboard.views.population import Population
 from capflow_dashboard.views.rates import RateSeries
 
 
@@ -48,6 +49,8 @@ class PageState:
     sparks: the sparklines that it has, each with the version of its record.
     drops: how many records had been dropped when it last got the list.
     status_s: the time of the hub's counters that it has.
+    population: the engine whose population it shows, of its probe; empty for none.
+    population_s: when it last got that.
     other: what it has of the request that it compares with, in the fields of one request; None for no such request.
     """
 
@@ -65,6 +68,8 @@ class PageState:
     sparks: dict[int, tuple[int, list[float | None]]] = field(default_factory=dict)
     drops: int = 0
     status_s: float = -np.inf
+    population: str = ""
+    population_s: float = -np.inf
     other: PageState | None = None
 
 
@@ -84,6 +89,7 @@ class RecordOwner(NamedTuple):
 @dataclass
 class _Engine:
     measures: Measures
+    population: Population
     # The last counted step, by data-parallel replica.
     step_last: dict[int, int] = field(default_factory=dict)
 
@@ -107,6 +113,8 @@ class Board:
     ) -> None:
         # What is shown: `live` and a hub's address, or `stored` and a name.
         self.source = ("live", "")
+        # Whether each request has the positive label, by its id; set before the first engine comes.
+        self.labels: Mapping[str, bool] = {}
         self.requests_max = requests_max
         self.tokens_max = tokens_max
         self._clock = clock
@@ -159,8 +167,11 @@ class Board:
         with self._lock:
             before = self._engines.get(engine)
             if before is not None and before.measures.is_like(measures):
-                measures = before.measures
-            self._engines[engine] = _Engine(measures)
+                measures, population = before.measures, before.population
+            else:
+                first = measures.norms_count
+                population = Population(measures.series[first:], first, self.labels, self._clock)
+            self._engines[engine] = _Engine(measures, population)
             self._engines_version = self._next()
             self._gone.discard(engine)
         return measures.problems
@@ -178,6 +189,7 @@ class Board:
         self._count(header)
         with self._lock:
             measures = self._engines[header.engine].measures
+            population = self._engines[header.engine].population
         parts = [(block, *measures.of(block.sites, rows)) for block, rows in frame.blocks()]
         steered = [_steered(request) for request in header.requests]
         # Data sets have no times.
@@ -187,6 +199,7 @@ class Board:
             for block, indices, values in parts:
                 if measures.baseline.add(indices, values):
                     self._engines_version = version
+                population.add(indices, values)
                 for number, start, length, row in block.spans:
                     request = header.requests[number]
                     record = self._record(header.engine, request, start, time_s)
@@ -217,6 +230,9 @@ class Board:
             self._counts_version = self._next()
             if record is not None:
                 record.end(self._version, done.status, done.prompt_length, lost)
+                engine = self._engines.get(done.engine)
+                if engine is not None and engine.measures is record.measures:
+                    engine.population.finish(record.id, record.pooled())
 
     def note(self, answered: Answered) -> None:
         """Add an event of a request's steering to its record."""
@@ -274,12 +290,15 @@ class Board:
         *,
         health: bool = False,
         other: int = 0,
+        population: str = "",
     ) -> None:
         """Note what a page shows: one or two requests (0 for none), rows of the list, a probe, the hub's counters."""
         with self._lock:
             if probe != page.probe:
                 page.sparks = {}
-            page.window, page.probe, page.health = tuple(window), probe, health
+            if (population, probe) != (page.population, page.probe):
+                page.population_s = -np.inf
+            page.window, page.probe, page.health, page.population = tuple(window), probe, health, population
             self._viewers[page.selected] -= 1
             page.selected = key
             self._viewers[key] += 1
@@ -332,6 +351,7 @@ class Board:
             if page.health and self._status_at > page.status_s:
                 head["health"] = {"status": self._status}
                 page.status_s = self._status_at
+            self._add_population(page, head)
             self._add_list(page, head)
             if self._version > page.version:
                 if page.detail[0] != page.selected:
@@ -392,6 +412,16 @@ class Board:
         if due:
             page.listed_s = now
             self._add_sparks(page, head)
+
+    def _add_population(self, page: PageState, head: dict[str, Any]) -> None:
+        """Add the population that the page shows, `limits.POPULATIONS_PER_S_MAX` times a second."""
+        engine = self._engines.get(page.population)
+        if engine is None or self._clock() - page.population_s < 1 / limits.POPULATIONS_PER_S_MAX:
+            return
+        page.population_s = self._clock()
+        fields = engine.population.fields(page.probe)
+        if fields is not None:
+            head["population"] = {"engine": page.population, **fields}
 
     def _add_sparks(self, page: PageState, head: dict[str, Any]) -> None:
         sparks = {}

@@ -36,6 +36,7 @@ class PageSetup(msgspec.Struct, frozen=True, tag_field="type", tag="setup"):
     allow_steering: whether pages may act.
     vectors: those that pages may name, as `NAME=FILE`.
     modules: the engines' modules that pages may name.
+    labels: a file with the labels of requests; empty for none.
     """
 
     host: str
@@ -49,6 +50,7 @@ class PageSetup(msgspec.Struct, frozen=True, tag_field="type", tag="setup"):
     allow_steering: bool = False
     vectors: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
+    labels: str = ""
 
 
 class EngineMet(msgspec.Struct, frozen=True, tag_field="type", tag="engine"):

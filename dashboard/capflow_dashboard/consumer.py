@@ -58,6 +58,7 @@ class DashboardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allow_steering: whether a page may steer and abort requests; otherwise it only shows.
     vectors: vector files that a page may use, each as `NAME=FILE`.
     modules: modules of the engines that a page may scale.
+    labels: a file with the labels of requests, as `capflow probe` reads it.
     """
 
     port: int = 8765
@@ -72,6 +73,7 @@ class DashboardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allow_steering: bool = False
     vectors: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
+    labels: str | None = None
 
 
 class WatchedHub(Protocol):
@@ -151,6 +153,10 @@ class Dashboard(Consumer):
             got = "vectors" if config.vectors else "modules"
             raise UsageError(explain("consumers.dashboard.allow_steering", got=f"false, with {got}", expected="true"))
         load_vectors(config.vectors, "consumers.dashboard.vectors")
+        if config.labels is not None:
+            from capflow_dashboard.serving import labels_of
+
+            labels_of(config.labels)
         self._token = read_token(config.token_file) or new_token()
         self._try_port()
 
@@ -176,6 +182,7 @@ class Dashboard(Consumer):
             self.config.allow_steering,
             self.config.vectors,
             self.config.modules,
+            self.config.labels or "",
         )
         process = PageProcess(setup, context.count, self._act)
         process.start()

@@ -68,6 +68,16 @@ PING_S = 20.0
 # How long a connection may take to send its request.
 OPEN_S_MAX = 3.0
 
+# The bins of a histogram of scores, and how much of the range of the first scores is added at each end: requests have
+# higher scores than most tokens.
+POPULATION_BINS = 200
+POPULATION_PAD = 0.3
+POPULATIONS_PER_S_MAX = 1
+# The charts of what fired.
+RATES_MINUTES = 60
+# A file of labels: about a million requests.
+LABELS_BYTES_MAX = 64 * MIB
+
 # Rows of an export that are written at a time: tens of milliseconds, between which others have their turn.
 EXPORT_ROWS = 1024
 EXPORT_PART_BYTES = 256 * KIB

@@ -226,6 +226,27 @@ class RequestRecord:
         edges = np.linspace(0, self.count, min(limits.SPARK_LENGTH, self.count) + 1).astype(int)[:-1]
         return [_number(value) for value in np.maximum.reduceat(scores, edges)]
 
+    def pooled(self) -> list[float | None]:
+        """Return the score of the request of each probe: what its pooling makes of all tokens, by default the highest.
+
+        None for a probe without finite scores.
+        """
+        first = self.measures.norms_count
+        scores = self._values[first:, : self.count]
+        highest, total, counted, _ = _folded(scores, self._scores_before, self.measures.thresholds)
+        result: list[float | None] = []
+        for number, series in enumerate(self.measures.series[first:]):
+            finite = np.flatnonzero(np.isfinite(scores[number]))
+            if not counted[number]:
+                result.append(None)
+            elif series.pool == "mean":
+                result.append(float(total[number] / counted[number]))
+            elif series.pool == "last":
+                result.append(float(scores[number, finite[-1]]) if finite.size else None)
+            else:
+                result.append(float(highest[number]))
+        return result
+
     def _probes(self) -> list[list[float | int | None]]:
         """Return of each probe the highest, the mean and the last score, and at how many tokens it fires."""
         first = self.measures.norms_count

@@ -296,7 +296,13 @@ class PageServer:
                     asks.put(message.lens)
                 elif (shown := message.subscribe) is not None:
                     self._board.look(
-                        page, shown.request, shown.window, shown.probe, health=shown.health, other=shown.other
+                        page,
+                        shown.request,
+                        shown.window,
+                        shown.probe,
+                        health=shown.health,
+                        other=shown.other,
+                        population=shown.population,
                     )
                     self._tell_health()
         except RemoteProtocolError as e:

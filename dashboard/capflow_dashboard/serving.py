@@ -11,14 +11,17 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from capflow.capture.frame import Frame
-from capflow.errors import CapflowError, UsageError
+from capflow.errors import CapflowError, UsageError, explain
 from capflow.probes.kinds import load_probes
+from capflow.probes.labels import read_labels
 from capflow.probes.probe import Scorer
 from capflow.steering.action import Action
 from capflow.system import descriptors
+from capflow_dashboard import limits
 from capflow_dashboard.board import Board
 from capflow_dashboard.channel import (
     ActionAnswered,
@@ -97,6 +100,18 @@ def desk_of(setup: PageSetup, board: Board, send: Callable[[Action], None]) -> S
     )
 
 
+def labels_of(path: str) -> dict[str, bool]:
+    """Return whether each request has the positive label. Raises UsageError for a file that cannot be used."""
+    where = "consumers.dashboard.labels"
+    try:
+        size = Path(path).stat().st_size
+    except OSError as e:
+        raise UsageError(explain(where, got=f"{path}: {e.strerror}", expected="a file of labels")) from e
+    if size > limits.LABELS_BYTES_MAX:
+        raise UsageError(explain(where, got=f"{path}, {size} bytes", expected=f"{limits.LABELS_BYTES_MAX} or fewer"))
+    return read_labels(Path(path), None, where=where)
+
+
 def serve(channel: Channel) -> None:
     """Serve the page that the first message of a channel describes, until the channel ends."""
     try:
@@ -108,6 +123,8 @@ def serve(channel: Channel) -> None:
     board.source = setup.kind, setup.name
     rows = KeptRows()
     try:
+        if setup.labels:
+            board.labels = labels_of(setup.labels)
         desk = desk_of(setup, board, lambda action: _tell(channel, ActionWanted(action)))
     except CapflowError as e:
         _tell(channel, StartFailed(str(e), isinstance(e, UsageError)))

@@ -17,6 +17,7 @@ has these keys; a key without news is left out:
 | gone | keys of requests that were dropped from the board |
 | detail | tokens of the selected request: columns `first .. first+count`, at positions `base + column` |
 | other | as `detail`, of the request that it is compared with; its numbers begin at number `at` of the message |
+| population | once a second, of one engine and probe: histograms of tokens and requests by bin, and what fired |
 | health | the hub's counters, as `capflow status --json` prints them |
 | acks | answers to its actions: `id`; `state`: applied, rejected, unknown or waiting; `step`, `position`, `reason` |
 | steering | what is held by all pages: `frozen`, and `holds`, each with request, kind, name, mode, ratio and page |
@@ -35,7 +36,7 @@ A page sends text, one of these:
 
 | message | meaning |
 |---|---|
-| `{"subscribe": {"request": KEY, "other": KEY, "window": [KEY, …], "probe": NAME, "health": BOOL}}` | what it shows |
+| `{"subscribe": {"request": KEY, "other": KEY, "window": [KEY, …], "probe": NAME, …}}` | what it shows: `Subscribe` |
 | `{"seen": SEQ, "frame_ms": NUMBER}` | it has drawn an update; its 95th percentile of the time of a frame |
 | `{"act": {"id": N, "kind": KIND, …}}` | an action, as `capflow_dashboard.steering.PageAction`; with the right only |
 | `{"alive": NAME}` | its name, and that what it holds goes on; once a second while it holds something |
@@ -71,6 +72,7 @@ class Subscribe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     window: the keys of the requests in view, in the list.
     probe: the probe whose sparklines it shows.
     health: whether it shows the hub's counters.
+    population: the engine whose population of `probe` it shows; empty for none.
     """
 
     request: _Key = 0
@@ -78,6 +80,7 @@ class Subscribe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     window: Annotated[tuple[_Key, ...], msgspec.Meta(max_length=limits.WINDOW_MAX)] = ()
     probe: str = ""
     health: bool = False
+    population: str = ""
 
 
 class LensAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -19,8 +19,8 @@ from capflow.capture.frame import Frame
 from capflow.capture.result import RequestDone
 from capflow.capture.site import Site
 from capflow.cli.probe.command import probe
-from capflow.cli.probe.labels import read_labels
 from capflow.errors import CapflowError, UsageError
+from capflow.probes.labels import read_labels
 from capflow.probes.probe import Probe, save_vector
 from capflow_consumers.duckdb.consumer import DuckdbConfig, DuckdbConsumer
 from capflow_consumers.filesystem.consumer import FilesystemConfig, FilesystemConsumer

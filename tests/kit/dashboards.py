@@ -20,7 +20,7 @@ from capflow_dashboard.lens.desk import LensDesk
 from capflow_dashboard.lens.rows import KeptRows
 from capflow_dashboard.pages import PageFiles
 from capflow_dashboard.server import PageServer
-from capflow_dashboard.serving import BoardWriter, desk_of
+from capflow_dashboard.serving import BoardWriter, desk_of, labels_of
 from tests.kit.checked import checked
 from tests.kit.frames import row_of
 
@@ -51,6 +51,7 @@ class NearProcess:
 
     def __init__(self, setup, on_count, on_action):
         self.board = Board(setup.requests_max, setup.tokens_max)
+        self.board.labels = labels_of(setup.labels) if setup.labels else {}
         self.desk = desk_of(setup, self.board, on_action)
         self.rows = KeptRows()
         self.lens = LensDesk(self.board, self.rows)
@@ -212,6 +213,7 @@ class Pageless(MergedTokens):
         # The answers to asks for lenses, in the order in which they came.
         self.lenses = []
         self.acks, self.steering = [], None
+        self.population = {}
         # The tokens of the request that it is compared with.
         self.other = MergedTokens()
         # The number of the last update, and whether updates are answered.
@@ -272,6 +274,7 @@ class Pageless(MergedTokens):
             self.requests[request["key"]] = self.requests.get(request["key"], {}) | request
         self.sparks |= head.get("sparks", {})
         self.health = head.get("health", self.health)
+        self.population = head.get("population", self.population)
         self.acks += head.get("acks", [])
         self.steering = head.get("steering", self.steering)
         for key in head.get("gone", []):

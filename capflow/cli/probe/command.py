@@ -186,7 +186,7 @@ def _check_out(out: Path) -> None:
 def _read(data: Path, labels: Path, positive: str | None, site: Any, positions: str) -> Any:
     from capflow.capture.positions import Positions
     from capflow.cli.probe.labelled import LabelledRows
-    from capflow.cli.probe.labels import read_labels
+    from capflow.probes.labels import read_labels
 
     wanted = read_labels(labels, positive)
     rows = LabelledRows.read(data, wanted, site, Positions.parse(positions, where="--positions"))

@@ -286,11 +286,13 @@ page.onSubscription = () => {
     const { view } = page.place;
     const request = view === "request" || view === "compare" ? page.key : 0;
     const other = view === "compare" ? page.otherKey : 0;
+    const shown = view === "population" ? page.populated : { engine: "", probe: page.probe };
     const wanted = JSON.stringify({
       request,
       other,
       window: list.window,
-      probe: page.probe,
+      probe: shown.probe,
+      population: shown.engine,
       health: view === "health",
     });
     if (wanted === sent || feed.state === "connecting" || !feed.socket) return;
@@ -327,7 +329,7 @@ const KEYS = {
       page.lens?.ask(page.key, page.detail.base + page.cursor);
   },
   "/": () => {
-    if (page.place.view === "health") page.view("requests");
+    if (page.place.view === "health" || extras.shows(page.place.view)) page.view("requests");
     if (getComputedStyle(list.box).display === "none") page.view("requests");
     requestAnimationFrame(() => list.filter.focus());
   },

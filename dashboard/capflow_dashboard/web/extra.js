@@ -29,6 +29,10 @@ const VIEWS = {
     load: async () => (await import("./compare.js")).CompareView,
     news: ["requests", "detail", "colours", "fresh", "other", "hello"],
   },
+  population: {
+    load: async () => (await import("./population.js")).PopulationView,
+    news: ["population", "engines", "hello"],
+  },
 };
 
 /** The views that are loaded when they are first shown. */
@@ -74,9 +78,15 @@ export class Extras {
     const entry = { box, view: null };
     this.views.set(name, entry);
     this.main.append(box);
-    const [Kind] = await Promise.all([VIEWS[name].load(), style()]);
-    entry.view = new Kind(box, this.page);
-    this.page.frames.draw("extra");
+    try {
+      const [Kind] = await Promise.all([VIEWS[name].load(), style()]);
+      entry.view = new Kind(box, this.page);
+      this.page.frames.draw("extra");
+    } catch {
+      // The server is gone, which the page says. It is loaded again when the view is drawn again.
+      box.remove();
+      this.views.delete(name);
+    }
   }
 
   get view() {
@@ -106,5 +116,10 @@ export async function openExport(page, list, plots, shots) {
   sheet ??= Promise.all([import("./export.js"), style()]).then(
     ([{ ExportSheet }]) => new ExportSheet(page, list, plots),
   );
-  (await sheet).open(shots);
+  try {
+    (await sheet).open(shots);
+  } catch {
+    // The server is gone, which the page says.
+    sheet = null;
+  }
 }

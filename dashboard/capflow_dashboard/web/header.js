@@ -29,12 +29,16 @@ export function header(page) {
   const name = store.hello?.source?.name;
   const stored = state === "stored";
   const lag = stored ? null : (heartbeat?.lag_s ?? null);
-  const tab = (/** @type {"requests" | "health"} */ view, /** @type {string} */ name) => html`<button type="button"
-    class="tab" aria-current=${(place.view === "health") === (view === "health") ? "page" : nothing}
-    @click=${() => page.view(view === "requests" && place.view === "health" ? "request" : view)}>${name}</button>`;
+  const current = place.view === "health" || place.view === "population" ? place.view : "requests";
+  const tab = (/** @type {"requests" | "population" | "health"} */ view, /** @type {string} */ name) =>
+    html`<button type="button" class="tab" aria-current=${view === current ? "page" : nothing}
+    @click=${() => page.view(view === "requests" && current !== "requests" ? "request" : view)}>${name}</button>`;
   return html`
     <div class="brand"><img src="icon.svg" alt="" width="22" height="22"><h1>capflow</h1></div>
-    <nav class="tabs" aria-label="Views">${tab("requests", "Requests")}${tab("health", "Health")}</nav>
+    <nav class="tabs" aria-label="Views">${tab("requests", "Requests")}${tab("population", "Population")}${tab(
+      "health",
+      "Health",
+    )}</nav>
     <div class="engines">${engines(store)}</div>
     <dl class="facts">
       <div><dt>live</dt><dd>${count(counts?.open ?? 0)}</dd></div>

@@ -100,6 +100,15 @@ export class Page {
     return names.includes(this.place.probe) ? this.place.probe : (names[0] ?? "");
   }
 
+  /** The engine and the probe whose population is shown. */
+  get populated() {
+    const { place, store, probe } = this;
+    const engines = store.engines.filter((one) => one.probes.length);
+    const engine = engines.find((one) => one.name === place.engine) ?? engines.find((one) => !one.gone) ?? engines[0];
+    const named = engine?.probes.find((one) => one.name === probe) ?? engine?.probes[0];
+    return { engine: engine?.name ?? "", probe: named?.name ?? "" };
+  }
+
   /** Whether what is shown is old: silent, stale, lost or ended. */
   get state() {
     if (this.link !== "open") return this.link;

@@ -24,6 +24,9 @@ export const VERSION = 1;
  *   steered: number[], fresh: boolean, series?: Series[], baseline?: Baseline | null,
  *   events?: SteeringEvent[]}} DetailNews
  * @typedef {DetailNews & {at: number}} OtherNews at: where its numbers begin
+ * @typedef {{engine: string, probe: string, site: string, pool: string, threshold: number, fixed: boolean,
+ *   edges: number[], tokens: number[], requests: number[][], odd: number, labels: number,
+ *   seconds: [number, number][], minutes: [number, number][]}} Population
  * @typedef {{t: number, state: "live" | "stale" | "ended", silent_s: number, lag_s: number | null,
  *   skipped_rows: number}} Heartbeat
  * @typedef {{vectors: {name: string, site: string}[], modules: string[], ratio_max: number, lease_s: number,
@@ -43,8 +46,10 @@ export const VERSION = 1;
  * @typedef {{hello?: Hello, heartbeat?: Heartbeat, seq?: number, engines?: Engine[], counts?: Counts,
  *   rates?: RatesNews, requests?: (Partial<RequestSummary> & {key: number})[],
  *   sparks?: Record<string, (number | null)[]>, gone?: number[], detail?: DetailNews, other?: OtherNews,
- *   health?: {status: any}, acks?: Ack[], steering?: {frozen: boolean, holds: Held[]}, lens?: LensAnswer}} Head
- * @typedef {{request: number, other: number, window: number[], probe: string, health: boolean}} Subscription
+ *   population?: Population, health?: {status: any}, acks?: Ack[], steering?: {frozen: boolean, holds: Held[]},
+ *   lens?: LensAnswer}} Head
+ * @typedef {{request: number, other: number, window: number[], probe: string, population: string,
+ *   health: boolean}} Subscription
  */
 
 const reader = new TextDecoder();

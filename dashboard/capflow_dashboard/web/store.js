@@ -31,6 +31,8 @@ export class Store {
     this.detail = null;
     /** The tokens of the request that it is compared with. @type {Detail | null} */
     this.other = null;
+    /** @type {import("./protocol.js").Population | null} */
+    this.population = null;
     /** @type {any} */
     this.status = null;
   }
@@ -55,6 +57,10 @@ export class Store {
         this.rates[name] = [...this.rates[name], ...head.rates[name]].slice(-RATES_S);
       }
       changed.add("rates");
+    }
+    if (head.population) {
+      this.population = head.population;
+      changed.add("population");
     }
     if (head.health) {
       this.status = head.health.status;

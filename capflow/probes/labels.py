@@ -20,10 +20,13 @@ _NAMED_MAX = 8
 _EXPECTED = 'a request and a label, {"request": "…", "label": "…"}'
 
 
-def read_labels(path: Path, positive: str | None) -> dict[str, bool]:
-    """Return whether each request has the positive label. Raises UsageError with the file and the line."""
+def read_labels(path: Path, positive: str | None, *, where: str = "--labels") -> dict[str, bool]:
+    """Return whether each request has the positive label. Raises UsageError with the file and the line.
+
+    where: the option that names the file, for errors.
+    """
     labels: dict[str, str] = {}
-    for number, entry in _lines(path):
+    for number, entry in _lines(path, where):
         request, label = (
             (entry.get(field) for field in ("request", "label")) if isinstance(entry, dict) else (None, None)
         )
@@ -54,13 +57,13 @@ def _named(labels: list[str]) -> str:
     return ", ".join([*labels[:_NAMED_MAX], *more])
 
 
-def _lines(path: Path) -> Iterator[tuple[int, Any]]:
+def _lines(path: Path, where: str) -> Iterator[tuple[int, Any]]:
     if path.suffix not in (".csv", ".jsonl"):
-        raise _wrong("--labels", str(path), "a file named .csv or .jsonl")
+        raise _wrong(where, str(path), "a file named .csv or .jsonl")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
-        raise _wrong(f"--labels {path}", str(e), "a file of labels in UTF-8") from e
+        raise _wrong(f"{where} {path}", str(e), "a file of labels in UTF-8") from e
     if path.suffix == ".csv":
         yield from enumerate(csv.DictReader(text.splitlines()), 2)
         return
