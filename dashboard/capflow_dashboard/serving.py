@@ -22,7 +22,7 @@ from capflow.probes.probe import Scorer
 from capflow.steering.action import Action
 from capflow.system import descriptors
 from capflow_dashboard import limits
-from capflow_dashboard.board import Board
+from capflow_dashboard.board.board import Board
 from capflow_dashboard.channel import (
     ActionAnswered,
     ActionWanted,

@@ -55,7 +55,7 @@ import msgspec
 
 from capflow.errors import RemoteProtocolError, explain
 from capflow_dashboard import limits
-from capflow_dashboard.series import Values
+from capflow_dashboard.board.series import Values
 from capflow_dashboard.steering import PageAction
 
 VERSION = 1

@@ -14,9 +14,9 @@ from capflow.capture.site import Site
 from capflow.probes.probe import Probe
 from capflow.steering.action import Answered
 from capflow_dashboard import limits
-from capflow_dashboard.board import Board, PageState
-from capflow_dashboard.record import RequestRecord
-from capflow_dashboard.series import MISSING, Measures
+from capflow_dashboard.board.board import Board, PageState
+from capflow_dashboard.board.record import RequestRecord
+from capflow_dashboard.board.series import MISSING, Measures
 from capflow_dashboard.views.rates import RateSeries
 from tests.kit.frames import make_frame, make_model
 

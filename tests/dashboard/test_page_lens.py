@@ -148,6 +148,6 @@ def test_the_lens_fits_and_is_accessible(lens, scheme, forced, width):
         expect(page.locator("#lens-layers")).to_be_visible()
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         page.evaluate(AXE.read_text(encoding="utf-8"))
-        found = page.evaluate("axe.run(document, { runOnly: ['wcag2a', 'wcag2aa', 'wcag21aa', 'best-practice'] })")
-        serious = [one["id"] for one in found["violations"] if one["impact"] in ("serious", "critical")]
+        report = page.evaluate("axe.run(document, { runOnly: ['wcag2a', 'wcag2aa', 'wcag21aa', 'best-practice'] })")
+        serious = [one["id"] for one in report["violations"] if one["impact"] in ("serious", "critical")]
         assert serious == []

@@ -20,7 +20,7 @@ from capflow.capture.frame import Dropped
 from capflow.capture.result import RequestDone
 from capflow.capture.site import Site
 from capflow_dashboard import limits
-from capflow_dashboard.series import MISSING
+from capflow_dashboard.board.series import MISSING
 from tests.kit.dashboards import Pageless, cookie_of, norm_of, open_dashboard
 from tests.kit.frames import make_frame, make_model, token_of
 from tests.kit.sources import ROOT

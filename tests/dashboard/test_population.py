@@ -12,8 +12,8 @@ from capflow.capture.site import Site
 from capflow.errors import UsageError
 from capflow.probes.probe import Probe
 from capflow_dashboard import limits
-from capflow_dashboard.board import Board, PageState
-from capflow_dashboard.series import Series
+from capflow_dashboard.board.board import Board, PageState
+from capflow_dashboard.board.series import Series
 from capflow_dashboard.views.population import Population
 from tests.kit.dashboards import Pageless, dashboard, open_dashboard
 from tests.kit.frames import make_frame, make_model

@@ -10,8 +10,8 @@ from capflow.capture.dtypes import DTYPES
 from capflow.capture.site import Site
 from capflow.probes.probe import Probe
 from capflow_dashboard import limits
+from capflow_dashboard.board.series import Baseline, Measures, norms
 from capflow_dashboard.consumer import Dashboard, DashboardConfig
-from capflow_dashboard.series import Baseline, Measures, norms
 from tests.kit.frames import make_model
 from tests.kit.networks import network
 

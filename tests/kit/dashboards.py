@@ -14,7 +14,7 @@ import numpy as np
 from websockets.sync.client import connect
 
 from capflow_dashboard import consumer as consumers
-from capflow_dashboard.board import Board
+from capflow_dashboard.board.board import Board
 from capflow_dashboard.consumer import Dashboard, DashboardConfig
 from capflow_dashboard.lens.desk import LensDesk
 from capflow_dashboard.lens.rows import KeptRows

@@ -20,7 +20,7 @@ import numpy as np
 from capflow.capture.site import HOOK_DEFAULT
 from capflow.errors import CapflowError, explain
 from capflow_dashboard import limits
-from capflow_dashboard.board import Board
+from capflow_dashboard.board.board import Board
 from capflow_dashboard.lens.messages import LENGTH, LensTask, LensTokens, Token
 from capflow_dashboard.lens.rows import KeptRows
 from capflow_dashboard.wire import LensAsk

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from capflow_dashboard import limits
-from capflow_dashboard.board import Board
-from capflow_dashboard.record import RecordCopy
-from capflow_dashboard.series import MISSING
+from capflow_dashboard.board.board import Board
+from capflow_dashboard.board.record import RecordCopy
+from capflow_dashboard.board.series import MISSING
 
 _LIST_PATH = "/api/requests.csv"
 _TOKENS_PATH = re.compile(r"/api/requests/([0-9]{1,15})\.(csv|parquet)")

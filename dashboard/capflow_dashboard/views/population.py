@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from capflow_dashboard import limits
-from capflow_dashboard.series import Series, Values
+from capflow_dashboard.board.series import Series, Values
 
 _Numbers = npt.NDArray[np.float64]
 _Counts = npt.NDArray[np.int64]

@@ -22,7 +22,7 @@ from capflow.capture.frame import Rank
 from capflow.capture.result import RequestDone
 from capflow.capture.site import Site
 from capflow_dashboard import limits
-from capflow_dashboard.board import Board
+from capflow_dashboard.board.board import Board
 from capflow_dashboard.lens.desk import LensDesk
 from capflow_dashboard.lens.rows import KeptRows
 from capflow_dashboard.wire import LensAsk

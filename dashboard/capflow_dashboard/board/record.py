@@ -17,7 +17,7 @@ import numpy.typing as npt
 from capflow.capture.frame import runs_of
 from capflow.steering.action import Answered
 from capflow_dashboard import limits
-from capflow_dashboard.series import MISSING, Measures, Series, Values
+from capflow_dashboard.board.series import MISSING, Measures, Series, Values
 
 LIVE = "live"
 # Columns of a new record; they double up to `tokens_max`.

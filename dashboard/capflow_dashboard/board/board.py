@@ -24,8 +24,8 @@ from capflow.capture.site import Site
 from capflow.probes.probe import Scorer
 from capflow.steering.action import Answered
 from capflow_dashboard import limits
-from capflow_dashboard.record import LIVE, RecordCopy, RequestRecord
-from capflow_dashboard.series import Measures, Values
+from capflow_dashboard.board.record import LIVE, RecordCopy, RequestRecord
+from capflow_dashboard.board.series import Measures, Values
 from capflow_dashboard.steering import Target
 from capflow_dashboard.views.population import Population
 from capflow_dashboard.views.rates import RateSeries
