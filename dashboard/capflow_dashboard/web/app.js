@@ -99,6 +99,8 @@ frames.add("top", () => {
 });
 frames.add("controls", () => {
   controls.drawBar();
+  // Results of actions do not replace what the page says of itself, so they have a region of their own.
+  if (desk.may) $("said").role = "status";
   if (help.open) drawHelp();
 });
 frames.add("list", () => list.draw());
