@@ -65,7 +65,7 @@ def test_the_list_is_saved_as_it_is_filtered_and_sorted(opened, tmp_path):
         show(consumer, "r1", "r2", "other", "=r3")
         consumer.on_request_done(done("r1", prompt=40))
         expect(page.locator("#list-count")).to_have_text("4")
-        expect(page.locator("#requests .row", has_text="r1")).to_contain_text("done")
+        expect(page.locator("#requests .row[data-key='1']")).to_contain_text("done")
         page.keyboard.press("e")
         _, everything = downloaded(page, page.locator("#export [data-name=list]"))
         page.keyboard.press("Escape")

@@ -26,7 +26,7 @@ LAYERS = [
 
 
 class LensServer:
-    """Stands between the page and its server: offers a lens, and keeps the page's questions until the test answers."""
+    """Stands between the page and its server: keeps the page's questions until the test answers, if it offers a lens."""
 
     def __init__(self, context, consumer, *, offers=True):
         self.asks, self.consumer = [], consumer
@@ -56,9 +56,9 @@ class LensServer:
     def _offered(self, message):
         length = int.from_bytes(message[:4], "little")
         head = json.loads(message[4 : 4 + length])
-        if "hello" not in head or not self._offers:
+        if "hello" not in head:
             return message
-        head["hello"]["lens"] = True
+        head["hello"]["lens"] = self._offers
         return wire.encode(head)
 
     def answer(self, layers=(), error=""):
@@ -95,6 +95,20 @@ def test_without_a_lens_there_is_no_button(lens):
         expect(server.page.locator("#token-layers")).to_be_visible()
         expect(server.page.locator("#lens-title, #lens-ask, #lens")).to_have_count(0)
         assert server.asks == []
+
+
+def test_the_dashboard_answers_a_question_of_the_page(chromium):
+    """Without anything between them; the files of this model are nowhere."""
+    with open_dashboard() as consumer:
+        page = chromium.new_context().new_page()
+        page.goto(consumer.link)
+        consumer.on_session("engine-1", make_model())
+        consumer.on_frame(frame_of("r1", NORMS, prompt=20))
+        page.locator(".prompt .t").first.click()
+        page.keyboard.press("l")
+        page.locator("#lens-ask").click()
+        expect(page.locator("#lens")).to_contain_text("test-model")
+        page.context.close()
 
 
 def test_the_lens_of_the_kept_token_is_asked_for_and_shown(lens):

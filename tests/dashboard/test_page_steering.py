@@ -282,6 +282,7 @@ def test_a_direction_is_removed_and_a_module_scaled(opened, steerable):
         acted.window.wait_tokens(60)
         acted.open_panel()
         page.get_by_role("button", name="Remove its direction").click()
+        expect(page.locator("#steer-ratio")).to_have_attribute("max", "100")
         acted.preview(100)
         expect(page.locator("#steer-preview")).to_contain_text("100 % of the direction removed at post_block:2")
         acted.apply()
