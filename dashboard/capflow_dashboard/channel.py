@@ -19,10 +19,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from capflow.capture.frame import Block, Chunk, Frame, FrameHeader, Span
+from capflow.capture.frame import FrameHeader
 from capflow.capture.model import ModelInfo, Sites
 from capflow.capture.result import RequestDone
-from capflow.capture.site import Site
 from capflow.steering.action import Action, Answered
 
 _LENGTHS = struct.Struct("<IQ")
@@ -196,26 +195,3 @@ class Channel:
                 raise EOFError
             done += count
         return data
-
-
-def wanted_part(frame: Frame) -> tuple[FrameHeader, list[Any]]:
-    """Return a header and rows with only what the consumer wants of a frame; chunks of the same sites in one block."""
-    header = msgspec.structs.replace(frame.header, finished=(), acted=())
-    if frame.wants is None:
-        return header, [memoryview(frame.payload).cast("B")]
-    numbers = {request.id: number for number, request in enumerate(header.requests)}
-    by_sites: dict[tuple[Site, ...], list[Chunk]] = {}
-    for chunk in frame.chunks():
-        by_sites.setdefault(chunk.sites, []).append(chunk)
-    blocks, rows = [], []
-    for sites, chunks in by_sites.items():
-        spans, row = [], 0
-        for chunk in chunks:
-            length = chunk.rows.shape[1]
-            spans.append(Span(numbers[chunk.request.id], chunk.start, length, row))
-            row += length
-        blocks.append(Block(sites, row, tuple(spans)))
-        joined = np.ascontiguousarray(np.concatenate([chunk.rows for chunk in chunks], axis=1))
-        rows.append(joined.view(np.uint8).data.cast("B"))
-    nbytes = sum(len(part) for part in rows)
-    return msgspec.structs.replace(header, blocks=tuple(blocks), payload_bytes=nbytes), rows

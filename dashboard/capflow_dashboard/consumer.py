@@ -18,6 +18,7 @@ from capflow import CaptureResult, CaptureSpec, Consumer, Frame, RequestDone, Us
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import hook_named
 from capflow.capture.spec import read_layers
+from capflow.capture.wanted import wanted_rows
 from capflow.errors import FatalError, explain
 from capflow.plugins.consumer import Context
 from capflow.probes.kinds import load_probes
@@ -34,7 +35,6 @@ from capflow_dashboard.channel import (
     RequestOver,
     RowsTaken,
     ToPages,
-    wanted_part,
 )
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ class Dashboard(Consumer):
 
     def on_frame(self, frame: Frame) -> None:
         """Send the rows to the process, which does not keep them."""
-        header, rows = wanted_part(frame)
+        header, rows = wanted_rows(frame)
         self._send(RowsTaken(header), rows)
 
     def on_action(self, answered: Answered) -> None:

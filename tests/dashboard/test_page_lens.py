@@ -26,7 +26,7 @@ LAYERS = [
 
 
 class LensServer:
-    """Stands between the page and its server: keeps the page's questions until the test answers, if it offers a lens."""
+    """Stands between the page and its server: keeps the page's questions until the test answers them."""
 
     def __init__(self, context, consumer, *, offers=True):
         self.asks, self.consumer = [], consumer

@@ -23,8 +23,8 @@ import capflow
 from capflow.capture.frame import Frame
 from capflow.capture.site import Site
 from capflow.capture.spec import CaptureSpec
+from capflow.capture.wanted import wanted_rows
 from capflow_dashboard import limits
-from capflow_dashboard.channel import wanted_part
 from tests.kit.captured import write
 from tests.kit.dashboards import Pageless, cookie_of, dashboard, norm_of
 from tests.kit.frames import make_finished, make_frame
@@ -48,7 +48,7 @@ def test_the_process_gets_the_rows_that_the_dashboard_wants_and_no_others(positi
         wanted_at = spec.resolve(sites, num_layers=2)
         wants = lambda _: wanted_at  # noqa: E731
     wanted = frame.narrowed(wants)
-    header, rows = wanted_part(wanted)
+    header, rows = wanted_rows(wanted)
     sent = Frame(header, b"".join(bytes(part) for part in rows))
     sent.check(hashed=False)
 

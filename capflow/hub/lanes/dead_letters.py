@@ -19,15 +19,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 import xxhash
 
 from capflow import limits
 from capflow.buffers.spool import Files, FullError, InUseError, Lost, Spool, records
-from capflow.capture.frame import Block, Chunk, Frame, FrameHeader, Span, WorkerBoot, rows_of
+from capflow.capture.frame import Frame, FrameHeader, WorkerBoot, rows_of
 from capflow.capture.model import ModelInfo
 from capflow.capture.result import RequestDone
-from capflow.capture.site import Site
+from capflow.capture.wanted import wanted_rows
 from capflow.errors import CapflowError, RetryError, UsageError, explain
 from capflow.protocol.recording import Entry, RecordedEngine
 
@@ -226,27 +225,7 @@ def drop(directory: Path, through: int | None = None) -> int:
 
 def cut(frame: Frame, request: str | None = None) -> Frame:
     """Return a sealed frame with only the rows that a consumer wants, of one request or of all."""
-    numbers: dict[str, int] = {}
-    requests = []
-    by_sites: dict[tuple[Site, ...], list[Chunk]] = {}
-    for chunk in frame.chunks():
-        if request in (None, chunk.request.id):
-            if chunk.request.id not in numbers:
-                numbers[chunk.request.id] = len(numbers)
-                requests.append(chunk.request)
-            by_sites.setdefault(chunk.sites, []).append(chunk)
-    blocks, parts = [], []
-    for sites, chunks in by_sites.items():
-        spans, row = [], 0
-        for chunk in chunks:
-            length = chunk.rows.shape[1]
-            spans.append(Span(numbers[chunk.request.id], chunk.start, length, row))
-            row += length
-        blocks.append(Block(sites, row, tuple(spans)))
-        parts.append(np.concatenate([chunk.rows for chunk in chunks], axis=1).tobytes())
-    header = msgspec.structs.replace(
-        frame.header, requests=tuple(requests), blocks=tuple(blocks), finished=(), acted=()
-    )
+    header, parts = wanted_rows(frame, request)
     return Frame.seal(header, b"".join(parts))
 
 
