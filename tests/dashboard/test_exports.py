@@ -160,6 +160,7 @@ def test_exports_need_a_session_and_a_request_that_is_kept(monkeypatch):
         assert get(consumer, "/api/requests/1.csv?x=1")[0] == 200
 
 
+@pytest.mark.long
 def test_a_slow_reader_gets_all_and_the_server_goes_on(monkeypatch):
     monkeypatch.setattr(limits, "OPEN_S_MAX", 0.2)
     with open_dashboard() as consumer:

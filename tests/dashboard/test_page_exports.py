@@ -106,7 +106,7 @@ def test_the_request_is_saved_as_csv_and_parquet(opened):
     np.testing.assert_array_equal(pq.read_table(io.BytesIO(packed))["norm post_block:3"].to_numpy(), NORMS[3])
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.long)])
 def test_pictures_hold_what_is_shown(opened, tmp_path, scheme):
     with open_dashboard(probes=probes(tmp_path)) as consumer:
         window = opened(consumer, color_scheme=scheme)

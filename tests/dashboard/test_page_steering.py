@@ -508,7 +508,13 @@ def test_leases_are_renewed_while_the_page_is_open_and_then_cease(opened, steera
 
 
 @pytest.mark.parametrize(
-    ("scheme", "forced"), [("light", "none"), ("dark", "none"), ("light", "active"), ("dark", "active")]
+    ("scheme", "forced"),
+    [
+        ("light", "none"),
+        ("dark", "none"),
+        ("light", "active"),
+        pytest.param("dark", "active", marks=pytest.mark.long),
+    ],
 )
 def test_axe_finds_nothing_serious(opened, steerable, scheme, forced):
     if not AXE.exists():
