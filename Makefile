@@ -31,8 +31,8 @@ test-one: env  ## run one test file or test: make test-one T=tests/capture/test_
 	@[ -n "$(T)" ] || { echo "make test-one: no T given; expected a test, such as T=tests/capture/test_spec.py" >&2; exit 2; }
 	$(PYTHON) -m pytest $(T)
 
-# They wait for time to pass rather than for the processor, so they run beside the others.
-WAITING := tests/hub tests/consumers tests/transport
+# They wait for time to pass rather than for the processor, most of them, so they run beside the others.
+WAITING := tests/hub tests/consumers tests/transport tests/dashboard
 test: env system page-tools  ## run the tests except the long ones: those of engines, those that wait and the rest side by side
 	@# Hundreds of tests start a process, which would compile these files again where it may write no bytecode.
 	@$(PYTHON) -m compileall -q capflow consumers dashboard engine_ext tests
