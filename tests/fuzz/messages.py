@@ -143,9 +143,9 @@ class Page(Messages):
 
     def __init__(self, _):
         self.inputs = [
+            b'{"seen":7,"frame_ms":12.5}',
             b'{"subscribe":{"request":3,"window":[1,2],"probe":"code","health":true}}',
             b'{"subscribe":{}}',
-            b'{"seen":7,"frame_ms":12.5}',
         ]
 
     def read(self, data):

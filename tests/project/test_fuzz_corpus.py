@@ -41,4 +41,4 @@ def test_an_input_that_does_harm_is_kept_and_named(tmp_path):
     )
     assert ended.returncode != 0
     assert "KeyError" in ended.stderr
-    assert (tmp_path / "last-input").read_bytes() == b'{"select":3}'
+    assert (tmp_path / "last-input").read_bytes() == b'{"seen":7,"frame_ms":12.5}'
