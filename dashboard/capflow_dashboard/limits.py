@@ -32,8 +32,6 @@ RATES_S = 120
 
 # Rows that wait in the hub for the page's process.
 QUEUE_BYTES = 32 * MIB
-# A message between the hub and the page's process, besides its rows.
-HEAD_BYTES_MAX = 64 * MIB
 # How long the page's process may take to listen.
 START_S_MAX = 60.0
 # How often the hub says that it is alive.

@@ -300,7 +300,9 @@ class SteeringDesk:
         return None
 
     def _do(self, page: PageRights, asked: PageAction, now: float) -> None:
-        label = f"{asked.name or asked.kind} {asked.ratio:+.3g} by page {page.name} #{asked.id}"
+        # What the other kinds name is not checked, and a label has a limit.
+        text = f"{asked.name} {asked.ratio:+.3g}" if asked.kind in ("steer", "gain") else asked.kind
+        label = f"{text} by page {page.name} #{asked.id}"
         self._waiting[label] = page.name, asked.id
         while len(self._waiting) > limits.WAITING_MAX:
             del self._waiting[next(iter(self._waiting))]

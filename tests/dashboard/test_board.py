@@ -304,6 +304,33 @@ def test_a_request_that_is_shown_again_comes_whole():
     assert (detail["fresh"], detail["count"]) == (True, 6)
 
 
+def test_rows_that_belong_to_no_request_count_in_no_population_and_no_baseline():
+    """Those of rejected drafts, and those behind the end of a request."""
+    probes = [Probe.make(Site(1, "post_block"), np.eye(8)[:1], names=("a",), threshold=0.5)]
+    frames = [make_frame([("a", 2, 100 * n, 100), ("b", 2, 100 * n, 100)], SITES, seq=n + 1) for n in range(6)]
+    drafted = []
+    for frame in frames:
+        (block,) = frame.header.blocks
+        # The last 40 rows of each request were rejected.
+        spans = tuple(span._replace(length=60) for span in block.spans)
+        requests = tuple(
+            msgspec.structs.replace(request, token_ids=request.token_ids[:60]) for request in frame.header.requests
+        )
+        header = msgspec.structs.replace(frame.header, blocks=(block._replace(spans=spans),), requests=requests)
+        drafted.append(type(frame)(header, frame.payload))
+        drafted[-1].check(hashed=False)
+    made = board(tokens_max=4096, probes=probes)
+    for frame in drafted:
+        made.take(frame)
+    page = PageState()
+    made.look(page, 1, probe="a", population="engine-1")
+    population = made.news(page)[0]["population"]
+    assert sum(population["tokens"]) + population["odd"] == 6 * 2 * 60
+    rows = [chunk.rows[1, :, 0].astype(np.float64) for frame in drafted for chunk in frame.chunks()]
+    scores = np.concatenate(rows)[: limits.BASELINE_TOKENS]
+    assert made._engines["engine-1"].measures.baseline.fields["median"][4] == pytest.approx(np.median(scores), rel=1e-5)
+
+
 def test_the_baseline_comes_once_it_is_fixed():
     made, page = board(tokens_max=4096), PageState()
     made.take(make_frame([("a", 2, 0, 100)], SITES))

@@ -234,6 +234,15 @@ def test_the_kill_switch_has_no_bound_on_its_rate(desk):
     assert [type(action) for action in desk.act("release")] == [Unfreeze]
 
 
+@pytest.mark.parametrize("kind", ["kill", "release", "abort", "unsteer"])
+def test_a_label_holds_no_text_of_the_pages_own(desk, kind):
+    """An engine takes no label that is too long, and a kill switch with such a label would do nothing."""
+    desk.start(1)
+    for action in desk.act(kind, request=1, name="x" * 512, ratio=7.0):
+        assert "x" not in action.label
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(action), type=type(action)) == action
+
+
 def test_a_freeze_by_anyone_is_seen_and_so_is_one_from_before(desk):
     desk.answer(Freeze(label="by hand"), ActionApplied("", 3))
     assert desk.desk.news(desk.page)["steering"]["frozen"]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from capflow.capture.frame import Frame, FrameHeader, RequestRows, mask_of
+from capflow.capture.frame import Block, Frame, FrameHeader, RequestRows, mask_of
 from capflow.capture.model import ModelInfo
 from capflow.capture.result import RequestDone
 from capflow.capture.site import Site
@@ -197,9 +197,10 @@ class Board:
         with self._lock:
             version = self._next()
             for block, indices, values in parts:
-                if measures.baseline.add(indices, values):
+                counted = _of_requests(block, values)
+                if measures.baseline.add(indices, counted):
                     self._engines_version = version
-                population.add(indices, values)
+                population.add(indices, counted)
                 for number, start, length, row in block.spans:
                     request = header.requests[number]
                     record = self._record(header.engine, request, start, time_s)
@@ -587,6 +588,16 @@ class Board:
 
 def _target(record: RequestRecord) -> Target:
     return Target(record.key, record.engine, record.id, record.incarnation)
+
+
+def _of_requests(block: Block, values: Values) -> Values:
+    """Return the values of the rows that belong to a request: those of rejected drafts belong to none."""
+    if sum(span.length for span in block.spans) == block.rows:
+        return values
+    mask = np.zeros(block.rows, np.bool_)
+    for span in block.spans:
+        mask[span.row : span.row + span.length] = True
+    return values[:, mask]
 
 
 def _steered(request: RequestRows) -> npt.NDArray[np.bool_] | None:
