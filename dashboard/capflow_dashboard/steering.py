@@ -244,8 +244,12 @@ class SteeringDesk:
     def note(self, answered: Answered) -> None:
         """Take an event of steering: the answer to an action of a page, and a freeze by anyone."""
         with self._lock:
-            if answered.kind in ("freeze", "unfreeze") and answered.outcome == "applied":
-                self._freeze(answered.kind == "freeze")
+            if answered.kind in ("freeze", "unfreeze"):
+                if answered.outcome == "applied":
+                    self._freeze(answered.kind == "freeze")
+                else:
+                    # The hub's next counters say whether an engine is frozen.
+                    self._frozen_s = -math.inf
             name, number = self._waiting.pop(answered.label, ("", 0))
             page = self._pages.get(name)
             if page is not None:

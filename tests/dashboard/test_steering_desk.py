@@ -25,6 +25,7 @@ from capflow.steering.action import (
     Rejected,
     Steer,
     Unfreeze,
+    Unknown,
     Unsteer,
     check_action,
 )
@@ -254,7 +255,16 @@ def test_a_freeze_by_anyone_is_seen_and_so_is_one_from_before(desk):
     desk.clock.now += limits.FROZEN_CHECK_S + 1
     desk.desk.check_frozen(status)
     assert desk.desk.news(desk.page)["steering"]["frozen"]
-    desk.answer(Freeze(), Rejected("", "no"))
+
+
+@pytest.mark.parametrize("outcome", [Rejected("", "no"), Unknown("", "no answer")], ids=["rejected", "unknown"])
+def test_a_freeze_that_no_engine_took_is_shown_only_until_the_next_counters(desk, outcome):
+    (freeze,) = desk.act("kill")
+    desk.desk.check_frozen({"problems": []})  # they may be older than the press
+    assert desk.desk.news(desk.page)["steering"]["frozen"]
+    desk.answer(freeze, outcome)
+    desk.desk.check_frozen({"problems": []})
+    assert not desk.desk.news(desk.page)["steering"]["frozen"]
 
 
 def test_the_same_number_is_the_same_action(desk):
