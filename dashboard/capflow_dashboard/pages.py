@@ -35,6 +35,8 @@ _KINDS = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
+# Marks the lines of index.html that load what a page without the right to steer does not need.
+_RIGHT = b'data-right="steer"'
 _NO_SESSION = "no session; open the link that capflow prints"
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
@@ -61,13 +63,17 @@ class PageFiles:
     """The page's files, read once.
 
     token: what `/session` and the live socket need.
+    steers: whether pages may steer: then they load the kill switch with the page.
     """
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, *, steers: bool = False) -> None:
         self._token = token.encode()
         # Cookies do not depend on the port, so two dashboards of one host need two names.
         self._cookie = "capflow-" + hashlib.sha256(self._token).hexdigest()[:12]
         self._bodies = dict(_bodies(resources.files("capflow_dashboard") / "web", "/"))
+        if not steers:
+            lines = self._bodies["/index.html"].content.splitlines(keepends=True)
+            self._bodies["/index.html"] = _body(b"".join(line for line in lines if _RIGHT not in line), _KINDS[".html"])
         self._bodies["/"] = self._bodies["/index.html"]
 
     def answer(self, request: Request) -> Response | None:
@@ -131,9 +137,12 @@ def _bodies(folder: Traversable, path: str) -> Iterator[tuple[str, _Body]]:
         if entry.is_dir():
             yield from _bodies(entry, f"{path}{entry.name}/")
         elif kind is not None:
-            content = entry.read_bytes()
-            tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
-            yield path + entry.name, _Body(content, gzip.compress(content, mtime=0), kind, tag)
+            yield path + entry.name, _body(entry.read_bytes(), kind)
+
+
+def _body(content: bytes, kind: str) -> _Body:
+    tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+    return _Body(content, gzip.compress(content, mtime=0), kind, tag)
 
 
 def no_such_export() -> Response:

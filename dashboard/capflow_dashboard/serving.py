@@ -133,7 +133,7 @@ def serve(channel: Channel) -> None:
         setup.host,
         setup.port,
         board,
-        PageFiles(setup.token),
+        PageFiles(setup.token, steers=desk.allowed),
         desk,
         LensDesk(board, rows),
         on_count=lambda name: _tell(channel, Counted(name)),

@@ -59,7 +59,7 @@ class NearProcess:
             setup.host,
             setup.port,
             self.board,
-            PageFiles(setup.token),
+            PageFiles(setup.token, steers=self.desk.allowed),
             self.desk,
             self.lens,
             on_count=lambda name: on_count(name, 1),

@@ -1,26 +1,23 @@
 // @ts-check
 // App: joins the feed, the page and the views. Messages are taken and drawn in animation frames only.
 
-import { Controls, keepFocus } from "./controls.js";
-import { Desk } from "./desk.js";
-import { Extras, openExport } from "./extra.js";
+import { emptyState } from "./empty.js";
+import { Extras } from "./extra.js";
 import { Feed } from "./feed.js";
 import { Frames } from "./frames.js";
 import { header, noticeOf } from "./header.js";
-import { Health } from "./health.js";
-import { emptyState, helpSheet, restoreTheme } from "./help.js";
 import { onInks } from "./inks.js";
-import { Lens } from "./lens.js";
+import { onKillKey } from "./killkey.js";
+import { Later, style } from "./later.js";
 import { List } from "./list.js";
-import { html, render } from "./lit.js";
-import { claimName, nextNumber } from "./naming.js";
+import { html, nothing, render } from "./lit.js";
 import { Page } from "./page.js";
 import { sheetText } from "./palette.js";
 import { Plots } from "./plots.js";
-import { decode, VERSION } from "./protocol.js";
+import { decode, offerOf, VERSION } from "./protocol.js";
 import { requestHead, requestTools } from "./request.js";
 import { Store } from "./store.js";
-import { tokenPanel } from "./token.js";
+import { restoreTheme } from "./theme.js";
 import { Tokens } from "./tokens.js";
 
 const $ = (/** @type {string} */ id) => /** @type {HTMLElement} */ (document.getElementById(id));
@@ -34,8 +31,6 @@ document.adoptedStyleSheets = [sheet];
 
 const frames = new Frames();
 const page = new Page(frames);
-const help = /** @type {HTMLDialogElement} */ ($("help"));
-const name = await claimName(sessionStorage, (bytes) => crypto.getRandomValues(bytes), navigator.locks);
 
 render(
   html`<div class="request-head" id="request-head"></div>
@@ -49,7 +44,6 @@ render(
 const list = new List($("list"), page);
 const tokens = new Tokens($("text"), page);
 const plots = new Plots($("plots"), page);
-const health = new Health($("health"), page);
 const extras = new Extras($("main"), page);
 plots.onChosen = () => tokens.reveal();
 page.announce = (/** @type {string} */ text) => {
@@ -73,11 +67,10 @@ frames.add("shell", () => {
   const { view } = page.place;
   const has = page.request !== undefined;
   document.body.dataset.view = view;
-  const own = view === "health" || extras.shows(view);
+  const own = extras.shows(view);
   $("request").hidden = own || !has;
   $("empty").hidden = own || has;
-  extras.draw();
-  $("health").hidden = view !== "health";
+  frames.stale.add("extra");
   const { request } = page;
   document.title = own
     ? `${view[0].toUpperCase()}${view.slice(1)} · capflow`
@@ -98,10 +91,10 @@ frames.add("top", () => {
   document.body.dataset.state = state;
 });
 frames.add("controls", () => {
-  controls.drawBar();
+  controls?.drawBar();
   // Results of actions do not replace what the page says of itself, so they have a region of their own.
-  if (desk.may) $("said").role = "status";
-  if (help.open) drawHelp();
+  if (controls?.desk.may) $("said").role = "status";
+  if (help.value?.box.open) help.value.draw(dialogPart());
 });
 frames.add("list", () => list.draw());
 frames.add("empty", () => {
@@ -109,9 +102,9 @@ frames.add("empty", () => {
 });
 frames.add("head", () => {
   render(requestHead(page), $("request-head"));
-  if (controls.open) frames.draw("steer");
+  if (controls?.open) frames.draw("steer");
 });
-frames.add("steer", () => controls.drawPanel());
+frames.add("steer", () => controls?.drawPanel());
 frames.add("said", () => {
   $("said").textContent = lines.splice(0).join(". ");
 });
@@ -140,10 +133,10 @@ frames.add("plots", () => {
 });
 frames.add("plots-cursor", () => plots.drawCursor());
 frames.add("text-cursor", () => tokens.drawCursor());
-frames.add("token", () => render(tokenPanel(page), $("token")));
+frames.add("token", () => {
+  render(page.detail ? (token.get()?.(page) ?? token.stead()) : nothing, $("token"));
+});
 frames.add("extra", () => extras.draw());
-frames.add("health", () => health.draw());
-frames.add("rates", () => health.drawRates());
 
 /** What the text shows. @type {{key: number, detail: import("./detail.js").Detail | null}} */
 const shown = { key: -1, detail: null };
@@ -171,31 +164,106 @@ const feed = new Feed({
   },
   onMessage(buffer) {
     waiting.push(buffer);
-    desk.beat();
+    controls?.desk.beat();
     // A hidden page draws nothing, and has no frames: it takes messages as they come.
     if (document.hidden) take();
     else frames.ask();
   },
   onState(state, why) {
     [page.link, page.why] = [state, why];
-    frames.draw("top", "shell", "empty", "health");
+    frames.draw("top", "shell", "empty");
   },
 });
 
-const desk = new Desk(name, {
-  send: (message) => feed.send(message),
-  now: () => performance.now(),
-  number: () => nextNumber(sessionStorage, Date.now()),
-  every: (call, ms) => setInterval(call, ms),
-  stop: (timer) => clearInterval(timer),
-  changed: () => frames.draw("controls", "steer", "list", "head"),
-  say: (text) => page.say(text),
-});
-const controls = new Controls(page, desk, { bar: $("controls"), panel: $("steer") });
-page.desk = desk;
-page.lens = new Lens(
-  (message) => feed.send(message),
+// What is loaded when it is first needed.
+
+/** Without a place of its own, a part that is missing is named in the notice. @param {Later<any>} part */
+function noted(part) {
+  if (part.failed) page.missing.add(part.name);
+  else page.missing.delete(part.name);
+  frames.draw("top");
+}
+
+/** The panel of the token, and the lens in it. */
+const token = new Later(
+  "The panel of the token",
+  async () => {
+    const [{ tokenPanel }, { Lens }] = await Promise.all([
+      import("./token.js"),
+      import("./lens.js"),
+      style("token.css"),
+    ]);
+    page.lens = new Lens(
+      (message) => feed.send(message),
+      () => frames.draw("token"),
+    );
+    return tokenPanel;
+  },
   () => frames.draw("token"),
+);
+
+/** @type {Later<import("./help.js").HelpSheet>} */
+const help = new Later(
+  "Help",
+  async () => {
+    const [{ HelpSheet }] = await Promise.all([import("./help.js"), style("extra.css")]);
+    return new HelpSheet();
+  },
+  () => noted(help),
+);
+
+/** @type {Later<import("./export.js").ExportSheet>} */
+const exports = new Later(
+  "Export",
+  async () => {
+    const [{ ExportSheet }] = await Promise.all([import("./export.js"), style("extra.css")]);
+    return new ExportSheet(page, list, plots);
+  },
+  () => noted(exports),
+);
+
+const openHelp = async () => (await help.load())?.open(dialogPart());
+const openExport = async () => (await exports.load())?.open(extras.pictures());
+
+/** The kill switch and the way to the panel that steers; null until the page may steer.
+ * @type {import("./controls.js").Controls | null} */
+let controls = null;
+/** Whether the kill switch was pressed before it was there. */
+let killed = false;
+
+/** @type {Later<import("./controls.js").Controls>} */
+const steering = new Later(
+  "The kill switch",
+  async () => {
+    const [{ openControls }] = await Promise.all([import("./controls.js"), style("kill.css")]);
+    return openControls(page, feed, { bar: $("controls"), panel: $("steer") });
+  },
+  () => {
+    noted(steering);
+    controls = steering.value;
+    if (!controls) return;
+    page.desk = controls.desk;
+    const { hello, steering: held } = page.store;
+    if (hello) controls.desk.greet(hello);
+    if (held) controls.desk.take({ steering: held });
+    if (killed) controls.kill();
+    killed = false;
+  },
+);
+
+const dialogPart = () => controls?.dialogPart() ?? "";
+
+onKillKey(
+  () => offerOf(page.store.hello) !== null,
+  () => {
+    if (controls) controls.kill();
+    else {
+      // It needs nothing but the connection; once the kill switch is there, it is sent again and shown.
+      killed = true;
+      feed.send({ act: { id: Date.now(), kind: "kill" } });
+      steering.load();
+    }
+  },
 );
 
 function take() {
@@ -204,7 +272,7 @@ function take() {
   for (const buffer of waiting.splice(0)) {
     const { head, numbers } = decode(buffer);
     if (head.hello) greet(head.hello);
-    desk.take(head);
+    controls?.desk.take(head);
     if (head.lens) page.lens?.take(head.lens);
     for (const name of page.store.take(head, numbers, page.key, page.otherKey)) changed.add(name);
     if (head.detail && head.detail.key === page.key) {
@@ -225,7 +293,9 @@ function greet(hello) {
   page.store = new Store();
   page.key = page.otherKey = 0;
   page.lens?.clear();
-  desk.greet(hello);
+  // A failure is tried again with each heartbeat, which says that the server is there.
+  if (controls) controls.desk.greet(hello);
+  else if (offerOf(hello)) steering.load();
 }
 
 /**
@@ -235,8 +305,9 @@ function greet(hello) {
 function stale(changed) {
   if (changed.has("engines") || changed.has("counts") || changed.has("rates") || changed.has("heartbeat"))
     frames.draw("top");
-  if (changed.has("hello") || changed.has("heartbeat")) frames.draw("shell", "empty", "health");
-  if (changed.has("counts") && controls.open) frames.draw("steer");
+  if (changed.has("hello") || changed.has("heartbeat")) frames.draw("shell", "empty");
+  if (changed.has("heartbeat") && steering.failed && offerOf(page.store.hello)) steering.load();
+  if (changed.has("counts") && controls?.open) frames.draw("steer");
   if (changed.has("requests") || changed.has("engines")) {
     page.resolve();
     frames.draw("list", "head");
@@ -244,8 +315,6 @@ function stale(changed) {
   }
   if (extras.shows(page.place.view) && extras.concerns(changed)) frames.draw("extra");
   if (changed.has("engines")) frames.draw("empty");
-  if (changed.has("health")) frames.draw("health");
-  if (changed.has("rates")) frames.draw("rates");
   if (changed.has("fresh")) frames.draw("fresh", "plots-cursor", "text-cursor");
   if (changed.has("detail") || changed.has("colours")) {
     frames.draw("text", "tools");
@@ -305,7 +374,7 @@ page.onSubscription = () => {
 
 // Keys, wherever the focus is.
 
-/** @type {Record<string, () => void>} */
+/** @type {Record<string, () => unknown>} */
 const KEYS = {
   j: () => list.move(1),
   k: () => list.move(-1),
@@ -325,20 +394,20 @@ const KEYS = {
   ".": () => plots.pan(0.25),
   f: () => page.hold(!page.place.hold),
   p: () => page.pin(page.key),
-  s: () => controls.toggle(),
+  s: () => controls?.toggle(),
   l: () => {
     if (page.detail && page.cursor !== null && page.store.hello?.lens)
       page.lens?.ask(page.key, page.detail.base + page.cursor);
   },
   "/": () => {
-    if (page.place.view === "health" || extras.shows(page.place.view)) page.view("requests");
+    if (extras.shows(page.place.view)) page.view("requests");
     if (getComputedStyle(list.box).display === "none") page.view("requests");
     requestAnimationFrame(() => list.filter.focus());
   },
   c: () => (page.place.view === "compare" ? page.view("request") : page.compare(page.key)),
   n: () => extras.next(),
-  e: () => openExport(page, list, plots, extras.pictures()),
-  "?": () => openHelp(),
+  e: openExport,
+  "?": openHelp,
 };
 const OF_REQUEST = new Set([
   "ArrowRight",
@@ -362,7 +431,7 @@ document.addEventListener("keydown", (event) => {
   const target = /** @type {HTMLElement} */ (event.target);
   const typing = target.matches("input:not([type=range]), select, textarea");
   if (event.key === "Escape") {
-    if (target.closest("#steer")) controls.toggle(false);
+    if (target.closest("#steer")) controls?.toggle(false);
     else if (typing) target.blur();
     else if (page.cursor !== null) page.point(null);
     return;
@@ -377,26 +446,9 @@ document.addEventListener("keydown", (event) => {
   KEYS[event.key]();
 });
 
-function openHelp() {
-  drawHelp();
-  help.showModal();
-}
-
-function drawHelp() {
-  const draw = () =>
-    render(
-      helpSheet(() => help.close(), controls.dialogPart()),
-      help,
-    );
-  keepFocus(help, draw, "dialog-kill");
-}
 $("top").addEventListener("click", (event) => {
   if (event.target instanceof Element && event.target.closest("#help-open")) openHelp();
-  if (event.target instanceof Element && event.target.closest("#export-open"))
-    openExport(page, list, plots, extras.pictures());
-});
-help.addEventListener("click", (event) => {
-  if (event.target === help) help.close();
+  if (event.target instanceof Element && event.target.closest("#export-open")) openExport();
 });
 $("skip").addEventListener("click", () => ($("request").hidden ? $("main") : $("text")).focus());
 
@@ -410,12 +462,14 @@ function visit() {
 }
 
 document.addEventListener("visibilitychange", () => {
-  if (!document.hidden) frames.draw("top", "list", "head", "fresh", "text", "plots", "token", "health", "rates");
+  if (!document.hidden) frames.draw("top", "list", "head", "fresh", "text", "plots", "token", "extra");
 });
 onInks(() => {
-  frames.draw("text", "plots", "plots-cursor", "tools", "rates", "extra");
+  frames.draw("text", "plots", "plots-cursor", "tools", "extra");
 });
 
 frames.draw("shell", "top", "controls", "list", "empty");
+// A page that may steer has loaded these before this module.
+if (document.querySelector("script[data-right=steer]")) steering.load();
 await feed.start();
 page.visit();

@@ -6,6 +6,7 @@
 // the engine let go of what is not renewed.
 
 import { Actions, stateText } from "./actions.js";
+import { offerOf } from "./protocol.js";
 import { ratioOf, short } from "./ratio.js";
 
 /**
@@ -59,8 +60,7 @@ export class Desk {
    * @param {import("./protocol.js").Hello} hello
    */
   greet(hello) {
-    const may = hello.rights.includes("steer") && hello.source?.kind !== "stored";
-    this.offer = may ? (hello.steering ?? null) : null;
+    this.offer = offerOf(hello);
     if (!this.may) Object.assign(this, { frozen: false, holds: [], killing: 0, asked: 0 });
     else {
       this.alive();

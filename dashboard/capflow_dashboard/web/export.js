@@ -36,7 +36,7 @@ export class ExportSheet {
     this.done = "";
     this.shots = shots;
     this.draw();
-    this.box.showModal();
+    if (!this.box.open) this.box.showModal();
   }
 
   /** @param {string} name */

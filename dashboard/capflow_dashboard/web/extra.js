@@ -1,21 +1,8 @@
 // @ts-check
-// Extra: loads what is not needed at first, when it is first shown: its modules and its style sheet.
+// Extra: the views that are loaded when they are first shown.
 
-/** @type {Promise<void> | null} */
-let styled = null;
-
-/** Load the style sheet of these views, once. */
-function style() {
-  styled ??= new Promise((done) => {
-    const link = document.createElement("link");
-    link.rel = "stylesheet";
-    link.href = "extra.css";
-    // Without the sheet it can still be read.
-    link.onload = link.onerror = () => done();
-    document.head.append(link);
-  });
-  return styled;
-}
+import { Later, style } from "./later.js";
+import { render } from "./lit.js";
 
 /** @typedef {{draw: () => void, next?: () => void, pictures?: () => import("./export.js").Shot[]}} View */
 /** @typedef {new (box: HTMLElement, page: import("./page.js").Page) => View} Kind */
@@ -33,9 +20,15 @@ const VIEWS = {
     load: async () => (await import("./population.js")).PopulationView,
     news: ["population", "engines", "hello"],
   },
+  health: {
+    load: async () => (await import("./health.js")).Health,
+    news: ["health", "heartbeat", "rates", "hello"],
+  },
 };
 
-/** The views that are loaded when they are first shown. */
+/** The comparison has a panel as a token has. */
+const SHEETS = ["token.css", "extra.css"];
+
 export class Extras {
   /**
    * @param {HTMLElement} main
@@ -44,8 +37,8 @@ export class Extras {
   constructor(main, page) {
     this.main = main;
     this.page = page;
-    /** Of each view that was shown, its element, and itself once it is loaded.
-     * @type {Map<string, {box: HTMLElement, view: View | null}>} */
+    /** Of each view that was shown, where it is, where it is said that it is missing, and itself once it is loaded.
+     * @type {Map<string, {box: HTMLElement, stead: HTMLElement, view: Later<View>}>} */
     this.views = new Map();
   }
 
@@ -62,35 +55,35 @@ export class Extras {
   /** Draw the view of the page, if it is one of these; hide the others. */
   draw() {
     const shown = this.page.place.view;
-    for (const [name, { box }] of this.views) box.hidden = name !== shown;
-    if (!this.shows(shown)) return;
-    const entry = this.views.get(shown);
-    if (entry) entry.view?.draw();
-    else this.load(shown);
-  }
-
-  /** @param {string} name */
-  async load(name) {
-    const box = document.createElement("section");
-    box.id = name;
-    box.className = name;
-    /** @type {{box: HTMLElement, view: View | null}} */
-    const entry = { box, view: null };
-    this.views.set(name, entry);
-    this.main.append(box);
-    try {
-      const [Kind] = await Promise.all([VIEWS[name].load(), style()]);
-      entry.view = new Kind(box, this.page);
-      this.page.frames.draw("extra");
-    } catch {
-      // The server is gone, which the page says. It is loaded again when the view is drawn again.
-      box.remove();
-      this.views.delete(name);
+    if (this.shows(shown) && !this.views.has(shown)) this.add(shown);
+    for (const [name, { box, stead, view }] of this.views) {
+      box.hidden = name !== shown || !view.value;
+      stead.hidden = name !== shown || view.value !== null;
+      if (name !== shown) continue;
+      const loaded = view.get();
+      if (loaded) loaded.draw();
+      else render(view.stead(), stead);
     }
   }
 
+  /** @param {string} name */
+  add(name) {
+    const box = document.createElement("section");
+    box.id = name;
+    box.className = name;
+    const stead = document.createElement("section");
+    this.main.append(box, stead);
+    const load = async () => {
+      const [Kind] = await Promise.all([VIEWS[name].load(), ...SHEETS.map(style)]);
+      return new Kind(box, this.page);
+    };
+    const title = `${name[0].toUpperCase()}${name.slice(1)}`;
+    const view = new Later(title, load, () => this.page.frames.draw("extra"));
+    this.views.set(name, { box, stead, view });
+  }
+
   get view() {
-    return this.views.get(this.page.place.view)?.view ?? null;
+    return this.views.get(this.page.place.view)?.view.value ?? null;
   }
 
   next() {
@@ -99,27 +92,5 @@ export class Extras {
 
   pictures() {
     return this.view?.pictures?.() ?? [];
-  }
-}
-
-/** @type {Promise<import("./export.js").ExportSheet> | null} */
-let sheet = null;
-
-/**
- * Open the sheet of exports.
- * @param {import("./page.js").Page} page
- * @param {import("./list.js").List} list
- * @param {import("./plots.js").Plots} plots
- * @param {import("./export.js").Shot[]} shots the pictures of a view of this module
- */
-export async function openExport(page, list, plots, shots) {
-  sheet ??= Promise.all([import("./export.js"), style()]).then(
-    ([{ ExportSheet }]) => new ExportSheet(page, list, plots),
-  );
-  try {
-    (await sheet).open(shots);
-  } catch {
-    // The server is gone, which the page says.
-    sheet = null;
   }
 }

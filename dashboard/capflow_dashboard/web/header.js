@@ -133,6 +133,7 @@ export function noticeOf(page) {
   } else if (page.state === "ended") {
     lines.push("The hub has ended. What is shown is its last state.");
   }
+  for (const name of page.missing) lines.push(`${name} could not be loaded: capflow does not answer. Try it again.`);
   if (counts?.not_kept) {
     const most = hello ? ` (requests_max is ${count(hello.requests_max)})` : "";
     lines.push(`${plural(counts.not_kept, "running request")} not shown: no room${most}.`);

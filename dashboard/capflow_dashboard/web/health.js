@@ -26,24 +26,24 @@ export class Health {
    * @param {Page} page
    */
   constructor(box, page) {
-    this.box = box;
     this.page = page;
     /** @type {Map<string, {output: HTMLElement, canvas: HTMLCanvasElement}>} */
     this.charts = new Map();
     render(html`<h2 id="health-title">Health</h2><div class="rates"></div><div class="health-body"></div>`, box);
     this.rates = /** @type {HTMLElement} */ (box.querySelector(".rates"));
     this.body = /** @type {HTMLElement} */ (box.querySelector(".health-body"));
-    new ResizeObserver(() => page.frames.draw("rates")).observe(box);
+    box.setAttribute("aria-labelledby", "health-title");
+    new ResizeObserver(() => page.frames.draw("extra")).observe(box);
   }
 
   draw() {
     const { page } = this;
-    if (page.place.view !== "health") return;
     const { status } = page.store;
     render(
       html`${this.itself()}${status ? this.hub(status) : html`<p class="soft">Waiting for the hub's status.</p>`}`,
       this.body,
     );
+    this.drawRates();
   }
 
   itself() {
@@ -138,7 +138,6 @@ export class Health {
   /** Draw the rates of the last two minutes. */
   drawRates() {
     const { page } = this;
-    if (page.place.view !== "health") return;
     const all = this.rates.clientWidth;
     if (!all) return;
     const width = Math.floor(all < 700 ? all : (all - 2 * GAP_PX) / 3);

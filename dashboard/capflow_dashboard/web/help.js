@@ -1,10 +1,9 @@
 // @ts-check
-// Help: what to do first, what the signs mean, and the keys.
+// Help: the sheet with what to do first, what the signs mean, and the keys.
 
-import { modelName, visible } from "./format.js";
-import { html, nothing } from "./lit.js";
-
-/** @typedef {import("./page.js").Page} Page */
+import { keepFocus } from "./focus.js";
+import { html, nothing, render } from "./lit.js";
+import { chooseTheme } from "./theme.js";
 
 /** @type {[string[], string][]} */
 export const KEYS = [
@@ -38,66 +37,32 @@ const FILTERS = [
   ["-status:error", "a minus sign: all others"],
 ];
 
-/** @param {Page} page */
-export function emptyState(page) {
-  const { engines, heartbeat, requests } = page.store;
-  const here = engines.filter((engine) => !engine.gone);
-  const { place, link } = page;
-  if (link === "refused") {
-    return html`<h2>Not admitted</h2><p>${page.why}</p><p class="soft">The link looks like this; it holds a
-      token:</p><pre>http://127.0.0.1:8765/#token=…</pre>`;
+export class HelpSheet {
+  constructor() {
+    this.box = /** @type {HTMLDialogElement} */ (document.getElementById("help"));
+    this.box.addEventListener("click", (event) => {
+      if (event.target === this.box) this.box.close();
+    });
   }
-  if (link === "connecting" || (!heartbeat && link === "open"))
-    return html`<p class="loading" role="status">Loading…</p>`;
-  if (requests.size && place.id && place.hold) {
-    return html`<h2>This request is not kept</h2><p>The dashboard has no request
-      <bdi><b>${visible(place.id)}</b></bdi>${
-        place.engine
-          ? html` of engine
-      <bdi><b>${visible(place.engine)}</b></bdi>`
-          : nothing
-      }. It keeps the newest ones.</p>
-      <p><button type="button" class="primary" @click=${() => page.hold(false)}>Follow the newest request</button></p>`;
+
+  /** @param {unknown} kill the kill switch, where there is one */
+  open(kill) {
+    this.draw(kill);
+    if (!this.box.open) this.box.showModal();
   }
-  const model = here[0]?.model ?? "MODEL";
-  const step = (
-    /** @type {boolean} */ done,
-    /** @type {string} */ title,
-    /** @type {unknown} */ body,
-  ) => html`<li class=${done ? "done" : ""}>
-    <h3>${title}${done ? html` <span class="good">✓ done</span>` : nothing}</h3>${done ? nothing : body}</li>`;
-  return html`<h2>${here.length ? "Waiting for a request" : "No engine is connected yet"}</h2>
-    <p>This page shows what a model computes while it serves: each token of each request, and the norms and probe
-      scores of its rows.</p>
-    <ol class="steps">
-      ${step(
-        here.length > 0,
-        "Start an engine",
-        html`<pre>capflow serve MODEL</pre><p class="soft">In another
-        terminal. It connects to this hub by itself; name another hub with <code>--hub</code>.</p>`,
-      )}
-      ${step(
-        false,
-        "Send a request",
-        html`<pre>curl http://127.0.0.1:8000/v1/completions \\
-  -H 'Content-Type: application/json' \\
-  -d '{"model": "${visible(here.length ? modelName(model) : "MODEL")}",
-       "prompt": "The capital of France is"}'</pre>`,
-      )}
-      ${step(
-        false,
-        "Read it",
-        html`<p class="soft">Tokens appear here as they are computed. Point at one to see every
-        layer and every probe. Press <kbd>?</kbd> for keys and colours.</p>`,
-      )}
-    </ol>`;
+
+  /** @param {unknown} kill */
+  draw(kill) {
+    const sheet = helpSheet(() => this.box.close(), kill);
+    keepFocus(this.box, () => render(sheet, this.box), "dialog-kill");
+  }
 }
 
 /**
  * @param {() => void} close
  * @param {unknown} kill the kill switch, where there is one
  */
-export function helpSheet(close, kill) {
+function helpSheet(close, kill) {
   return html`<div class="help-head"><h2 id="help-title">Help</h2>${kill}<button type="button" class="icon"
     aria-label="Close" autofocus @click=${close}>✕</button></div>
     <div class="help-body">
@@ -150,22 +115,4 @@ export function helpSheet(close, kill) {
             }>${name}</option>`,
         )}</select></label></section>
     </div>`;
-}
-
-const THEME = "capflow-theme";
-
-/** @param {string | null} name */
-export function chooseTheme(name) {
-  if (name === "light" || name === "dark") {
-    document.documentElement.dataset.theme = name;
-    localStorage.setItem(THEME, name);
-  } else {
-    delete document.documentElement.dataset.theme;
-    localStorage.removeItem(THEME);
-  }
-}
-
-/** Use the colours that were chosen before. */
-export function restoreTheme() {
-  chooseTheme(localStorage.getItem(THEME));
 }

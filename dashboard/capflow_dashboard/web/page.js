@@ -51,6 +51,8 @@ export class Page {
     this.desk = null;
     /** @type {import("./lens.js").Lens | null} */
     this.lens = null;
+    /** The parts that could not be loaded, as the page calls them. @type {Set<string>} */
+    this.missing = new Set();
     /** Called when the subscription may have changed. */
     this.onSubscription = () => {};
   }
@@ -209,7 +211,7 @@ export class Page {
     this.place = read(location.hash);
     this.hover = null;
     this.resolve();
-    this.frames.draw("shell", "list", "empty", "health", "head", "fresh", ...COLOURS, ...CURSOR);
+    this.frames.draw("shell", "list", "empty", "head", "fresh", ...COLOURS, ...CURSOR);
   }
 
   /**
@@ -230,7 +232,7 @@ export class Page {
   view(view) {
     this.go({ view }, true);
     this.resolve();
-    this.frames.draw("shell", "list", "empty", "health", "head", "fresh", ...COLOURS, ...CURSOR);
+    this.frames.draw("shell", "list", "empty", "head", "fresh", ...COLOURS, ...CURSOR);
   }
 
   /**
@@ -261,7 +263,7 @@ export class Page {
       this.restored = false;
     }
     this.onSubscription();
-    this.frames.draw("shell", "list", "empty", "health", "head", "fresh", ...COLOURS, ...CURSOR);
+    this.frames.draw("shell", "list", "empty", "head", "fresh", ...COLOURS, ...CURSOR);
   }
 
   /** Find the request of the address, or follow the newest. */

@@ -52,6 +52,14 @@ export const VERSION = 1;
  *   health: boolean}} Subscription
  */
 
+/**
+ * Return what the page may steer with; null without the right.
+ * @param {Hello | null} hello
+ */
+export function offerOf(hello) {
+  return hello?.rights.includes("steer") && hello.source?.kind !== "stored" ? (hello.steering ?? null) : null;
+}
+
 const reader = new TextDecoder();
 
 /**

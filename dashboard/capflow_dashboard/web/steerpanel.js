@@ -2,77 +2,76 @@
 // Steerpanel: the panel that steers one request or all: what, how much, the preview, and what came back.
 
 import { stateText } from "./actions.js";
+import { panelHead } from "./controls.js";
 import { clock, count, plural, visible } from "./format.js";
 import { holdsOf, holdText } from "./holds.js";
 import { html, nothing, repeat } from "./lit.js";
 import { holdButton } from "./pressed.js";
 import { amount } from "./ratio.js";
 
-/** @typedef {import("./controls.js").Controls} Controls */
+/** @typedef {import("./steering.js").Steering} Steering */
 
-/** @param {Controls} controls */
-export function steerPanel(controls) {
-  const { desk, page, all, target } = controls;
+/** @param {Steering} steering */
+export function steerPanel(steering) {
+  const { desk, page, all, target } = steering;
   const { request } = page;
   const segment = (/** @type {boolean} */ value, /** @type {string} */ name) => html`<button type="button"
-    aria-pressed=${all === value ? "true" : "false"} @click=${() => controls.aim(value)}>${name}</button>`;
+    aria-pressed=${all === value ? "true" : "false"} @click=${() => steering.aim(value)}>${name}</button>`;
   return html`
-    <div class="steer-head"><h2 id="steer-title" tabindex="-1">Steer</h2><span class="gap"></span>
-      <button type="button" class="icon" id="steer-close" aria-label="Close" title="Close (s)"
-        @click=${() => controls.toggle(false)}>✕</button></div>
+    ${panelHead(steering.controls)}
     <div class="segments" role="group" aria-label="What is steered">${segment(false, "This request")}${segment(
       true,
       "All requests",
     )}</div>
     <p class="steer-target">${
       all
-        ? html`${plural(controls.running, "running request")}, and those that come`
+        ? html`${plural(steering.running, "running request")}, and those that come`
         : request
           ? html`<bdi>${visible(request.id)}</bdi>`
           : "No request is shown."
     }</p>
-    ${held(controls)}
+    ${held(steering)}
     ${
       desk.frozen
         ? html`<p class="steer-note">All steering is off. Release the kill switch to steer again.</p>`
-        : !controls.live
+        : !steering.live
           ? html`<p class="steer-note">${request ? "This request is over." : "Choose a request, or all."}</p>`
           : nothing
     }
-    ${choice(controls)}
-    ${act(controls)}
+    ${choice(steering)}
+    ${act(steering)}
     ${
       all
         ? nothing
-        : html`<div class="steer-line"><span class="soft">End it for its user:</span>${holdButton(controls.press, {
+        : html`<div class="steer-line"><span class="soft">End it for its user:</span>${holdButton(steering.press, {
             id: "steer-abort",
             label: "Hold to abort",
             again: "Press again to abort",
             kind: "danger",
-            disabled: !controls.live,
-            run: () => controls.abort(target),
+            disabled: !steering.live,
+            run: () => steering.abort(target),
           })}</div>`
     }
-    ${log(controls)}`;
+    ${log(steering)}`;
 }
 
-/** @param {Controls} controls */
-function held(controls) {
-  const { all, desk, page, target } = controls;
-  const holds = all ? desk.holds.filter((hold) => !hold.request) : holdsOf(desk.holds, page.key, controls.live);
+/** @param {Steering} steering */
+function held(steering) {
+  const { all, desk, page, target } = steering;
+  const holds = all ? desk.holds.filter((hold) => !hold.request) : holdsOf(desk.holds, page.key, steering.live);
   if (target < 0) return nothing;
   return html`<div class="steer-held"><ul id="steer-holds" aria-label="Held">${
     holds.length
       ? holds.map((hold) => html`<li class="steer-ink">${holdText(hold, desk.name)}</li>`)
       : html`<li class="soft">No page holds anything here.</li>`
-  }</ul><button type="button" class="small" id="steer-back" aria-disabled=${controls.live ? nothing : "true"}
+  }</ul><button type="button" class="small" id="steer-back" aria-disabled=${steering.live ? nothing : "true"}
     title="Take back what steers ${all ? "all running requests" : "this request"}" @click=${() =>
-      controls.live && controls.takeBack()}>Take back</button></div>`;
+      steering.live && steering.takeBack()}>Take back</button></div>`;
 }
 
-/** @param {Controls} controls */
-function choice(controls) {
-  const { arming, bounds, desk, site } = controls;
+/** @param {Steering} steering */
+function choice(steering) {
+  const { arming, bounds, desk, site } = steering;
   const { vectors = [], modules = [] } = desk.offer ?? {};
   const { way, name, percent } = arming.choice;
   if (!vectors.length && !modules.length) {
@@ -93,7 +92,7 @@ function choice(controls) {
       /** @type {any} */ event,
     ) => {
       const [kind, chosen] = split(event.target.value);
-      controls.choose({ name: chosen, way: kind === "module" ? "gain" : way === "gain" ? "add" : way });
+      steering.choose({ name: chosen, way: kind === "module" ? "gain" : way === "gain" ? "add" : way });
     }}>
       ${group(
         "Vectors",
@@ -107,14 +106,14 @@ function choice(controls) {
         ? nothing
         : html`<span class="segments" role="group" aria-label="How">${ways.map(
             ([value, label]) => html`<button type="button" aria-pressed=${value === way ? "true" : "false"}
-              @click=${() => controls.choose({ way: value })}>${label}</button>`,
+              @click=${() => steering.choose({ way: value })}>${label}</button>`,
           )}</span>`
     }</div>
     <div class="steer-ratio"><label for="steer-ratio" class="unseen">How much</label>
       <span class="soft" aria-hidden="true">${bounds.low < 0 ? "−" : ""}${Math.abs(bounds.low)}</span>
       <input type="range" id="steer-ratio" min=${bounds.low} max=${bounds.high} step="1" .value=${String(percent)}
         aria-valuetext=${words} @input=${(/** @type {any} */ event) =>
-          controls.choose({ percent: Number(event.target.value) })}>
+          steering.choose({ percent: Number(event.target.value) })}>
       <span class="soft" aria-hidden="true">${bounds.high} %</span></div>
     <p class="steer-amount" id="steer-amount">${words}</p>`;
 }
@@ -133,37 +132,37 @@ function split(value) {
   return [value.slice(0, at), value.slice(at + 1)];
 }
 
-/** @param {Controls} controls */
-function act(controls) {
-  const { arming, bounds, desk } = controls;
+/** @param {Steering} steering */
+function act(steering) {
+  const { arming, bounds, desk } = steering;
   const { stage, choice } = arming;
   if (!choice.name) return nothing;
-  const may = controls.live && !desk.frozen;
+  const may = steering.live && !desk.frozen;
   const still = choice.percent === bounds.still;
   return html`
     <div class="steer-line"><button type="button" class="toggle" id="steer-arm" aria-disabled=${may ? nothing : "true"}
       aria-pressed=${arming.armed ? "true" : "false"} aria-describedby="steer-arm-hint" @click=${() =>
-        controls.arm()}>${arming.armed ? "Armed" : "Arm"}</button>
+        steering.arm()}>${arming.armed ? "Armed" : "Arm"}</button>
       <span class="soft" id="steer-arm-hint">${
         arming.armed ? "until 60 s without use, or another request" : "Nothing is sent before that."
       }</span></div>
     ${
       stage === "armed"
         ? html`<div class="steer-line"><button type="button" class="primary" id="steer-show"
-          aria-disabled=${still ? "true" : nothing} @click=${() => still || controls.preview()}>Preview</button>${
+          aria-disabled=${still ? "true" : nothing} @click=${() => still || steering.preview()}>Preview</button>${
             still ? html`<span class="soft">Move the slider first: this changes nothing.</span>` : nothing
           }</div>`
         : stage === "preview"
-          ? preview(controls)
+          ? preview(steering)
           : stage === "applied"
             ? html`<p class="steer-note applied" id="steer-applied">Applied. Moving the slider changes it at once.</p>`
             : nothing
     }`;
 }
 
-/** @param {Controls} controls */
-function preview(controls) {
-  const { all, arming, desk, page, press, site } = controls;
+/** @param {Steering} steering */
+function preview(steering) {
+  const { all, arming, desk, page, press, site } = steering;
   const { way, name, percent } = arming.choice;
   const { offer } = desk;
   const does = { add: "Add", remove: "Remove the direction of", gain: "Scale the module" }[way];
@@ -196,14 +195,14 @@ function preview(controls) {
       title: "Hold for 0.6 s, or press twice, slowly",
       kind: "primary",
       disabled: !arming.ready,
-      run: () => controls.apply(),
-    })}<button type="button" class="small" id="steer-cancel" @click=${() => controls.back()}>Cancel</button></div>
+      run: () => steering.apply(),
+    })}<button type="button" class="small" id="steer-cancel" @click=${() => steering.back()}>Cancel</button></div>
   </section>`;
 }
 
-/** @param {Controls} controls */
-function log(controls) {
-  const { entries } = controls.desk.actions;
+/** @param {Steering} steering */
+function log(steering) {
+  const { entries } = steering.desk.actions;
   if (!entries.length) return nothing;
   return html`<h3>Actions of this page</h3><ol class="steer-log" id="steer-log" role="list">${repeat(
     entries,

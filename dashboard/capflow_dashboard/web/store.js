@@ -33,6 +33,8 @@ export class Store {
     this.other = null;
     /** @type {import("./protocol.js").Population | null} */
     this.population = null;
+    /** What all pages hold. @type {{frozen: boolean, holds: import("./protocol.js").Held[]} | null} */
+    this.steering = null;
     /** @type {any} */
     this.status = null;
   }
@@ -46,7 +48,7 @@ export class Store {
    */
   take(head, numbers, selected, other = 0) {
     /** @type {Set<string>} */ const changed = new Set();
-    for (const name of /** @type {const} */ (["hello", "heartbeat", "engines", "counts"])) {
+    for (const name of /** @type {const} */ (["hello", "heartbeat", "engines", "counts", "steering"])) {
       if (!head[name]) continue;
       Object.assign(this, { [name]: head[name] });
       changed.add(name);
