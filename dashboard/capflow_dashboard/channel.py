@@ -10,6 +10,7 @@ Invariant: one side's messages arrive whole and in order, or the channel is brok
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import struct
 import threading
@@ -36,6 +37,7 @@ class PageSetup(msgspec.Struct, frozen=True, tag_field="type", tag="setup"):
     vectors: those that pages may name, as `NAME=FILE`.
     modules: the engines' modules that pages may name.
     labels: a file with the labels of requests; empty for none.
+    alerts: the rules, each as `NAME: RULE`.
     """
 
     host: str
@@ -50,6 +52,7 @@ class PageSetup(msgspec.Struct, frozen=True, tag_field="type", tag="setup"):
     vectors: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     labels: str = ""
+    alerts: tuple[str, ...] = ()
 
 
 class EngineMet(msgspec.Struct, frozen=True, tag_field="type", tag="engine"):
@@ -122,10 +125,15 @@ class Counted(msgspec.Struct, frozen=True, tag_field="type", tag="counted"):
 
 
 class ServerTrouble(msgspec.Struct, frozen=True, tag_field="type", tag="trouble"):
-    """An error to be logged. event: its fields in a JSON log."""
+    """Something to be logged, an error by default.
+
+    event: its fields in a JSON log.
+    level: of the module `logging`.
+    """
 
     text: str
     event: dict[str, Any]
+    level: int = logging.ERROR
 
 
 class ActionWanted(msgspec.Struct, frozen=True, tag_field="type", tag="action_wanted"):

@@ -59,6 +59,7 @@ class DashboardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vectors: vector files that a page may use, each as `NAME=FILE`.
     modules: modules of the engines that a page may scale.
     labels: a file with the labels of requests, as `capflow probe` reads it.
+    alerts: rules of alerts, each as `NAME: RULE`, or files with one a line.
     """
 
     port: int = 8765
@@ -74,6 +75,7 @@ class DashboardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vectors: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     labels: str | None = None
+    alerts: tuple[str, ...] = ()
 
 
 class WatchedHub(Protocol):
@@ -157,6 +159,7 @@ class Dashboard(Consumer):
             from capflow_dashboard.serving import labels_of
 
             labels_of(config.labels)
+        _ = self._alerts
         self._token = read_token(config.token_file) or new_token()
         self._try_port()
 
@@ -183,6 +186,7 @@ class Dashboard(Consumer):
             self.config.vectors,
             self.config.modules,
             self.config.labels or "",
+            self._alerts,
         )
         process = PageProcess(setup, context.count, self._act)
         process.start()
@@ -249,6 +253,18 @@ class Dashboard(Consumer):
     @cached_property
     def _probes(self) -> list[Scorer]:
         return load_probes(self.config.probes, "consumers.dashboard.probes")
+
+    @cached_property
+    def _alerts(self) -> tuple[str, ...]:
+        """The rules, each as `NAME: RULE`. Raises UsageError for one that cannot be used."""
+        from capflow_dashboard.alerts.rules import check_probes, read_rules
+
+        where = "consumers.dashboard.alerts"
+        rules = read_rules(self.config.alerts, where)
+        check_probes(
+            rules, {name: probe.pool for probe in self._probes for name in probe.names} if rules else {}, where
+        )
+        return tuple(f"{rule.name}: {rule.text}" for rule in rules)
 
     def _act(self, action: Action) -> None:
         """Send an action of a page to the hub that is shown. Called on the process's thread."""

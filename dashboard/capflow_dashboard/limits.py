@@ -125,6 +125,26 @@ LENS_TILE_BYTES = 8 * MIB
 # A JSON file of a model.
 LENS_JSON_BYTES_MAX = 256 * MIB
 
+# Rules of alerts: how many, the characters of one and of its name, and a file of them.
+ALERT_RULES_MAX = 64
+ALERT_TEXT_LENGTH_MAX = 200
+ALERT_NAME_LENGTH_MAX = 32
+ALERT_FILE_BYTES_MAX = 64 * KIB
+# The window of a rule, and the longest one; the parts of a window.
+ALERT_WINDOW_S = 60.0
+ALERT_WINDOW_S_MAX = 3600.0
+ALERT_PARTS = 60
+# How often rules are evaluated.
+ALERTS_S = 1.0
+# Different requests of one window, and the largest number in a rule.
+ALERT_REQUESTS_MAX = 4096
+ALERT_COUNT_MAX = 10**12
+# Rows whose scores wait to be counted; they are counted at least at each evaluation.
+ALERT_ROWS_MAX = 16_384
+# Changes that are kept, and engines that are gone and still have rows in a window.
+ALERT_CHANGES_MAX = 100
+ALERT_GONE_MAX = 64
+
 # Values of options.
 PORT_MAX = 65_535
 TOKEN_LENGTH_MIN = 16

@@ -123,8 +123,8 @@ class PageProcess:
                     self._on_action(action)
                 case HealthWanted(wanted):
                     self.health_wanted = wanted
-                case ServerTrouble(text, event):
-                    logger.error("%s", text, extra=event)
+                case ServerTrouble(text, event, level):
+                    logger.log(level, "%s", text, extra=event)
 
 
 def _environment() -> dict[str, str]:

@@ -30,6 +30,7 @@ from websockets.http11 import Request, Response
 import capflow
 from capflow.errors import CapflowError, RemoteProtocolError, UsageError, explain
 from capflow_dashboard import limits, wire
+from capflow_dashboard.alerts.book import AlertsSeen
 from capflow_dashboard.board.board import Board, PageState
 from capflow_dashboard.board.series import Values
 from capflow_dashboard.lens.desk import LensDesk
@@ -47,7 +48,8 @@ class PageServer:
 
     port: 0 for any free port; the port in use once started.
     on_count: called on the server's thread with the name of a counter.
-    on_trouble: called on the server's thread with the text and the fields of an error to log.
+    on_trouble: called on the server's thread with the text, the fields and the level of what to log; an error without a
+        level.
     on_health: called on the server's thread when pages begin or cease to show the hub's counters.
     """
 
@@ -61,7 +63,7 @@ class PageServer:
         lens: LensDesk,
         *,
         on_count: Callable[[str], None],
-        on_trouble: Callable[[str, dict[str, Any]], None],
+        on_trouble: Callable[..., None],
         on_health: Callable[[bool], None],
     ) -> None:
         self.host = host
@@ -127,10 +129,12 @@ class PageServer:
         self.port = next(iter(server.sockets)).getsockname()[1]
         self._ready.set()
         leases = asyncio.create_task(self._renew_leases())
+        alerts = asyncio.create_task(self._watch_alerts())
         try:
             await self._stop.wait()
         finally:
             leases.cancel()
+            alerts.cancel()
             server.close(code=CloseCode.GOING_AWAY)
             await self._lens.close()
             with contextlib.suppress(TimeoutError):
@@ -140,6 +144,19 @@ class PageServer:
         while True:
             await asyncio.sleep(limits.LEASES_S)
             self._desk.tick()
+
+    async def _watch_alerts(self) -> None:
+        """Evaluate the rules, also while no page is open; log and count what fires."""
+        book = self._board.alerts
+        while book.rules:
+            await asyncio.sleep(limits.ALERTS_S)
+            for change in book.evaluate(self._board.heartbeat()["silent_s"]):
+                fires = change.state == "firing"
+                self._on_trouble(change.text, change.event(), logging.WARNING if fires else logging.INFO)
+                if fires:
+                    self._on_count(f"alert_{change.rule.name}")
+            for name in book.firing:
+                self._on_count(f"alert_{name}_seconds")
 
     async def _listen(self) -> Server:
         return await serve(
@@ -249,6 +266,7 @@ class PageServer:
             "requests_max": self._board.requests_max,
             "tokens_max": self._board.tokens_max,
             "exports": formats(),
+            "alerts": [rule.fields() for rule in self._board.alerts.rules],
         }
         await _send(connection, wire.encode({"hello": hello, "heartbeat": self._board.heartbeat()}))
         for seq in itertools.count(1):
@@ -262,6 +280,7 @@ class PageServer:
         while True:
             head, values = self._board.news(page) or ({}, None)
             head |= self._desk.news(drawn.rights)
+            head |= self._board.alerts.news(drawn.alerts)
             if head:
                 return head, values
             await asyncio.sleep(1 / limits.UPDATES_PER_S_MAX)
@@ -304,6 +323,7 @@ class PageServer:
                         other=shown.other,
                         population=shown.population,
                     )
+                    drawn.alerts.watching = shown.alerts
                     self._tell_health()
         except RemoteProtocolError as e:
             self._on_count("requests_refused")
@@ -319,13 +339,14 @@ class PageServer:
 
 
 class _Page:
-    """The last update that a page has drawn, and its part in steering.
+    """The last update that a page has drawn, its part in steering, and the alerts that it has.
 
     rights: its part; another one once it has told its name.
     """
 
     def __init__(self, rights: PageRights) -> None:
         self.rights = rights
+        self.alerts = AlertsSeen()
         self._seq = 0
         # Set when the page has drawn another update.
         self._changed = asyncio.Event()

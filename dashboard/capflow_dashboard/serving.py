@@ -7,6 +7,7 @@ channel does: the hub, however it ends, cannot leave it behind.
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import socket
 import sys
@@ -22,6 +23,8 @@ from capflow.probes.probe import Scorer
 from capflow.steering.action import Action
 from capflow.system import descriptors
 from capflow_dashboard import limits
+from capflow_dashboard.alerts.book import AlertBook
+from capflow_dashboard.alerts.rules import read_rules
 from capflow_dashboard.board.board import Board
 from capflow_dashboard.channel import (
     ActionAnswered,
@@ -123,6 +126,7 @@ def serve(channel: Channel) -> None:
     board.source = setup.kind, setup.name
     rows = KeptRows()
     try:
+        board.alerts = AlertBook(read_rules(setup.alerts, "consumers.dashboard.alerts"))
         if setup.labels:
             board.labels = labels_of(setup.labels)
         desk = desk_of(setup, board, lambda action: _tell(channel, ActionWanted(action)))
@@ -137,7 +141,7 @@ def serve(channel: Channel) -> None:
         desk,
         LensDesk(board, rows),
         on_count=lambda name: _tell(channel, Counted(name)),
-        on_trouble=lambda text, event: _tell(channel, ServerTrouble(text, event)),
+        on_trouble=lambda text, event, level=logging.ERROR: _tell(channel, ServerTrouble(text, event, level)),
         on_health=lambda wanted: _tell(channel, HealthWanted(wanted)),
     )
     try:

@@ -21,6 +21,7 @@ has these keys; a key without news is left out:
 | health | the hub's counters, as `capflow status --json` prints them |
 | acks | answers to its actions: `id`; `state`: applied, rejected, unknown or waiting; `step`, `position`, `reason` |
 | steering | what is held by all pages: `frozen`, and `holds`, each with request, kind, name, mode, ratio and page |
+| alerts | `states` of rules that fire or are pending, of all while it shows them; `changes` that it does not have |
 | lens | the answer to a `lens` of this page; it comes beside the updates, without `seq` |
 
 The numbers are the values of `detail`, `[series, count]`: a norm or a score, NaN or infinity if the row has such
@@ -31,6 +32,11 @@ A `lens` has the `id`, `request` and `position` that the page asked for, `layers
 there are no layers, or empty. Each of `layers` is `{"layer": 0, "site": "post_block:0", "tokens": [[id, text,
 probability], …]}`, by layer: at most 8 tokens, the most likely first. A text is null if the model's files have none for
 the token. A layer without tokens has a row with NaN or infinity; layers whose rows are not kept are left out.
+
+Each of the `states` of `alerts` has `rule`, `engine` and `request` (empty for none), `state` (inactive, pending,
+firing), `since_s` (Unix time) and `value`; it replaces what the page had. Each of `changes` has `rule`, `engine`,
+`request`, `state` (firing, resolved), `value`, `at_s` and `fired_s`; the server keeps 100. A value is in the unit of the
+rule in `hello`, null without one.
 
 A page sends text, one of these:
 
@@ -73,6 +79,7 @@ class Subscribe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     probe: the probe whose sparklines it shows.
     health: whether it shows the hub's counters.
     population: the engine whose population of `probe` it shows; empty for none.
+    alerts: whether it shows all rules of alerts.
     """
 
     request: _Key = 0
@@ -81,6 +88,7 @@ class Subscribe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     probe: str = ""
     health: bool = False
     population: str = ""
+    alerts: bool = False
 
 
 class LensAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -14,6 +14,8 @@ import numpy as np
 from websockets.sync.client import connect
 
 from capflow_dashboard import consumer as consumers
+from capflow_dashboard.alerts.book import AlertBook
+from capflow_dashboard.alerts.rules import read_rules
 from capflow_dashboard.board.board import Board
 from capflow_dashboard.consumer import Dashboard, DashboardConfig
 from capflow_dashboard.lens.desk import LensDesk
@@ -52,6 +54,7 @@ class NearProcess:
     def __init__(self, setup, on_count, on_action):
         self.board = Board(setup.requests_max, setup.tokens_max)
         self.board.labels = labels_of(setup.labels) if setup.labels else {}
+        self.board.alerts = AlertBook(read_rules(setup.alerts, "alerts"))
         self.desk = desk_of(setup, self.board, on_action)
         self.rows = KeptRows()
         self.lens = LensDesk(self.board, self.rows)
@@ -63,7 +66,7 @@ class NearProcess:
             self.desk,
             self.lens,
             on_count=lambda name: on_count(name, 1),
-            on_trouble=lambda text, event: self.troubles.append((text, event)),
+            on_trouble=lambda text, event, *_: self.troubles.append((text, event)),
             on_health=self._set_health,
         )
         self.troubles = []
@@ -214,6 +217,8 @@ class Pageless(MergedTokens):
         self.lenses = []
         self.acks, self.steering = [], None
         self.population = {}
+        # The states of rules, and all changes.
+        self.alerts, self.changes = [], []
         # The tokens of the request that it is compared with.
         self.other = MergedTokens()
         # The number of the last update, and whether updates are answered.
@@ -275,6 +280,9 @@ class Pageless(MergedTokens):
         self.sparks |= head.get("sparks", {})
         self.health = head.get("health", self.health)
         self.population = head.get("population", self.population)
+        if "alerts" in head:
+            self.alerts = head["alerts"]["states"]
+            self.changes += head["alerts"]["changes"]
         self.acks += head.get("acks", [])
         self.steering = head.get("steering", self.steering)
         for key in head.get("gone", []):

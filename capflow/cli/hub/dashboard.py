@@ -41,6 +41,7 @@ _ACTIONS_AT_ONCE = 256
         "capflow dashboard ipc:///run/user/1000/capflow/hub.sock --probe code.safetensors",
         "capflow dashboard demo-data/rows --open",
         "capflow dashboard --allow-steering --vector calm=calm.safetensors",
+        "capflow dashboard --probe code.safetensors --alert 'leak: share(code) > 5% over 60s'",
     )
 )
 @click.argument("target", required=False, metavar="[HUB|PATH]")
@@ -54,6 +55,9 @@ _ACTIONS_AT_ONCE = 256
 @click.option("--allow-steering", is_flag=True, help="Let the page steer and abort requests. Needs the right `steer`.")
 @click.option("--vector", "vectors", multiple=True, metavar="NAME=FILE", help="A vector that the page may use.")
 @click.option("--module", "modules", multiple=True, metavar="NAME", help="A module of the engine that it may scale.")
+@click.option(
+    "--alert", "alerts", multiple=True, metavar="RULE|FILE", help="A rule of an alert, or a file of rules; repeatable."
+)
 @click.option("--token-file", metavar="FILE", help="A file of mode 600 with the token. Default: a new one each time.")
 @click.option("--key", metavar="NAME|PATH", help=KEY_HELP)
 @click.option("--insecure", is_flag=True, help="Allow TCP to another machine without keys.")
@@ -70,6 +74,7 @@ def dashboard(
     allow_steering: bool,
     vectors: tuple[str, ...],
     modules: tuple[str, ...],
+    alerts: tuple[str, ...],
     token_file: str | None,
     key: str | None,
     insecure: bool,
@@ -91,11 +96,13 @@ def dashboard(
     address = check_address(target or default_address(), insecure=insecure, where="HUB") if stored is None else ""
     options: dict[str, Any] = {"port": port, "hook": hook, "layers": layers, "token_file": token_file}
     options |= {"allow_steering": allow_steering or None}
-    lists = {"probes": probes, "vectors": vectors, "modules": modules}
+    lists = {"probes": probes, "vectors": vectors, "modules": modules, "alerts": alerts}
     options |= {name: list(values) for name, values in lists.items() if values}
     if stored is not None:
         if allow_steering:
             raise UsageError(explain("--allow-steering", got=f"with {target}", expected="a hub: nothing runs here"))
+        if alerts:
+            raise UsageError(explain("--alert", got=f"with {target}", expected="a hub: stored rows come all at once"))
         options["policy"] = str(WhenFull.BLOCK)
     given = {name: value for name, value in options.items() if value is not None}
     made = cast("ConfiguredConsumer", configure("dashboard", given, load_plugins()))

@@ -24,6 +24,7 @@ from capflow.capture.site import Site
 from capflow.probes.probe import Scorer
 from capflow.steering.action import Answered
 from capflow_dashboard import limits
+from capflow_dashboard.alerts.book import AlertBook
 from capflow_dashboard.board.record import LIVE, RecordCopy, RequestRecord
 from capflow_dashboard.board.series import Measures, Values
 from capflow_dashboard.steering import Target
@@ -115,6 +116,8 @@ class Board:
         self.source = ("live", "")
         # Whether each request has the positive label, by its id; set before the first engine comes.
         self.labels: Mapping[str, bool] = {}
+        # What counts for the rules of alerts; set before the first engine comes, as `labels` is.
+        self.alerts = AlertBook(())
         self.requests_max = requests_max
         self.tokens_max = tokens_max
         self._clock = clock
@@ -166,10 +169,12 @@ class Board:
         measures = Measures(model, sites, probes)
         with self._lock:
             before = self._engines.get(engine)
-            if before is not None and before.measures.is_like(measures):
+            first = measures.norms_count
+            same = before is not None and before.measures.is_like(measures)
+            self.alerts.greet(engine, measures.series[first:], first, same=same)
+            if before is not None and same:
                 measures, population = before.measures, before.population
             else:
-                first = measures.norms_count
                 population = Population(measures.series[first:], first, self.labels, self._clock)
             self._engines[engine] = _Engine(measures, population)
             self._engines_version = self._next()
@@ -180,6 +185,7 @@ class Board:
         """Note that an engine has disconnected. It is shown as gone for as long as one of its requests is shown."""
         with self._lock:
             self._gone.add(engine)
+            self.alerts.leave(engine)
             self._forget_engines()
             self._engines_version = self._next()
 
@@ -201,6 +207,7 @@ class Board:
                 if measures.baseline.add(indices, counted):
                     self._engines_version = version
                 population.add(indices, counted)
+                self.alerts.take(header, block, indices, values)
                 for number, start, length, row in block.spans:
                     request = header.requests[number]
                     record = self._record(header.engine, request, start, time_s)
@@ -229,11 +236,14 @@ class Board:
                 self._dropped[dropped.reason] += dropped.rows
             record = self._open.pop((done.engine, done.request), None)
             self._counts_version = self._next()
+            incarnation, scores = "", list[float | None]()
             if record is not None:
                 record.end(self._version, done.status, done.prompt_length, lost)
                 engine = self._engines.get(done.engine)
                 if engine is not None and engine.measures is record.measures:
-                    engine.population.finish(record.id, record.pooled())
+                    incarnation, scores = record.incarnation, record.pooled()
+                    engine.population.finish(record.id, scores)
+            self.alerts.finish(done, incarnation, scores)
 
     def note(self, answered: Answered) -> None:
         """Add an event of a request's steering to its record."""
