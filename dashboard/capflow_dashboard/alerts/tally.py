@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from array import array
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -84,12 +85,12 @@ class EngineTally:
         part = np.full((self._count, block.rows), MISSING, np.float32)
         part[[indices[column] - self._first for column in columns]] = values[columns]
         self._values.append(part)
-        for number, start, length, row in block.spans:
-            request = requests[number]
-            name = CountedRequest(request.id, request.incarnation)
-            owner = self._owners.setdefault(name, len(self._owners))
-            prompt = min(max(request.prompt_length - start, 0), length)
-            self._spans.extend((self._rows + row, length, owner, prompt))
+        self._blocks.append((len(block.spans), self._rows, len(self._prompts)))
+        self._spans.extend(chain.from_iterable(block.spans))
+        self._prompts.extend([request.prompt_length for request in requests])
+        owners = self._owners
+        names = [(request.id, request.incarnation) for request in requests]
+        self._named.extend([owners.setdefault(name, len(owners)) for name in names])
         self._rows += block.rows
 
     def late(self, lag_s: float) -> None:
@@ -130,35 +131,44 @@ class EngineTally:
         return result + [Reading(lags.total(now)) for lags in self._lags.values()]
 
     def _empty(self) -> None:
-        # The scores that wait; four numbers of each span: its first row, its length, the index of its request, and how
-        # many of its tokens are of the prompt; and the requests.
+        # What waits, block after block: scores; spans, four numbers each; and of each block the number of its spans and
+        # where its rows and its requests begin among all.
         self._values: list[Values] = []
         self._spans = array("q")
-        self._owners: dict[CountedRequest, int] = {}
+        self._blocks: list[tuple[int, int, int]] = []
+        # The requests of each block: the length of the prompt, and the index among the different ones.
+        self._prompts = array("q")
+        self._named = array("q")
+        self._owners: dict[tuple[str, str], int] = {}
         self._rows = 0
 
     def _waiting(self) -> _Scores:
         """Return the scores that wait, without rows that belong to no request."""
-        rows, lengths, owners, prompts = np.array(self._spans, np.int64).reshape(-1, 4).T
-        starts = np.cumsum(lengths) - lengths
+        counts, first_rows, first_requests = np.array(self._blocks, np.int64).T
+        numbers, starts, lengths, rows = np.array(self._spans, np.int64).reshape(-1, 4).T
+        numbers = numbers + np.repeat(first_requests, counts)
         # Of each token its place in its span.
-        places = np.arange(lengths.sum()) - np.repeat(starts, lengths)
-        values = np.concatenate(self._values, axis=1)[:, places + np.repeat(rows, lengths)]
-        generated = places >= np.repeat(prompts, lengths)
-        return _Scores(values, np.repeat(owners, lengths), generated, list(self._owners))
+        places = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        values = np.concatenate(self._values, axis=1)
+        values = values[:, places + np.repeat(rows + np.repeat(first_rows, counts), lengths)]
+        generated = places >= np.repeat(np.array(self._prompts)[numbers] - starts, lengths)
+        owners = np.repeat(np.array(self._named)[numbers], lengths)
+        return _Scores(values, owners, generated, [CountedRequest(*name) for name in self._owners])
 
     def _count_scores(self, scores: _Scores, now: float) -> None:
-        # Of each probe and part, which tokens have a score; rules share them.
-        chosen: dict[tuple[int, str], npt.NDArray[np.bool_]] = {}
+        # The scores of each probe and part, with their requests; rules share them.
+        chosen: dict[tuple[int, str], tuple[Values, npt.NDArray[np.int64]]] = {}
         for each in self._of_probes:
             if each.series.pool != "token":
                 continue
-            row, part = scores.values[each.probe], each.rule.part
-            if (each.probe, part) not in chosen:
-                finite = np.isfinite(row)
-                chosen[each.probe, part] = finite if not part else finite & (scores.generated == (part == "generated"))
-            mask = chosen[each.probe, part]
-            each.add(now, row[mask], scores.owners[mask], scores.requests)
+            key = each.probe, each.rule.part
+            if key not in chosen:
+                row = scores.values[each.probe]
+                mask = np.isfinite(row)
+                if each.rule.part:
+                    mask &= scores.generated == (each.rule.part == "generated")
+                chosen[key] = row[mask], scores.owners[mask]
+            each.add(now, *chosen[key], scores.requests)
 
 
 _LOSSES = ("lost", "skipped")
