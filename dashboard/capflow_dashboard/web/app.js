@@ -1,6 +1,7 @@
 // @ts-check
 // App: joins the feed, the page and the views. Messages are taken and drawn in animation frames only.
 
+import { Alarm } from "./alarm.js";
 import { emptyState } from "./empty.js";
 import { Extras } from "./extra.js";
 import { Feed } from "./feed.js";
@@ -45,6 +46,7 @@ const list = new List($("list"), page);
 const tokens = new Tokens($("text"), page);
 const plots = new Plots($("plots"), page);
 const extras = new Extras($("main"), page);
+const alarm = new Alarm($("alarm"), page);
 plots.onChosen = () => tokens.reveal();
 page.announce = (/** @type {string} */ text) => {
   $("announce").textContent = text;
@@ -71,12 +73,14 @@ frames.add("shell", () => {
   $("request").hidden = own || !has;
   $("empty").hidden = own || has;
   frames.stale.add("extra");
+  frames.draw("alarm");
   const { request } = page;
+  const alarms = page.alarms ? `(${page.alarms}) ` : "";
   document.title = own
-    ? `${view[0].toUpperCase()}${view.slice(1)} · capflow`
+    ? `${alarms}${view[0].toUpperCase()}${view.slice(1)} · capflow`
     : request
-      ? `${request.id.slice(0, 60)} · capflow`
-      : "capflow";
+      ? `${alarms}${request.id.slice(0, 60)} · capflow`
+      : `${alarms}capflow`;
 });
 frames.add("top", () => {
   render(header(page), $("top"));
@@ -137,6 +141,7 @@ frames.add("token", () => {
   render(page.detail ? (token.get()?.(page) ?? token.stead()) : nothing, $("token"));
 });
 frames.add("extra", () => extras.draw());
+frames.add("alarm", () => alarm.draw());
 
 /** What the text shows. @type {{key: number, detail: import("./detail.js").Detail | null}} */
 const shown = { key: -1, detail: null };
@@ -306,6 +311,8 @@ function stale(changed) {
   if (changed.has("engines") || changed.has("counts") || changed.has("rates") || changed.has("heartbeat"))
     frames.draw("top");
   if (changed.has("hello") || changed.has("heartbeat")) frames.draw("shell", "empty");
+  // A mute may end with any heartbeat.
+  if (changed.has("hello") || changed.has("heartbeat") || changed.has("alerts")) frames.draw("alarm");
   if (changed.has("heartbeat") && steering.failed && offerOf(page.store.hello)) steering.load();
   if (changed.has("counts") && controls?.open) frames.draw("steer");
   if (changed.has("requests") || changed.has("engines")) {
@@ -365,6 +372,7 @@ page.onSubscription = () => {
       probe: shown.probe,
       population: shown.engine,
       health: view === "health",
+      alerts: view === "alerts",
     });
     if (wanted === sent || feed.state === "connecting" || !feed.socket) return;
     sent = wanted;

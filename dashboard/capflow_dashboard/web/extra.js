@@ -24,6 +24,10 @@ const VIEWS = {
     load: async () => (await import("./health.js")).Health,
     news: ["health", "heartbeat", "rates", "hello"],
   },
+  alerts: {
+    load: async () => (await Promise.all([import("./alertview.js"), style("alerts.css")]))[0].AlertView,
+    news: ["alerts", "hello"],
+  },
 };
 
 /** The comparison has a panel as a token has. */

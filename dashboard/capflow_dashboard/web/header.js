@@ -29,16 +29,25 @@ export function header(page) {
   const name = store.hello?.source?.name;
   const stored = state === "stored";
   const lag = stored ? null : (heartbeat?.lag_s ?? null);
-  const current = place.view === "health" || place.view === "population" ? place.view : "requests";
-  const tab = (/** @type {"requests" | "population" | "health"} */ view, /** @type {string} */ name) =>
+  const own = /** @type {const} */ (["population", "alerts", "health"]);
+  const current = own.find((view) => view === place.view) ?? "requests";
+  const tab = (/** @type {"requests" | "population" | "alerts" | "health"} */ view, /** @type {unknown} */ name) =>
     html`<button type="button" class="tab" aria-current=${view === current ? "page" : nothing}
     @click=${() => page.view(view === "requests" && current !== "requests" ? "request" : view)}>${name}</button>`;
   return html`
     <div class="brand"><img src="icon.svg" alt="" width="22" height="22"><h1>capflow</h1></div>
-    <nav class="tabs" aria-label="Views">${tab("requests", "Requests")}${tab("population", "Population")}${tab(
-      "health",
-      "Health",
-    )}</nav>
+    <nav class="tabs" aria-label="Views">${tab("requests", "Requests")}${tab("population", "Population")}${
+      store.hello?.alerts?.length
+        ? tab(
+            "alerts",
+            html`Alerts${
+              page.alarms
+                ? html` <b class="alarm-count">${page.alarms}<span class="unseen"> firing</span></b>`
+                : nothing
+            }`,
+          )
+        : nothing
+    }${tab("health", "Health")}</nav>
     <div class="engines">${engines(store)}</div>
     <dl class="facts">
       <div><dt>live</dt><dd>${count(counts?.open ?? 0)}</dd></div>

@@ -43,6 +43,8 @@ export class Page {
     this.link = "connecting";
     this.why = "";
     this.now = Date.now();
+    /** How many rules of alerts fire and are not muted. */
+    this.alarms = 0;
     /** Called with what a screen reader shall say. @type {(text: string) => void} */
     this.announce = () => {};
     /** Called with results of actions, which a screen reader shall say too. @type {(text: string) => void} */

@@ -4,7 +4,7 @@
 
 /**
  * @typedef {object} Place
- * @property {"requests" | "request" | "compare" | "population" | "health"} view
+ * @property {"requests" | "request" | "compare" | "population" | "alerts" | "health"} view
  * @property {string} engine of the request; empty, as the id is, for the newest one
  * @property {string} id
  * @property {string} engine2 of the request that it is compared with; empty, as the id is, for none
@@ -117,7 +117,7 @@ export function read(hash) {
     const names = parts.slice(1).map(decoded);
     const [engine, id, engine2, id2] = names.map((name) => name ?? "");
     if (!names.includes(null)) Object.assign(place, { view: "compare", engine, id, engine2, id2, hold: true });
-  } else if (parts[0] === "health" || parts[0] === "requests" || parts[0] === "population") {
+  } else if (parts[0] === "health" || parts[0] === "requests" || parts[0] === "population" || parts[0] === "alerts") {
     place.view = parts[0];
   }
   const query = new URLSearchParams(search);

@@ -33,13 +33,18 @@ export const VERSION = 1;
  *   lease_positions: number}} Offer what a page may steer with
  * @typedef {{version: number, capflow: string, rights: string[], steering?: Offer | null,
  *   source?: {kind: string, name: string}, requests_max: number, tokens_max: number, exports?: string[],
- *   lens?: boolean}} Hello
+ *   lens?: boolean, alerts?: AlertRule[]}} Hello
  * @typedef {{id: number, state: "applied" | "rejected" | "unknown" | "waiting", step?: number | null,
  *   position?: number | null, reason?: string}} Ack
  * @typedef {{request: number, kind: "steer" | "gain", name: string, mode: "add" | "remove", ratio: number,
  *   page: string}} Held what a page holds on a request; on all with 0
  * @typedef {{layer: number, site: string, tokens: [number, string | null, number][]}} LensLayer
  * @typedef {{id: number, request: number, position: number, layers: LensLayer[], error: string}} LensAnswer
+ * @typedef {{name: string, text: string, probe: string, unit: string, bound: string, clear: string}} AlertRule
+ * @typedef {{rule: string, engine: string, request: string, state: "firing" | "pending" | "inactive",
+ *   since_s: number, value: number | null}} AlertState
+ * @typedef {{rule: string, engine: string, request: string, state: "firing" | "resolved", value: number | null,
+ *   at_s: number, fired_s: number}} AlertChange
  * @typedef {{open: number, done: number, not_kept: number, dropped: Record<string, number>, tokens: number,
  *   rows: number, bytes: number}} Counts
  * @typedef {{last: number, tokens: number[], rows: number[], bytes: number[]}} RatesNews
@@ -47,9 +52,9 @@ export const VERSION = 1;
  *   rates?: RatesNews, requests?: (Partial<RequestSummary> & {key: number})[],
  *   sparks?: Record<string, (number | null)[]>, gone?: number[], detail?: DetailNews, other?: OtherNews,
  *   population?: Population, health?: {status: any}, acks?: Ack[], steering?: {frozen: boolean, holds: Held[]},
- *   lens?: LensAnswer}} Head
+ *   lens?: LensAnswer, alerts?: {states: AlertState[], changes: AlertChange[]}}} Head
  * @typedef {{request: number, other: number, window: number[], probe: string, population: string,
- *   health: boolean}} Subscription
+ *   health: boolean, alerts: boolean}} Subscription
  */
 
 /**

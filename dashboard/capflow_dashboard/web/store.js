@@ -9,6 +9,7 @@ import { haystack } from "./filter.js";
 /** @typedef {import("./protocol.js").Engine} Engine */
 
 const RATES_S = 120;
+const CHANGES_MAX = 100;
 
 export class Store {
   constructor() {
@@ -35,6 +36,9 @@ export class Store {
     this.population = null;
     /** What all pages hold. @type {{frozen: boolean, holds: import("./protocol.js").Held[]} | null} */
     this.steering = null;
+    /** The states of rules, and the latest changes, oldest first.
+     * @type {{states: import("./protocol.js").AlertState[], changes: import("./protocol.js").AlertChange[]}} */
+    this.alerts = { states: [], changes: [] };
     /** @type {any} */
     this.status = null;
   }
@@ -63,6 +67,11 @@ export class Store {
     if (head.population) {
       this.population = head.population;
       changed.add("population");
+    }
+    if (head.alerts) {
+      const { states, changes } = head.alerts;
+      this.alerts = { states, changes: [...this.alerts.changes, ...changes].slice(-CHANGES_MAX) };
+      changed.add("alerts");
     }
     if (head.health) {
       this.status = head.health.status;
