@@ -38,6 +38,7 @@ class PageSetup(msgspec.Struct, frozen=True, tag_field="type", tag="setup"):
     modules: the engines' modules that pages may name.
     labels: a file with the labels of requests; empty for none.
     alerts: the rules, each as `NAME: RULE`.
+    completions, completions_key: the address of the server that runs requests again, and its key; empty for none.
     """
 
     host: str
@@ -53,6 +54,8 @@ class PageSetup(msgspec.Struct, frozen=True, tag_field="type", tag="setup"):
     modules: tuple[str, ...] = ()
     labels: str = ""
     alerts: tuple[str, ...] = ()
+    completions: str = ""
+    completions_key: str = ""
 
 
 class EngineMet(msgspec.Struct, frozen=True, tag_field="type", tag="engine"):
@@ -136,6 +139,13 @@ class ServerTrouble(msgspec.Struct, frozen=True, tag_field="type", tag="trouble"
     level: int = logging.ERROR
 
 
+class RunBegun(msgspec.Struct, frozen=True, tag_field="type", tag="run_begun"):
+    """A page runs a request again, which is to be logged. event: its fields in a JSON log."""
+
+    text: str
+    event: dict[str, Any]
+
+
 class ActionWanted(msgspec.Struct, frozen=True, tag_field="type", tag="action_wanted"):
     """An action of a page, for the hub."""
 
@@ -149,7 +159,7 @@ class HealthWanted(msgspec.Struct, frozen=True, tag_field="type", tag="health_wa
 
 
 ToPages = PageSetup | EngineMet | EngineLeft | RowsTaken | RequestOver | EventTaken | ActionAnswered | HubAlive
-FromPages = Listening | StartFailed | Counted | ServerTrouble | HealthWanted | ActionWanted
+FromPages = Listening | StartFailed | Counted | ServerTrouble | HealthWanted | ActionWanted | RunBegun
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[ToPages | FromPages] = msgspec.msgpack.Decoder(ToPages | FromPages)

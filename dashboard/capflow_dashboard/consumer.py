@@ -60,6 +60,8 @@ class DashboardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     modules: modules of the engines that a page may scale.
     labels: a file with the labels of requests, as `capflow probe` reads it.
     alerts: rules of alerts, each as `NAME: RULE`, or files with one a line.
+    server: the address of a `capflow serve` at which pages may run requests again, steered.
+    server_key_file: a file with its key; by default the variable `VLLM_API_KEY`.
     """
 
     port: int = 8765
@@ -76,6 +78,8 @@ class DashboardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     modules: tuple[str, ...] = ()
     labels: str | None = None
     alerts: tuple[str, ...] = ()
+    server: str | None = None
+    server_key_file: str | None = None
 
 
 class WatchedHub(Protocol):
@@ -117,6 +121,8 @@ class Dashboard(Consumer):
         self.source = ("live", "")
         # A random token is kept from one `open` to the next, so that open pages come back.
         self._token: str | None = None
+        # Set by `check`.
+        self._server_key = ""
         # Set from `open` to `close`.
         self._process: PageProcess | None = None
         self._link_file: LinkFile | None = None
@@ -139,7 +145,8 @@ class Dashboard(Consumer):
 
     def check(self) -> None:
         """Raise UsageError when an option is invalid or the port cannot be used."""
-        from capflow_dashboard.access import new_token, read_token
+        from capflow_dashboard.access import new_token, read_key, read_token
+        from capflow_dashboard.again.address import CompletionServer
         from capflow_dashboard.pages import LOOPBACK_NAMES
         from capflow_dashboard.steering import load_vectors
 
@@ -151,15 +158,20 @@ class Dashboard(Consumer):
         _check_range("port", config.port, 0, limits.PORT_MAX)
         _check_range("requests_max", config.requests_max, 1, limits.REQUESTS_MAX)
         _check_range("tokens_max", config.tokens_max, limits.TOKENS_MIN, limits.TOKENS_MAX)
-        if not config.allow_steering and (config.vectors or config.modules):
-            got = "vectors" if config.vectors else "modules"
-            raise UsageError(explain("consumers.dashboard.allow_steering", got=f"false, with {got}", expected="true"))
+        given = next((name for name in ("vectors", "modules", "server") if getattr(config, name)), None)
+        if given is not None and not config.allow_steering:
+            raise UsageError(explain("consumers.dashboard.allow_steering", got=f"false, with {given}", expected="true"))
         load_vectors(config.vectors, "consumers.dashboard.vectors")
         if config.labels is not None:
             from capflow_dashboard.serving import labels_of
 
             labels_of(config.labels)
         _ = self._alerts
+        if config.server is not None:
+            CompletionServer.parse(config.server, where="consumers.dashboard.server")
+            self._server_key = read_key(config.server_key_file) or ""
+        elif config.server_key_file is not None:
+            raise UsageError(explain("consumers.dashboard.server", got="none, with a server_key_file"))
         self._token = read_token(config.token_file) or new_token()
         self._try_port()
 
@@ -187,6 +199,8 @@ class Dashboard(Consumer):
             self.config.modules,
             self.config.labels or "",
             self._alerts,
+            self.config.server or "",
+            self._server_key,
         )
         process = PageProcess(setup, context.count, self._act)
         process.start()

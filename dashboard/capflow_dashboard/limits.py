@@ -106,6 +106,23 @@ PAGES_KNOWN_MAX = 64
 PAGE_NAME_LENGTH_MAX = 32
 # How often leases are looked at.
 LEASES_S = 0.25
+# A request that is run again: tokens of each answer, and the temperature.
+AGAIN_TOKENS_MAX = 2048
+AGAIN_TEMPERATURE_MAX = 2.0
+# Runs of all pages, each of two streams.
+AGAIN_RUNS_MAX = 4
+AGAIN_CONNECT_S_MAX = 5.0
+# How long a server may send nothing, and how long a run may take.
+AGAIN_SILENT_S_MAX = 60.0
+AGAIN_S_MAX = 600.0
+# What is read of a stream at once, an event of it, and all of it.
+AGAIN_READ_BYTES = 64 * KIB
+AGAIN_EVENT_BYTES_MAX = 256 * KIB
+AGAIN_STREAM_BYTES_MAX = 8 * MIB
+# Any other answer of the server.
+AGAIN_ANSWER_BYTES_MAX = 256 * KIB
+# Characters of an error on the page.
+AGAIN_ERROR_LENGTH_MAX = 500
 # The newest rows, which are kept for the logit lens, with an estimate of their headers.
 KEPT_ROWS_BYTES_MAX = 128 * MIB
 # The header of a kept frame, besides its tokens.
@@ -150,6 +167,7 @@ PORT_MAX = 65_535
 TOKEN_LENGTH_MIN = 16
 TOKEN_LENGTH_MAX = 256
 TOKEN_FILE_BYTES_MAX = 4 * KIB
+KEY_LENGTH_MAX = 1024
 
 assert TOKENS_MIN < TOKENS_MAX
 assert OPEN_S_MAX < EXPORT_S_MAX
@@ -159,4 +177,6 @@ assert HEARTBEAT_S < SILENCE_S
 assert 2 * RENEW_S + LEASES_S < LEASE_S
 assert CLIENTS_MAX < PAGES_KNOWN_MAX
 assert LENS_JSON_BYTES_MAX < LENS_BYTES_MAX
+assert AGAIN_READ_BYTES <= AGAIN_EVENT_BYTES_MAX <= AGAIN_STREAM_BYTES_MAX
+assert AGAIN_CONNECT_S_MAX < AGAIN_SILENT_S_MAX < AGAIN_S_MAX
 assert LENS_TILE_BYTES < LENS_BYTES_MAX

@@ -15,7 +15,7 @@ from typing import Any
 from capflow.errors import CapflowError, FatalError, UsageError, explain
 from capflow.steering.action import Action
 from capflow_dashboard import limits
-from capflow_dashboard.access import TOKEN_VARIABLE
+from capflow_dashboard.access import KEY_VARIABLE, TOKEN_VARIABLE
 from capflow_dashboard.channel import (
     ActionWanted,
     Channel,
@@ -23,6 +23,7 @@ from capflow_dashboard.channel import (
     HealthWanted,
     Listening,
     PageSetup,
+    RunBegun,
     ServerTrouble,
     StartFailed,
     ToPages,
@@ -125,8 +126,10 @@ class PageProcess:
                     self.health_wanted = wanted
                 case ServerTrouble(text, event, level):
                     logger.log(level, "%s", text, extra=event)
+                case RunBegun(text, event):
+                    logger.info("%s", text, extra=event)
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment without the token."""
-    return {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+    """Return the environment without the token and the server's key."""
+    return {name: value for name, value in os.environ.items() if name not in (TOKEN_VARIABLE, KEY_VARIABLE)}

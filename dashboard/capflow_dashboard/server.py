@@ -30,6 +30,7 @@ from websockets.http11 import Request, Response
 import capflow
 from capflow.errors import CapflowError, RemoteProtocolError, UsageError, explain
 from capflow_dashboard import limits, wire
+from capflow_dashboard.again.desk import AgainDesk, PageRuns
 from capflow_dashboard.alerts.book import AlertsSeen
 from capflow_dashboard.board.board import Board, PageState
 from capflow_dashboard.board.series import Values
@@ -61,6 +62,7 @@ class PageServer:
         pages: PageFiles,
         desk: SteeringDesk,
         lens: LensDesk,
+        again: AgainDesk,
         *,
         on_count: Callable[[str], None],
         on_trouble: Callable[..., None],
@@ -76,6 +78,7 @@ class PageServer:
         self._pages = pages
         self._desk = desk
         self._lens = lens
+        self._again = again
         self._on_count = on_count
         self._on_trouble = on_trouble
         self._on_health = on_health
@@ -236,13 +239,15 @@ class PageServer:
         page = PageState()
         drawn = _Page(self._desk.enter(uuid.uuid4().hex))
         asks = _Asks()
+        runs = PageRuns(self._again)
         self.connections[connection] = page
         self.leave(connection)
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._receive(connection, page, drawn, asks))
+                tasks.create_task(self._receive(connection, page, drawn, asks, runs))
                 tasks.create_task(self._beat(connection))
                 tasks.create_task(self._answer_asks(connection, asks))
+                tasks.create_task(_send_runs(connection, runs))
                 tasks.create_task(self._update(connection, page, drawn))
         except* ConnectionClosed:
             pass
@@ -251,6 +256,7 @@ class PageServer:
             connection.transport.abort()
         finally:
             del self.connections[connection]
+            runs.leave()
             self._board.leave(page)
             self._tell_health()
 
@@ -262,6 +268,7 @@ class PageServer:
             "rights": ["watch", "steer"] if self._desk.allowed else ["watch"],
             "steering": self._desk.describe(),
             "lens": True,
+            "again": self._again.describe(),
             "source": dict(zip(("kind", "name"), self._board.source, strict=True)),
             "requests_max": self._board.requests_max,
             "tokens_max": self._board.tokens_max,
@@ -298,7 +305,9 @@ class PageServer:
             await _send(connection, wire.encode({"lens": await self._lens.answer(ask)}))
             await asyncio.sleep(1 / limits.LENSES_PER_S_MAX)
 
-    async def _receive(self, connection: ServerConnection, page: PageState, drawn: _Page, asks: _Asks) -> None:
+    async def _receive(
+        self, connection: ServerConnection, page: PageState, drawn: _Page, asks: _Asks, runs: PageRuns
+    ) -> None:
         """Handle the page's messages until it is closed or sends an invalid one; raise ConnectionClosed then."""
         try:
             while True:
@@ -313,6 +322,8 @@ class PageServer:
                     self._desk.renew(drawn.rights)
                 elif message.lens is not None:
                     asks.put(message.lens)
+                elif message.again is not None:
+                    runs.take(drawn.rights, message.again)
                 elif (shown := message.subscribe) is not None:
                     self._board.look(
                         page,
@@ -383,6 +394,13 @@ class _Asks:
         self._came.clear()
         assert self._newest is not None
         return self._newest
+
+
+async def _send_runs(connection: ServerConnection, runs: PageRuns) -> None:
+    """Send the news of the page's runs, `limits.UPDATES_PER_S_MAX` times a second."""
+    while True:
+        await _send(connection, wire.encode({"again": await runs.news()}))
+        await asyncio.sleep(1 / limits.UPDATES_PER_S_MAX)
 
 
 async def _send(connection: ServerConnection, message: bytes) -> None:

@@ -23,6 +23,8 @@ from capflow.probes.probe import Scorer
 from capflow.steering.action import Action
 from capflow.system import descriptors
 from capflow_dashboard import limits
+from capflow_dashboard.again.address import CompletionServer
+from capflow_dashboard.again.desk import AgainDesk
 from capflow_dashboard.alerts.book import AlertBook
 from capflow_dashboard.alerts.rules import read_rules
 from capflow_dashboard.board.board import Board
@@ -41,6 +43,7 @@ from capflow_dashboard.channel import (
     PageSetup,
     RequestOver,
     RowsTaken,
+    RunBegun,
     ServerTrouble,
     StartFailed,
     ToPages,
@@ -103,6 +106,16 @@ def desk_of(setup: PageSetup, board: Board, send: Callable[[Action], None]) -> S
     )
 
 
+def again_of(
+    setup: PageSetup, board: Board, steering: SteeringDesk, on_run: Callable[[str, dict[str, Any]], None]
+) -> AgainDesk:
+    """Return the desk of runs that a setup describes. Raises UsageError for an address of no server."""
+    server = None
+    if setup.completions:
+        server = CompletionServer.parse(setup.completions, setup.completions_key, where="consumers.dashboard.server")
+    return AgainDesk(board, steering, server, on_run)
+
+
 def labels_of(path: str) -> dict[str, bool]:
     """Return whether each request has the positive label. Raises UsageError for a file that cannot be used."""
     where = "consumers.dashboard.labels"
@@ -130,6 +143,7 @@ def serve(channel: Channel) -> None:
         if setup.labels:
             board.labels = labels_of(setup.labels)
         desk = desk_of(setup, board, lambda action: _tell(channel, ActionWanted(action)))
+        again = again_of(setup, board, desk, lambda text, event: _tell(channel, RunBegun(text, event)))
     except CapflowError as e:
         _tell(channel, StartFailed(str(e), isinstance(e, UsageError)))
         return
@@ -140,6 +154,7 @@ def serve(channel: Channel) -> None:
         PageFiles(setup.token, steers=desk.allowed),
         desk,
         LensDesk(board, rows),
+        again,
         on_count=lambda name: _tell(channel, Counted(name)),
         on_trouble=lambda text, event, level=logging.ERROR: _tell(channel, ServerTrouble(text, event, level)),
         on_health=lambda wanted: _tell(channel, HealthWanted(wanted)),

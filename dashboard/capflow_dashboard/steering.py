@@ -165,6 +165,8 @@ class SteeringDesk:
         self._covered: dict[tuple[int, str, str], set[int]] = {}
         # Actions without an answer, by label: the page and its number.
         self._waiting: dict[str, tuple[str, int]] = {}
+        # Called with the lock held, on any thread, when steering is frozen.
+        self.on_freeze: Callable[[], None] = lambda: None
         self._frozen = False
         # When that changed.
         self._frozen_s = -math.inf
@@ -211,6 +213,29 @@ class SteeringDesk:
                 return
             page.times.append(now)
             self._do(page, asked, now)
+
+    def admit(self, page: PageRights, asked: PageAction, begin: Callable[[], None]) -> str | None:
+        """Call `begin` if a page may steer so now, or return why not. No freeze comes between the two."""
+        with self._lock:
+            page.alive_s = now = self._clock()
+            reason = self._refusal(page, asked, now)
+            if reason is None:
+                page.times.append(now)
+                begin()
+            return reason
+
+    def fields(self, asked: PageAction, *, everywhere: bool) -> dict[str, Any]:
+        """Return the fields with which a new request brings an action's steering over HTTP.
+
+        everywhere: whether its prompt is steered too, and not generated positions alone; of a vector.
+        """
+        if asked.kind == "gain":
+            return {"steering_name": asked.name, "steering_scale": asked.ratio}
+        vector = self._vectors[asked.name].vector
+        adds = asked.mode == "add"
+        name = f"{'' if everywhere else 'decode_'}steering_{'vectors' if adds else 'clamps'}"
+        how = {"scale": asked.ratio, "relative": True} if adds else _removal(asked.ratio)
+        return {name: {vector.hook: {str(vector.layer): {"vector": vector.array().tolist(), **how}}}}
 
     def news(self, page: PageRights) -> dict[str, Any]:
         """Return what a page has not received yet: answers to its actions, and what is held by all pages."""
@@ -304,9 +329,7 @@ class SteeringDesk:
         return None
 
     def _do(self, page: PageRights, asked: PageAction, now: float) -> None:
-        # What the other kinds name is not checked, and a label has a limit.
-        text = f"{asked.name} {asked.ratio:+.3g}" if asked.kind in ("steer", "gain") else asked.kind
-        label = f"{text} by page {page.name} #{asked.id}"
+        label = label_of(page, asked)
         self._waiting[label] = page.name, asked.id
         while len(self._waiting) > limits.WAITING_MAX:
             del self._waiting[next(iter(self._waiting))]
@@ -375,9 +398,7 @@ class SteeringDesk:
         if asked.mode == "add":
             vectors = (msgspec.structs.replace(vector, scale=asked.ratio, relative=True),)
         else:
-            clamps = (
-                Clamp.make(vector.site, vector.array(), {"value": 0.0, "strength": asked.ratio}, where="dashboard"),
-            )
+            clamps = (Clamp.make(vector.site, vector.array(), _removal(asked.ratio), where="dashboard"),)
         return Steer(
             target.request,
             vectors,
@@ -393,6 +414,7 @@ class SteeringDesk:
         if frozen:
             self._holds.clear()
             self._covered.clear()
+            self.on_freeze()
         self._frozen = frozen
         self._frozen_s = self._clock()
         self._version += 1
@@ -414,6 +436,18 @@ class SteeringDesk:
         idle = sorted((page.alive_s, name) for name, page in self._pages.items() if name not in held)
         for _, name in idle[: max(0, len(self._pages) - limits.PAGES_KNOWN_MAX)]:
             del self._pages[name]
+
+
+def label_of(page: PageRights, asked: PageAction) -> str:
+    """Return the label of an action, for events and logs."""
+    # What the other kinds name is not checked, and a label has a limit.
+    text = f"{asked.name} {asked.ratio:+.3g}" if asked.kind in ("steer", "gain") else asked.kind
+    return f"{text} by page {page.name} #{asked.id}"
+
+
+def _removal(ratio: float) -> dict[str, float]:
+    """Return the fields of a clamp that removes its direction, `ratio` of the way."""
+    return {"value": 0.0, "strength": ratio}
 
 
 def _gain(target: Target, module: str, scale: float, label: str) -> Gain:

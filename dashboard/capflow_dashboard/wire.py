@@ -23,6 +23,7 @@ has these keys; a key without news is left out:
 | steering | what is held by all pages: `frozen`, and `holds`, each with request, kind, name, mode, ratio and page |
 | alerts | `states` of rules that fire or are pending, of all while it shows them; `changes` that it does not have |
 | lens | the answer to a `lens` of this page; it comes beside the updates, without `seq` |
+| again | news of this page's run, or why it is refused; beside the updates too, at most 8 a second |
 
 The numbers are the values of `detail`, `[series, count]`: a norm or a score, NaN or infinity if the row has such
 numbers, and minus infinity if there is no row. With `fresh`, `detail` replaces what the page has, and has the
@@ -38,6 +39,11 @@ firing), `since_s` (Unix time) and `value`; it replaces what the page had. Each 
 `request`, `state` (firing, resolved), `value`, `at_s` and `fired_s`; the server keeps 100. A value is in the unit of the
 rule in `hello`, null without one.
 
+An `again` has the `id` of the page's ask. A refused ask has `error`. News has the `label` of the run and `plain` or
+`steered` or both: `request`, its id at the hub; `pieces`, each `[token ids, text]`, since the last news; `over`,
+whether it is the last; `finish`, why the completion ended, or null; `error`, why it failed, or empty. If the hub
+captures these requests, they are in the list too.
+
 A page sends text, one of these:
 
 | message | meaning |
@@ -47,6 +53,7 @@ A page sends text, one of these:
 | `{"act": {"id": N, "kind": KIND, …}}` | an action, as `capflow_dashboard.steering.PageAction`; with the right only |
 | `{"alive": NAME}` | its name, and that what it holds goes on; once a second while it holds something |
 | `{"lens": {"id": N, "request": KEY, "position": P}}` | it asks for the logit lens of a token; the answer repeats N |
+| `{"again": {"id": N, "request": KEY, …}}` | it asks for a run, or `stop`s it: `again.desk.RunAsk`; with the right only |
 
 At most one lens of a page is worked on, and at most two a second. One that waits is replaced by the next, and gets no
 answer.
@@ -61,6 +68,7 @@ import msgspec
 
 from capflow.errors import RemoteProtocolError, explain
 from capflow_dashboard import limits
+from capflow_dashboard.again.desk import RunAsk
 from capflow_dashboard.board.series import Values
 from capflow_dashboard.steering import PageAction
 
@@ -105,7 +113,7 @@ class LensAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PageMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A message of a page: exactly one of `subscribe`, `seen`, `lens`, `act` and `alive`.
+    """A message of a page: exactly one of `subscribe`, `seen`, `lens`, `act`, `alive` and `again`.
 
     alive: the page's name; a page that connects again keeps it.
     seen: the number of the update that the page has drawn.
@@ -118,8 +126,10 @@ class PageMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     act: PageAction | None = None
     alive: _PageName | None = None
     lens: LensAsk | None = None
+    again: RunAsk | None = None
 
 
+_KINDS = ("subscribe", "seen", "lens", "act", "alive", "again")
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(PageMessage)
 
@@ -137,12 +147,12 @@ def encode(head: dict[str, Any], values: Values | None = None) -> bytes:
 
 def decode(message: str | bytes) -> PageMessage:
     """Return a page's message. Raises RemoteProtocolError when it is invalid."""
-    expected = "one of subscribe, seen, lens, act and alive"
+    expected = f"one of {', '.join(_KINDS[:-1])} and {_KINDS[-1]}"
     try:
         read = _decoder.decode(message)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise RemoteProtocolError(explain("message of a page", got=str(e), expected=expected)) from e
-    kinds = [name for name in ("subscribe", "seen", "lens", "act", "alive") if getattr(read, name) is not None]
+    kinds = [name for name in _KINDS if getattr(read, name) is not None]
     if len(kinds) != 1:
         got = " and ".join(kinds) or "none of them"
         raise RemoteProtocolError(explain("message of a page", got=got, expected=expected))

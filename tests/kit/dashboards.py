@@ -22,7 +22,7 @@ from capflow_dashboard.lens.desk import LensDesk
 from capflow_dashboard.lens.rows import KeptRows
 from capflow_dashboard.pages import PageFiles
 from capflow_dashboard.server import PageServer
-from capflow_dashboard.serving import BoardWriter, desk_of, labels_of
+from capflow_dashboard.serving import BoardWriter, again_of, desk_of, labels_of
 from tests.kit.checked import checked
 from tests.kit.frames import row_of
 
@@ -58,6 +58,9 @@ class NearProcess:
         self.desk = desk_of(setup, self.board, on_action)
         self.rows = KeptRows()
         self.lens = LensDesk(self.board, self.rows)
+        # The runs that would be logged.
+        self.runs = []
+        self.again = again_of(setup, self.board, self.desk, lambda text, event: self.runs.append((text, event)))
         self.server = PageServer(
             setup.host,
             setup.port,
@@ -65,6 +68,7 @@ class NearProcess:
             PageFiles(setup.token, steers=self.desk.allowed),
             self.desk,
             self.lens,
+            self.again,
             on_count=lambda name: on_count(name, 1),
             on_trouble=lambda text, event, *_: self.troubles.append((text, event)),
             on_health=self._set_health,
@@ -216,6 +220,8 @@ class Pageless(MergedTokens):
         # The answers to asks for lenses, in the order in which they came.
         self.lenses = []
         self.acks, self.steering = [], None
+        # News of its runs, in the order in which it came.
+        self.again = []
         self.population = {}
         # The states of rules, and all changes.
         self.alerts, self.changes = [], []
@@ -290,6 +296,9 @@ class Pageless(MergedTokens):
         if "lens" in head:
             assert "seq" not in head
             self.lenses.append(head["lens"])
+        if "again" in head:
+            assert "seq" not in head
+            self.again.append(head["again"])
         rest = numbers
         if "other" in head:
             at = head["other"]["at"]

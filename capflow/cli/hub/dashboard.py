@@ -42,6 +42,7 @@ _ACTIONS_AT_ONCE = 256
         "capflow dashboard demo-data/rows --open",
         "capflow dashboard --allow-steering --vector calm=calm.safetensors",
         "capflow dashboard --probe code.safetensors --alert 'leak: share(code) > 5% over 60s'",
+        "capflow dashboard --allow-steering --module glad --server http://127.0.0.1:8000",
     )
 )
 @click.argument("target", required=False, metavar="[HUB|PATH]")
@@ -57,6 +58,10 @@ _ACTIONS_AT_ONCE = 256
 @click.option("--module", "modules", multiple=True, metavar="NAME", help="A module of the engine that it may scale.")
 @click.option(
     "--alert", "alerts", multiple=True, metavar="RULE|FILE", help="A rule of an alert, or a file of rules; repeatable."
+)
+@click.option("--server", metavar="URL", help="A `capflow serve` at which it may run requests again, steered.")
+@click.option(
+    "--server-key-file", metavar="FILE", help="A file of mode 600 with the server's key. Default: VLLM_API_KEY."
 )
 @click.option("--token-file", metavar="FILE", help="A file of mode 600 with the token. Default: a new one each time.")
 @click.option("--key", metavar="NAME|PATH", help=KEY_HELP)
@@ -75,6 +80,8 @@ def dashboard(
     vectors: tuple[str, ...],
     modules: tuple[str, ...],
     alerts: tuple[str, ...],
+    server: str | None,
+    server_key_file: str | None,
     token_file: str | None,
     key: str | None,
     insecure: bool,
@@ -95,7 +102,7 @@ def dashboard(
     stored = _stored(target)
     address = check_address(target or default_address(), insecure=insecure, where="HUB") if stored is None else ""
     options: dict[str, Any] = {"port": port, "hook": hook, "layers": layers, "token_file": token_file}
-    options |= {"allow_steering": allow_steering or None}
+    options |= {"allow_steering": allow_steering or None, "server": server, "server_key_file": server_key_file}
     lists = {"probes": probes, "vectors": vectors, "modules": modules, "alerts": alerts}
     options |= {name: list(values) for name, values in lists.items() if values}
     if stored is not None:

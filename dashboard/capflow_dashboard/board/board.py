@@ -21,6 +21,7 @@ from capflow.capture.frame import Block, Frame, FrameHeader, RequestRows, mask_o
 from capflow.capture.model import ModelInfo
 from capflow.capture.result import RequestDone
 from capflow.capture.site import Site
+from capflow.errors import explain
 from capflow.probes.probe import Scorer
 from capflow.steering.action import Answered
 from capflow_dashboard import limits
@@ -85,6 +86,18 @@ class RecordOwner(NamedTuple):
     incarnation: str
     model: ModelInfo
     sites: tuple[Site, ...]
+
+
+class PromptCopy(NamedTuple):
+    """The prompt of a request.
+
+    ids: `[prompt_length]`.
+    """
+
+    engine: str
+    request: str
+    model: str
+    ids: list[int]
 
 
 @dataclass
@@ -289,6 +302,18 @@ class Board:
         with self._lock:
             record = self._records.get(key)
             return None if record is None else record.copy()
+
+    def prompt_of(self, key: int) -> PromptCopy | str:
+        """Return the prompt of a request, or why there is none."""
+        with self._lock:
+            record = self._records.get(key)
+            if record is None:
+                return explain("request", got="one that is not kept", expected="one of the list")
+            ids = record.prompt_ids()
+            if ids is None:
+                got = f"a prompt of {record.prompt_length} tokens, not all of which came to the dashboard"
+                return explain("request", got=got, expected="a whole prompt", do="capture with positions=all")
+            return PromptCopy(record.engine, record.id, record.measures.model.name, ids)
 
     # Called on the server's thread.
 

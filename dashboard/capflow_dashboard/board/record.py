@@ -216,6 +216,12 @@ class RequestRecord:
             self._values[:, :count].copy(),
         )
 
+    def prompt_ids(self) -> list[int] | None:
+        """Return the token ids of the prompt; None if it is not kept whole."""
+        ids = self._ids[: min(self.count, self.prompt_length)]
+        whole = self.base == 0 and 0 < self.prompt_length == ids.size and bool((ids >= 0).all())
+        return ids.tolist() if whole else None
+
     def spark(self, probe: str) -> list[float | None]:
         """Return the maxima of a probe's scores in equal parts of the request, at most `limits.SPARK_LENGTH`."""
         row = self.measures.row_of(probe)

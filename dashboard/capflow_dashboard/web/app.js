@@ -12,6 +12,7 @@ import { onKillKey } from "./killkey.js";
 import { Later, style } from "./later.js";
 import { List } from "./list.js";
 import { html, nothing, render } from "./lit.js";
+import { nextNumber } from "./naming.js";
 import { Page } from "./page.js";
 import { sheetText } from "./palette.js";
 import { Plots } from "./plots.js";
@@ -99,6 +100,7 @@ frames.add("controls", () => {
   // Results of actions do not replace what the page says of itself, so they have a region of their own.
   if (controls?.desk.may) $("said").role = "status";
   if (help.value?.box.open) help.value.draw(dialogPart());
+  page.again?.draw();
 });
 frames.add("list", () => list.draw());
 frames.add("empty", () => {
@@ -109,6 +111,7 @@ frames.add("head", () => {
   if (controls?.open) frames.draw("steer");
 });
 frames.add("steer", () => controls?.drawPanel());
+frames.add("again", () => page.again?.draw());
 frames.add("said", () => {
   $("said").textContent = lines.splice(0).join(". ");
 });
@@ -227,6 +230,28 @@ const exports = new Later(
   () => noted(exports),
 );
 
+/** The sheet that runs a request again; it needs the controls.
+ * @type {Later<import("./againsheet.js").AgainSheet>} */
+const again = new Later(
+  "Run again",
+  async () => {
+    const [{ AgainSheet }] = await Promise.all([import("./againsheet.js"), style("steer.css"), style("extra.css")]);
+    if (!controls) throw new Error("The kill switch is missing.");
+    return new AgainSheet(page, controls, {
+      send: (message) => feed.send(message),
+      number: () => nextNumber(sessionStorage, Date.now()),
+    });
+  },
+  () => {
+    noted(again);
+    page.again = again.value;
+  },
+);
+page.runAgain = async () => {
+  const { key } = page;
+  if (page.mayRun && page.request && controls) (await again.load())?.open(key);
+};
+
 const openHelp = async () => (await help.load())?.open(dialogPart());
 const openExport = async () => (await exports.load())?.open(extras.pictures());
 
@@ -279,6 +304,7 @@ function take() {
     if (head.hello) greet(head.hello);
     controls?.desk.take(head);
     if (head.lens) page.lens?.take(head.lens);
+    if (head.again) page.again?.take(head.again);
     for (const name of page.store.take(head, numbers, page.key, page.otherKey)) changed.add(name);
     if (head.detail && head.detail.key === page.key) {
       written.first = Math.min(written.first, head.detail.first);
@@ -298,6 +324,7 @@ function greet(hello) {
   page.store = new Store();
   page.key = page.otherKey = 0;
   page.lens?.clear();
+  page.again?.lose();
   // A failure is tried again with each heartbeat, which says that the server is there.
   if (controls) controls.desk.greet(hello);
   else if (offerOf(hello)) steering.load();
@@ -317,7 +344,7 @@ function stale(changed) {
   if (changed.has("counts") && controls?.open) frames.draw("steer");
   if (changed.has("requests") || changed.has("engines")) {
     page.resolve();
-    frames.draw("list", "head");
+    frames.draw("list", "head", "again");
     if (!page.request) frames.draw("shell", "empty");
   }
   if (extras.shows(page.place.view) && extras.concerns(changed)) frames.draw("extra");
@@ -403,6 +430,7 @@ const KEYS = {
   f: () => page.hold(!page.place.hold),
   p: () => page.pin(page.key),
   s: () => controls?.toggle(),
+  r: () => page.place.view === "request" && page.runAgain(),
   l: () => {
     if (page.detail && page.cursor !== null && page.store.hello?.lens)
       page.lens?.ask(page.key, page.detail.base + page.cursor);

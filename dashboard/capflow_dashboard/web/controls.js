@@ -82,9 +82,12 @@ export class Controls {
     else render(html`${panelHead(this)}${this.steering.stead()}`, panel);
   }
 
-  /** Show the kill switch inside a dialog, which covers the other one. */
-  dialogPart() {
-    return this.desk.may ? killSwitch(this, "dialog-") : "";
+  /**
+   * Show the kill switch inside a dialog, which covers the other one.
+   * @param {string} [place] the beginning of its ids
+   */
+  dialogPart(place = "dialog-") {
+    return this.desk.may ? killSwitch(this, place) : "";
   }
 
   toggle(open = !this.open) {

@@ -22,6 +22,7 @@ export const KEYS = [
   [["Home", "End"], "first, last token"],
   [["l"], "the logit lens of the token, if the dashboard has one"],
   [["s"], "steer, if the dashboard may"],
+  [["r"], "run the request again, plain and steered, if the dashboard may"],
   [["Shift", "K"], "stop all steering at once, everywhere"],
   [["Esc"], "leave the filter, the cursor, this sheet"],
   [["?"], "this sheet"],

@@ -55,6 +55,11 @@ export class Page {
     this.lens = null;
     /** The parts that could not be loaded, as the page calls them. @type {Set<string>} */
     this.missing = new Set();
+    /** The sheet that runs a request again; null until it is first opened.
+     * @type {import("./againsheet.js").AgainSheet | null} */
+    this.again = null;
+    /** Opens that sheet for the shown request. */
+    this.runAgain = async () => {};
     /** Called when the subscription may have changed. */
     this.onSubscription = () => {};
   }
@@ -82,6 +87,11 @@ export class Page {
   get other() {
     const { other } = this.store;
     return other && other.key === this.otherKey ? other : null;
+  }
+
+  /** Whether requests may be run again. */
+  get mayRun() {
+    return Boolean(this.desk?.may && this.store.hello?.again);
   }
 
   /** The column of the cursor; null if it is not among the kept ones. */

@@ -33,7 +33,8 @@ export const VERSION = 1;
  *   lease_positions: number}} Offer what a page may steer with
  * @typedef {{version: number, capflow: string, rights: string[], steering?: Offer | null,
  *   source?: {kind: string, name: string}, requests_max: number, tokens_max: number, exports?: string[],
- *   lens?: boolean, alerts?: AlertRule[]}} Hello
+ *   lens?: boolean, alerts?: AlertRule[],
+ *   again?: {server: string, tokens_max: number, temperature_max: number} | null}} Hello
  * @typedef {{id: number, state: "applied" | "rejected" | "unknown" | "waiting", step?: number | null,
  *   position?: number | null, reason?: string}} Ack
  * @typedef {{request: number, kind: "steer" | "gain", name: string, mode: "add" | "remove", ratio: number,
@@ -45,6 +46,9 @@ export const VERSION = 1;
  *   since_s: number, value: number | null}} AlertState
  * @typedef {{rule: string, engine: string, request: string, state: "firing" | "resolved", value: number | null,
  *   at_s: number, fired_s: number}} AlertChange
+ * @typedef {{request: string, pieces: [number[], string][], over: boolean, finish: string | null,
+ *   error: string}} AgainSide
+ * @typedef {{id: number, error?: string, label?: string, plain?: AgainSide, steered?: AgainSide}} AgainNews
  * @typedef {{open: number, done: number, not_kept: number, dropped: Record<string, number>, tokens: number,
  *   rows: number, bytes: number}} Counts
  * @typedef {{last: number, tokens: number[], rows: number[], bytes: number[]}} RatesNews
@@ -52,7 +56,8 @@ export const VERSION = 1;
  *   rates?: RatesNews, requests?: (Partial<RequestSummary> & {key: number})[],
  *   sparks?: Record<string, (number | null)[]>, gone?: number[], detail?: DetailNews, other?: OtherNews,
  *   population?: Population, health?: {status: any}, acks?: Ack[], steering?: {frozen: boolean, holds: Held[]},
- *   lens?: LensAnswer, alerts?: {states: AlertState[], changes: AlertChange[]}}} Head
+ *   lens?: LensAnswer, alerts?: {states: AlertState[], changes: AlertChange[]},
+ *   again?: AgainNews}} Head
  * @typedef {{request: number, other: number, window: number[], probe: string, population: string,
  *   health: boolean, alerts: boolean}} Subscription
  */

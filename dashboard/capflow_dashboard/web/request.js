@@ -35,6 +35,12 @@ export function requestHead(page) {
       <button type="button" class="pin" aria-pressed=${pinned ? "true" : "false"} aria-label="Pin" title="Pin (p)"
         @click=${() => page.pin(request.key)}>${pinned ? "★" : "☆"}</button>
       <span class="gap"></span>
+      ${
+        page.mayRun
+          ? html`<button type="button" class="small" id="again-open" title="Run its prompt again, plain and steered (r)"
+            @click=${() => page.runAgain()}>Run again, steered</button>`
+          : nothing
+      }
       <button type="button" class="small" id="compare-open" title="Compare with another request (c)"
         @click=${() => page.compare(request.key)}>Compare</button>
     </div>

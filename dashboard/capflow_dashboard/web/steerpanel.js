@@ -69,9 +69,14 @@ function held(steering) {
       steering.live && steering.takeBack()}>Take back</button></div>`;
 }
 
-/** @param {Steering} steering */
-function choice(steering) {
-  const { arming, bounds, desk, site } = steering;
+/**
+ * The choice of a vector or a module, and of how much.
+ * @param {{arming: {choice: import("./arming.js").Choice}, bounds: import("./ratio.js").Bounds, site: string,
+ *   desk: import("./desk.js").Desk, choose: (changes: Partial<import("./arming.js").Choice>) => void}} controls
+ * @param {string} [place] the beginning of ids, where it is shown a second time
+ */
+export function choice(controls, place = "steer") {
+  const { arming, bounds, desk, site } = controls;
   const { vectors = [], modules = [] } = desk.offer ?? {};
   const { way, name, percent } = arming.choice;
   if (!vectors.length && !modules.length) {
@@ -88,11 +93,11 @@ function choice(steering) {
   ]);
   const words = amount(way, percent, site);
   return html`
-    <div class="steer-line"><label class="field"><span>With</span><select id="steer-name" @change=${(
+    <div class="steer-line"><label class="field"><span>With</span><select id="${place}-name" @change=${(
       /** @type {any} */ event,
     ) => {
       const [kind, chosen] = split(event.target.value);
-      steering.choose({ name: chosen, way: kind === "module" ? "gain" : way === "gain" ? "add" : way });
+      controls.choose({ name: chosen, way: kind === "module" ? "gain" : way === "gain" ? "add" : way });
     }}>
       ${group(
         "Vectors",
@@ -106,16 +111,16 @@ function choice(steering) {
         ? nothing
         : html`<span class="segments" role="group" aria-label="How">${ways.map(
             ([value, label]) => html`<button type="button" aria-pressed=${value === way ? "true" : "false"}
-              @click=${() => steering.choose({ way: value })}>${label}</button>`,
+              @click=${() => controls.choose({ way: value })}>${label}</button>`,
           )}</span>`
     }</div>
-    <div class="steer-ratio"><label for="steer-ratio" class="unseen">How much</label>
+    <div class="steer-ratio"><label for="${place}-ratio" class="unseen">How much</label>
       <span class="soft" aria-hidden="true">${bounds.low < 0 ? "−" : ""}${Math.abs(bounds.low)}</span>
-      <input type="range" id="steer-ratio" min=${bounds.low} max=${bounds.high} step="1" .value=${String(percent)}
+      <input type="range" id="${place}-ratio" min=${bounds.low} max=${bounds.high} step="1" .value=${String(percent)}
         aria-valuetext=${words} @input=${(/** @type {any} */ event) =>
-          steering.choose({ percent: Number(event.target.value) })}>
+          controls.choose({ percent: Number(event.target.value) })}>
       <span class="soft" aria-hidden="true">${bounds.high} %</span></div>
-    <p class="steer-amount" id="steer-amount">${words}</p>`;
+    <p class="steer-amount" id="${place}-amount">${words}</p>`;
 }
 
 /**
