@@ -62,8 +62,11 @@ export class Heatmap {
     const cells = Math.min(span.width, pixels);
     if (this.bins.length !== cells) this.bins = new Float32Array(cells);
     const count = detail.count;
-    const picture = this.picture(cells, rows.length);
-    const marks = { odd: false, absent: false };
+    const picture = layer(cells, rows.length);
+    /** The cells with NaN or infinity, and those without a row; most pictures have none. @type {Layer | null} */
+    let odd = null;
+    /** @type {Layer | null} */
+    let absent = null;
     const plain = pixelOf(ink("--plain"));
     for (let line = 0; line < rows.length; line++) {
       const scale = scales[line];
@@ -77,12 +80,12 @@ export class Heatmap {
         const step = beyond ? ABSENT : scale.step(this.bins[cell]);
         if (step >= 0) picture.pixels[offset + cell] = palette[step].pixel;
         else if (step === ODD) {
-          marks.odd = true;
-          picture.odd[offset + cell] = 0xff000000;
+          odd ??= layer(cells, rows.length);
+          odd.pixels[offset + cell] = 0xff000000;
         } else if (step === ABSENT) {
           if (!beyond) {
-            marks.absent = true;
-            picture.absent[offset + cell] = 0xff000000;
+            absent ??= layer(cells, rows.length);
+            absent.pixels[offset + cell] = 0xff000000;
           }
         } else picture.pixels[offset + cell] = plain;
       }
@@ -90,28 +93,10 @@ export class Heatmap {
     context.imageSmoothingEnabled = false;
     const area = /** @type {const} */ ([frame.left, 0, frame.width, this.plotPx]);
     this.put(context, picture.image, area);
-    if (marks.absent) this.putPattern(context, picture.absentImage, area, "dots", ink("--ink-soft"));
-    if (marks.odd) this.putPattern(context, picture.oddImage, area, "stripes", ink("--bad"));
+    if (absent) this.putPattern(context, absent.image, area, "dots", ink("--ink-soft"));
+    if (odd) this.putPattern(context, odd.image, area, "stripes", ink("--bad"));
     this.drawAxes(context, scales);
     this.describe();
-  }
-
-  /**
-   * @param {number} width
-   * @param {number} height
-   */
-  picture(width, height) {
-    const make = () => new ImageData(width, height);
-    const [image, oddImage, absentImage] = [make(), make(), make()];
-    const numbers = (/** @type {ImageData} */ one) => new Uint32Array(one.data.buffer);
-    return {
-      image,
-      oddImage,
-      absentImage,
-      pixels: numbers(image),
-      odd: numbers(oddImage),
-      absent: numbers(absentImage),
-    };
   }
 
   /**
@@ -253,4 +238,17 @@ export class Heatmap {
 export function pixelOf(colour) {
   const [r = 128, g = 128, b = 128] = colour.match(/[\d.]+/g)?.map(Number) ?? [];
   return ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
+}
+
+/** @typedef {{image: ImageData, pixels: Uint32Array}} Layer */
+
+/**
+ * Return an empty image, and its pixels as numbers.
+ * @param {number} width
+ * @param {number} height
+ * @returns {Layer}
+ */
+function layer(width, height) {
+  const image = new ImageData(width, height);
+  return { image, pixels: new Uint32Array(image.data.buffer) };
 }

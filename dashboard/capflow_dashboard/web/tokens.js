@@ -77,6 +77,8 @@ export class Tokens {
 
   /** Start again with another request. */
   clear() {
+    // While nothing has changed yet: later it would cost a layout.
+    this.box.scrollTop = 0;
     this.look.disconnect();
     this.chunks = [];
     this.byBox.clear();
@@ -85,7 +87,6 @@ export class Tokens {
     [this.marked, this.pointed] = [null, null];
     this.prompt.run.replaceChildren();
     this.generated.run.replaceChildren();
-    this.box.scrollTop = 0;
     this.sticks = this.page.request?.status === "live";
   }
 

@@ -41,6 +41,7 @@ class Track {
     this.line.tabIndex = 0;
     this.line.setAttribute("role", "slider");
     this.line.setAttribute("aria-orientation", "vertical");
+    this.line.setAttribute("aria-label", `Threshold of ${page.detail?.series[row].probe}`);
     this.line.addEventListener("pointerdown", (event) => this.drag(event));
     this.line.addEventListener("dblclick", () => page.moveThreshold(row, null));
     this.line.addEventListener("keydown", (event) => this.onKey(event));
@@ -50,6 +51,9 @@ class Track {
     this.box.append(this.head, this.plot);
     this.low = 0;
     this.high = 1;
+    /** What fires at the threshold of the file, and what would fire at that which was moved. */
+    this.fired = "";
+    this.would = "";
   }
 
   draw() {
@@ -79,18 +83,19 @@ class Track {
         }
       },
     });
-    this.drawHead();
     const threshold = page.threshold(row);
     this.line.style.transform = `translateY(${this.thresholdY()}px)`;
     this.line.style.left = `${frame.left}px`;
     this.line.style.width = `${frame.width}px`;
     const one = detail.series[row];
-    const would = verdict(detail.values[row], detail.count, threshold, one.pool);
-    this.line.setAttribute("aria-label", `Threshold of ${one.probe}`);
+    this.fired = verdict(detail.values[row], detail.count, one.threshold, one.pool);
+    this.would =
+      threshold === one.threshold ? this.fired : verdict(detail.values[row], detail.count, threshold, one.pool);
     this.line.setAttribute("aria-valuemin", String(this.low));
     this.line.setAttribute("aria-valuemax", String(this.high));
     this.line.setAttribute("aria-valuenow", String(threshold));
-    this.line.setAttribute("aria-valuetext", `${number(threshold)}: ${would}`);
+    this.line.setAttribute("aria-valuetext", `${number(threshold)}: ${this.would}`);
+    this.drawHead();
   }
 
   /** Return the height of the threshold in the plot, px. */
@@ -119,7 +124,6 @@ class Track {
     const one = detail.series[row];
     const values = detail.values[row];
     const moved = page.thresholds.get(seriesName(one));
-    const at = (/** @type {number} */ threshold) => verdict(values, detail.count, threshold, one.pool);
     const pool = one.pool === "token" ? "each token" : `the request's ${one.pool}`;
     const { column } = page;
     render(
@@ -132,11 +136,11 @@ class Track {
                 values[column] === -Infinity ? null : values[column],
               )}</span>`
         }
-        <span class="nowrap"><span class="soft">fires from ${number(one.threshold)}:</span> ${at(one.threshold)}</span>
+        <span class="nowrap"><span class="soft">fires from ${number(one.threshold)}:</span> ${this.fired}</span>
         ${
           moved === undefined
             ? nothing
-            : html`<span class="nowrap moved">from ${number(moved)} would: <b>${at(moved)}</b></span>
+            : html`<span class="nowrap moved">from ${number(moved)} would: <b>${this.would}</b></span>
           <button type="button" class="small" @click=${() => page.moveThreshold(row, null)}>Reset</button>`
         }`,
       this.head,
