@@ -36,8 +36,8 @@ the token. A layer without tokens has a row with NaN or infinity; layers whose r
 
 Each of the `states` of `alerts` has `rule`, `engine` and `request` (empty for none), `state` (inactive, pending,
 firing), `since_s` (Unix time) and `value`; it replaces what the page had. Each of `changes` has `rule`, `engine`,
-`request`, `state` (firing, resolved), `value`, `at_s` and `fired_s`; the server keeps 100. A value is in the unit of the
-rule in `hello`, null without one.
+`request`, `state` (firing, resolved), `value`, `at_s` and `fired_s`; the server keeps 100. A value is in the unit of
+the rule in `hello`, null without one.
 
 An `again` has the `id` of the page's ask. A refused ask has `error`. News has the `label` of the run and `plain` or
 `steered` or both: `request`, its id at the hub; `pieces`, each `[token ids, text]`, since the last news; `over`,

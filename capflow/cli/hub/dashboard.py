@@ -41,7 +41,7 @@ _ACTIONS_AT_ONCE = 256
         "capflow dashboard ipc:///run/user/1000/capflow/hub.sock --probe code.safetensors",
         "capflow dashboard demo-data/rows --open",
         "capflow dashboard --allow-steering --vector calm=calm.safetensors",
-        "capflow dashboard --probe code.safetensors --alert 'leak: share(code) > 5% over 60s'",
+        "capflow dashboard --probe code.safetensors --alert 'leak: share(code)>5% over 60s'",
         "capflow dashboard --allow-steering --module glad --server http://127.0.0.1:8000",
     )
 )

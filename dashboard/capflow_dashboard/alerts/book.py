@@ -52,9 +52,11 @@ class AlertChange(NamedTuple):
 
     def event(self) -> dict[str, Any]:
         """Return the fields of the change in a JSON log."""
-        fields = {"event": f"alert_{self.state}", "rule": self.rule.name, "engine": self.engine, "value": self.value}
+        fields: dict[str, Any] = {"rule": self.rule.name, "engine": self.engine, "value": self.value}
         fields |= {"request": self.request} if self.request else {}
-        return fields | ({"fired_s": round(self.fired_s, 1)} if self.state == "resolved" else {})
+        if self.state == "firing":
+            return {"event": "alert_firing", **fields}
+        return {"event": "alert_resolved", **fields, "fired_s": round(self.fired_s, 1)}
 
     def fields(self) -> dict[str, Any]:
         """Return the change as a page receives it."""

@@ -87,7 +87,8 @@ export class AlertView {
   state(rule, one) {
     const [mark, word] = STATES[one.state];
     const since = one.state === "inactive" ? "" : ` since ${clock(one.since_s)}`;
-    return html`<li data-state=${one.state}><span class="state"><span aria-hidden="true">${mark}</span> ${word}${since}</span>
+    return html`<li data-state=${one.state}>
+      <span class="state"><span aria-hidden="true">${mark}</span> ${word}${since}</span>
       <span class="value">${written(one.value, rule.unit)}</span>
       <span class="soft">fires ${rule.bound}${unitOf(rule.unit)}, over ${rule.clear}${unitOf(rule.unit)}</span>
       ${this.places(rule, one)}</li>`;

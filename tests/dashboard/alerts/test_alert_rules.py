@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 
 from capflow.errors import UsageError
 from capflow_dashboard import limits
-from capflow_dashboard.alerts.rules import EXAMPLE, AlertRule, check_probes, parse_rule, read_rules
+from capflow_dashboard.alerts.rules import EXAMPLE, QUANTITIES, AlertRule, check_probes, parse_rule, read_rules
 from capflow_dashboard.alerts.state import AlertState
+from tests.kit.sources import ROOT
 
 USUAL = {
     "clear_inclusive": True,
@@ -193,6 +195,23 @@ def test_a_rule_with_one_part_changed_is_a_rule_or_a_usage_error():
         text = EXAMPLE[:at] + "".join(rng.choices(EXAMPLE + '"\t٣', k=size)) + EXAMPLE[at + rng.randrange(3) :]
         with contextlib.suppress(UsageError):
             assert parse_rule(text, "--alert").text
+
+
+def test_the_examples_of_the_docs_are_rules_and_every_quantity_and_clause_is_there(tmp_path):
+    text = (ROOT / "docs" / "dashboard.md").read_text(encoding="utf-8")
+    section = text.partition("\n## Alerts\n")[2].partition("\n## ")[0]
+    first, second = re.findall(r"^```text\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    (inline,) = re.findall(r"--alert '(.*?)'", section)
+    path = tmp_path / "rules.txt"
+    path.write_text(second, encoding="utf-8")
+    rules = read_rules([first, inline.replace("leak", "again")], "")
+    many = read_rules([str(path)], "")
+    assert parse_rule(EXAMPLE, "") == rules[0]
+    assert {rule.quantity for rule in many} == set(QUANTITIES)
+    table = re.findall(r"^\| (`.*?) \| .* \| (?:each engine|the hub) \|$", section, re.MULTILINE)
+    assert {name for row in table for name in re.findall(r"`([a-z]+)", row)} == set(QUANTITIES)
+    parts = re.findall(r"^\| `, (\w+)", section, re.MULTILINE)
+    assert parts == ["generated", "clear", "for", "keep", "min"]
 
 
 def test_files_have_a_rule_a_line_and_name_the_line(tmp_path):

@@ -139,7 +139,9 @@ def test_a_browser_without_storage_still_mutes(alerting, opened):
     window = opened(alerting)
     page = window.page
     page.evaluate(
-        "() => { for (const name of ['getItem', 'setItem']) Storage.prototype[name] = () => { throw Error('denied'); }; }"
+        """() => {
+          for (const name of ["getItem", "setItem"]) Storage.prototype[name] = () => { throw Error("denied"); };
+        }"""
     )
     page.evaluate("location.hash = '#/alerts'")
     show(alerting, "hot", 60.0, 1)
