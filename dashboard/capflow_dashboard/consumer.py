@@ -271,7 +271,7 @@ class Dashboard(Consumer):
     @cached_property
     def _alerts(self) -> tuple[str, ...]:
         """The rules, each as `NAME: RULE`. Raises UsageError for one that cannot be used."""
-        from capflow_dashboard.alerts.rules import check_probes, read_rules
+        from capflow_dashboard.views.alerts.rules import check_probes, read_rules
 
         where = "consumers.dashboard.alerts"
         rules = read_rules(self.config.alerts, where)

@@ -31,12 +31,12 @@ import capflow
 from capflow.errors import CapflowError, RemoteProtocolError, UsageError, explain
 from capflow_dashboard import limits, wire
 from capflow_dashboard.again.desk import AgainDesk, PageRuns
-from capflow_dashboard.alerts.book import AlertsSeen
 from capflow_dashboard.board.board import Board, PageState
 from capflow_dashboard.board.series import Values
 from capflow_dashboard.lens.desk import LensDesk
 from capflow_dashboard.pages import API_PATH, PageFiles, head_of, no_such_export
 from capflow_dashboard.steering import PageRights, SteeringDesk
+from capflow_dashboard.views.alerts.book import AlertsSeen
 from capflow_dashboard.views.exports import ExportFile, export_of, formats
 
 _quiet = logging.getLogger("capflow.consumer.dashboard.websockets")

@@ -25,8 +25,6 @@ from capflow.system import descriptors
 from capflow_dashboard import limits
 from capflow_dashboard.again.address import CompletionServer
 from capflow_dashboard.again.desk import AgainDesk
-from capflow_dashboard.alerts.book import AlertBook
-from capflow_dashboard.alerts.rules import read_rules
 from capflow_dashboard.board.board import Board
 from capflow_dashboard.channel import (
     ActionAnswered,
@@ -53,6 +51,8 @@ from capflow_dashboard.lens.rows import KeptRows
 from capflow_dashboard.pages import PageFiles
 from capflow_dashboard.server import PageServer
 from capflow_dashboard.steering import SteeringDesk, load_vectors
+from capflow_dashboard.views.alerts.book import AlertBook
+from capflow_dashboard.views.alerts.rules import read_rules
 
 
 class BoardWriter:

@@ -53,7 +53,7 @@ A page sends text, one of these:
 | `{"act": {"id": N, "kind": KIND, …}}` | an action, as `capflow_dashboard.steering.PageAction`; with the right only |
 | `{"alive": NAME}` | its name, and that what it holds goes on; once a second while it holds something |
 | `{"lens": {"id": N, "request": KEY, "position": P}}` | it asks for the logit lens of a token; the answer repeats N |
-| `{"again": {"id": N, "request": KEY, …}}` | it asks for a run, or `stop`s it: `again.desk.RunAsk`; with the right only |
+| `{"again": {"id": N, "request": KEY, …}}` | a run, or the `stop` of it: `again.desk.RunAsk`; with the right only |
 
 At most one lens of a page is worked on, and at most two a second. One that waits is replaced by the next, and gets no
 answer.

@@ -14,8 +14,6 @@ import numpy as np
 from websockets.sync.client import connect
 
 from capflow_dashboard import consumer as consumers
-from capflow_dashboard.alerts.book import AlertBook
-from capflow_dashboard.alerts.rules import read_rules
 from capflow_dashboard.board.board import Board
 from capflow_dashboard.consumer import Dashboard, DashboardConfig
 from capflow_dashboard.lens.desk import LensDesk
@@ -23,6 +21,8 @@ from capflow_dashboard.lens.rows import KeptRows
 from capflow_dashboard.pages import PageFiles
 from capflow_dashboard.server import PageServer
 from capflow_dashboard.serving import BoardWriter, again_of, desk_of, labels_of
+from capflow_dashboard.views.alerts.book import AlertBook
+from capflow_dashboard.views.alerts.rules import read_rules
 from tests.kit.checked import checked
 from tests.kit.frames import row_of
 

@@ -25,10 +25,10 @@ from capflow.errors import explain
 from capflow.probes.probe import Scorer
 from capflow.steering.action import Answered
 from capflow_dashboard import limits
-from capflow_dashboard.alerts.book import AlertBook
 from capflow_dashboard.board.record import LIVE, RecordCopy, RequestRecord
 from capflow_dashboard.board.series import Measures, Values
 from capflow_dashboard.steering import Target
+from capflow_dashboard.views.alerts.book import AlertBook
 from capflow_dashboard.views.population import Population
 from capflow_dashboard.views.rates import RateSeries
 

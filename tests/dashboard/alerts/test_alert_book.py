@@ -10,12 +10,12 @@ from capflow.capture.frame import Block, Dropped, Frame, RequestRows, Span
 from capflow.capture.site import Site
 from capflow.probes.probe import Probe
 from capflow_dashboard import limits
-from capflow_dashboard.alerts.book import AlertBook, AlertsSeen
-from capflow_dashboard.alerts.rules import read_rules
-from capflow_dashboard.alerts.tally import EngineTally
-from capflow_dashboard.alerts.windows import CountedRequest, LatestParts, LatestRequests
 from capflow_dashboard.board.board import Board
 from capflow_dashboard.board.series import Series
+from capflow_dashboard.views.alerts.book import AlertBook, AlertsSeen
+from capflow_dashboard.views.alerts.rules import read_rules
+from capflow_dashboard.views.alerts.tally import EngineTally
+from capflow_dashboard.views.alerts.windows import CountedRequest, LatestParts, LatestRequests
 from tests.kit.frames import make_model
 from tests.kit.pages import SITES, done, frame_of
 

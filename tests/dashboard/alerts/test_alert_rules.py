@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from capflow.errors import UsageError
 from capflow_dashboard import limits
-from capflow_dashboard.alerts.rules import EXAMPLE, QUANTITIES, AlertRule, check_probes, parse_rule, read_rules
-from capflow_dashboard.alerts.state import AlertState
+from capflow_dashboard.views.alerts.rules import EXAMPLE, QUANTITIES, AlertRule, check_probes, parse_rule, read_rules
+from capflow_dashboard.views.alerts.state import AlertState
 from tests.kit.sources import ROOT
 
 USUAL = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from capflow_dashboard.alerts.rules import AlertRule
+from capflow_dashboard.views.alerts.rules import AlertRule
 
 StateName = Literal["inactive", "pending", "firing"]
 

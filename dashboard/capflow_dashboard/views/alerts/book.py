@@ -12,11 +12,11 @@ from typing import Any, Literal, NamedTuple
 from capflow.capture.frame import Block, FrameHeader
 from capflow.capture.result import RequestDone
 from capflow_dashboard import limits
-from capflow_dashboard.alerts.rules import OF_HUB, AlertRule, written
-from capflow_dashboard.alerts.state import AlertState
-from capflow_dashboard.alerts.tally import EngineTally, Reading
-from capflow_dashboard.alerts.windows import CountedRequest, LatestParts
 from capflow_dashboard.board.series import Series, Values
+from capflow_dashboard.views.alerts.rules import OF_HUB, AlertRule, written
+from capflow_dashboard.views.alerts.state import AlertState
+from capflow_dashboard.views.alerts.tally import EngineTally, Reading
+from capflow_dashboard.views.alerts.windows import CountedRequest, LatestParts
 
 
 class AlertChange(NamedTuple):

@@ -19,9 +19,9 @@ from capflow.capture.frame import Block, RequestRows
 from capflow.capture.losses import MEANT
 from capflow.capture.result import RequestDone
 from capflow_dashboard import limits
-from capflow_dashboard.alerts.rules import COMPARE, AlertRule
-from capflow_dashboard.alerts.windows import CountedRequest, LatestParts, LatestRequests
 from capflow_dashboard.board.series import MISSING, Series, Values
+from capflow_dashboard.views.alerts.rules import COMPARE, AlertRule
+from capflow_dashboard.views.alerts.windows import CountedRequest, LatestParts, LatestRequests
 
 _Rated = tuple[float, str]
 
