@@ -189,7 +189,7 @@ def test_without_the_right_or_a_server_there_is_no_button_and_nothing_is_loaded(
         window.page.keyboard.press("r")
         window.page.wait_for_timeout(300)
         assert window.page.locator("#again").count() == 0
-        assert loaded == []
+        assert [address for address in loaded if "again" in address] == []
         assert window.sent == []
 
 
