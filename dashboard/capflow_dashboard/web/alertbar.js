@@ -5,7 +5,15 @@ import { plural, visible } from "./format.js";
 import { html, nothing, render } from "./lit.js";
 import { Mutes } from "./mutes.js";
 
-/** @typedef {import("./page.js").Page} Page */
+/**
+ * @typedef {import("./page.js").Page} Page
+ * @typedef {{name: string, text: string, probe: string, unit: string, bound: string, clear: string}} AlertRule
+ * @typedef {{rule: string, engine: string, request: string, state: "firing" | "pending" | "inactive",
+ *   since_s: number, value: number | null}} AlertState
+ * @typedef {{rule: string, engine: string, request: string, state: "firing" | "resolved", value: number | null,
+ *   at_s: number, fired_s: number}} AlertChange
+ * @typedef {{states: AlertState[], changes: AlertChange[]}} Alerts
+ */
 
 const NAMED_MAX = 3;
 

@@ -7,9 +7,9 @@ import { html, nothing, render, repeat } from "./lit.js";
 import { nowhere, write } from "./place.js";
 
 /** @typedef {import("./page.js").Page} Page */
-/** @typedef {import("./protocol.js").AlertRule} AlertRule */
-/** @typedef {import("./protocol.js").AlertState} AlertState */
-/** @typedef {import("./protocol.js").AlertChange} AlertChange */
+/** @typedef {import("./alertbar.js").AlertRule} AlertRule */
+/** @typedef {import("./alertbar.js").AlertState} AlertState */
+/** @typedef {import("./alertbar.js").AlertChange} AlertChange */
 
 const STATES = { firing: ["▲", "firing"], pending: ["◔", "pending"], inactive: ["·", "inactive"] };
 const MUTES = /** @type {[string, number][]} */ ([

@@ -74,6 +74,7 @@ frames.add("shell", () => {
   $("request").hidden = own || !has;
   $("empty").hidden = own || has;
   frames.stale.add("extra");
+  // With each heartbeat, for a mute may end.
   frames.draw("alarm");
   const { request } = page;
   const alarms = page.alarms ? `(${page.alarms}) ` : "";
@@ -338,8 +339,7 @@ function stale(changed) {
   if (changed.has("engines") || changed.has("counts") || changed.has("rates") || changed.has("heartbeat"))
     frames.draw("top");
   if (changed.has("hello") || changed.has("heartbeat")) frames.draw("shell", "empty");
-  // A mute may end with any heartbeat.
-  if (changed.has("hello") || changed.has("heartbeat") || changed.has("alerts")) frames.draw("alarm");
+  if (changed.has("alerts")) frames.draw("alarm");
   if (changed.has("heartbeat") && steering.failed && offerOf(page.store.hello)) steering.load();
   if (changed.has("counts") && controls?.open) frames.draw("steer");
   if (changed.has("requests") || changed.has("engines")) {

@@ -33,7 +33,7 @@ export const VERSION = 1;
  *   lease_positions: number}} Offer what a page may steer with
  * @typedef {{version: number, capflow: string, rights: string[], steering?: Offer | null,
  *   source?: {kind: string, name: string}, requests_max: number, tokens_max: number, exports?: string[],
- *   lens?: boolean, alerts?: AlertRule[],
+ *   lens?: boolean, alerts?: import("./alertbar.js").AlertRule[],
  *   again?: {server: string, tokens_max: number, temperature_max: number} | null}} Hello
  * @typedef {{id: number, state: "applied" | "rejected" | "unknown" | "waiting", step?: number | null,
  *   position?: number | null, reason?: string}} Ack
@@ -41,11 +41,6 @@ export const VERSION = 1;
  *   page: string}} Held what a page holds on a request; on all with 0
  * @typedef {{layer: number, site: string, tokens: [number, string | null, number][]}} LensLayer
  * @typedef {{id: number, request: number, position: number, layers: LensLayer[], error: string}} LensAnswer
- * @typedef {{name: string, text: string, probe: string, unit: string, bound: string, clear: string}} AlertRule
- * @typedef {{rule: string, engine: string, request: string, state: "firing" | "pending" | "inactive",
- *   since_s: number, value: number | null}} AlertState
- * @typedef {{rule: string, engine: string, request: string, state: "firing" | "resolved", value: number | null,
- *   at_s: number, fired_s: number}} AlertChange
  * @typedef {{request: string, pieces: [number[], string][], over: boolean, finish: string | null,
  *   error: string}} AgainSide
  * @typedef {{id: number, error?: string, label?: string, plain?: AgainSide, steered?: AgainSide}} AgainNews
@@ -56,7 +51,7 @@ export const VERSION = 1;
  *   rates?: RatesNews, requests?: (Partial<RequestSummary> & {key: number})[],
  *   sparks?: Record<string, (number | null)[]>, gone?: number[], detail?: DetailNews, other?: OtherNews,
  *   population?: Population, health?: {status: any}, acks?: Ack[], steering?: {frozen: boolean, holds: Held[]},
- *   lens?: LensAnswer, alerts?: {states: AlertState[], changes: AlertChange[]},
+ *   lens?: LensAnswer, alerts?: import("./alertbar.js").Alerts,
  *   again?: AgainNews}} Head
  * @typedef {{request: number, other: number, window: number[], probe: string, population: string,
  *   health: boolean, alerts: boolean}} Subscription

@@ -36,8 +36,7 @@ export class Store {
     this.population = null;
     /** What all pages hold. @type {{frozen: boolean, holds: import("./protocol.js").Held[]} | null} */
     this.steering = null;
-    /** The states of rules, and the latest changes, oldest first.
-     * @type {{states: import("./protocol.js").AlertState[], changes: import("./protocol.js").AlertChange[]}} */
+    /** The states of rules, and the latest changes, oldest first. @type {import("./alertbar.js").Alerts} */
     this.alerts = { states: [], changes: [] };
     /** @type {any} */
     this.status = null;

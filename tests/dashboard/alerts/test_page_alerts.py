@@ -87,9 +87,12 @@ def test_what_fires_is_said_listed_and_leads_to_its_request(alerting, opened):
     expect(rule(page, "leak").locator(".state")).to_contain_text("inactive")
     expect(page.locator(".changes li").first).to_contain_text("leak is over after")
     expect(page.locator(".changes li")).to_have_count(4)
+    # It leads to a request that is over, though others run.
+    alerting.on_request_done(done(EVIL))
     link = rule(page, "high").get_by_role("link", name=EVIL)
     link.focus()
     page.keyboard.press("Enter")
+    expect(page.locator("#request-head .chip")).to_contain_text("done")
     expect(page.locator("#request-id")).to_have_text(EVIL)
     window.wait_tokens(8)
     page.go_back()
