@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ import pytest
 
 from capflow.cli import main
 from tests.kit.captured import write
+from tests.kit.completions import completions, usual
 from tests.kit.dashboards import Pageless
 from tests.kit.frames import make_finished, make_frame
 from tests.kit.hubs import Recorder, address, running_hub, worker_link
@@ -37,7 +39,7 @@ def dashboard_of(*arguments, cwd=None, **environment):
     ) as process:
         try:
             lines = []
-            while not (path := re.search(r"the link is in (\S+)", "".join(lines))):
+            while not (path := re.search(r"the link is in (\S+html)", "".join(lines))):
                 lines.append(process.stderr.readline())
                 assert lines[-1], lines
             link = re.search(r'href="([^"]+)"', Path(path[1]).read_text())[1]
@@ -118,6 +120,34 @@ def test_it_watches_with_the_rights_of_its_key(keys):
             assert refused.stderr.splitlines()[-1].startswith("capflow: ")
 
 
+def test_a_run_is_logged_with_what_it_ran_and_no_key(address, tmp_path):
+    key = tmp_path / "key"
+    key.write_text("sk-1234\n")
+    key.chmod(0o600)
+    options = ["--allow-steering", "--module", "glad", "--server-key-file", key, "--log-format", "json"]
+    words = {"plain": ["a", "b"], "steered": ["a", "c"]}
+    with (
+        completions(usual(words)) as server,
+        running_hub(address, Recorder("keeper")) as hub,
+        worker_link(address) as link,
+        dashboard_of(address, *options, "--server", server.url) as shown,
+        Pageless(shown) as page,
+    ):
+        eventually(lambda: hub.status()["taps"])
+        send(link, make_frame([("r1", 4, 0, 4)], SITES))
+        page.until(lambda p: p.requests)
+        page.send(alive="abcd")
+        page.send(again={"id": 7, "request": 1, "kind": "gain", "name": "glad", "ratio": 0.5})
+        page.until(lambda p: all(any(news.get(side, {}).get("over") for news in p.again) for side in words))
+        lines = [json.loads(line) for line in shown.lines]
+        while (line := lines[-1])["event"] != "run_again":
+            lines.append(json.loads(shown.process.stderr.readline()))
+        assert (line["level"], line["request"], line["label"]) == ("info", "r1", "glad +0.5 by page abcd #7")
+        assert line.keys() >= {"engine", "plain", "steered"}
+        assert {headers["Authorization"] for _, headers, _ in server.asked} == {"Bearer sk-1234"}
+        assert not any("sk-1234" in json.dumps(one) for one in lines)
+
+
 @pytest.mark.parametrize("layout", ["per_file", "packed", "shards"])
 def test_it_shows_a_data_set_whole(tmp_path, layout):
     write(tmp_path / "rows", {f"r{number}": (4, 30 + number) for number in range(30)}, layout=layout)
@@ -153,6 +183,8 @@ def test_it_shows_a_recording_with_its_times(address, tmp_path):
         (["--layers", "most"], "consumers.dashboard"),
         (["--hook", "nowhere"], "consumers.dashboard"),
         (["--token-file", "nowhere"], "consumers.dashboard.token_file"),
+        (["--server", "http://h"], "consumers.dashboard.allow_steering: got false, with server, expected true"),
+        (["--allow-steering", "--server", "h"], "consumers.dashboard.server: got h, expected an address such as"),
         (["--port", "70000"], "--port"),
     ],
 )

@@ -105,6 +105,7 @@ def test_a_module_and_the_whole_prompt_can_be_chosen_by_keys(opened, options):
         page.get_by_role("button", name="Remove its direction").press("Enter")
         page.locator("#again-run").press("Enter")
         expect(answer_in(page, "steered")).to_contain_text("there")
+        expect(page.locator("#again-run")).not_to_have_attribute("aria-disabled", "true")
         page.locator("#again-name").select_option("module:glad")
         page.locator("#again-ratio").press("ArrowLeft")
         page.locator("#again-run").press("Enter")
