@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -16,6 +17,7 @@ from capflow.capture.site import Site
 from capflow.probes.probe import save_vector
 from capflow.steering.action import ActionApplied, Answered, Freeze, Unfreeze
 from capflow_dashboard import limits
+from capflow_dashboard.again.desk import RunAsk
 from tests.kit.completions import DONE, broken, chunk, completions, held, usual
 from tests.kit.dashboards import Pageless, open_dashboard
 from tests.kit.frames import make_frame, make_model, token_of
@@ -37,21 +39,18 @@ def calm(tmp_path):
 @pytest.fixture
 def shown(calm):
     """Return a function that opens a dashboard on a server, with one request of ten tokens, six of them its prompt."""
-    stack = []
+    with contextlib.ExitStack() as stack:
 
-    def make(url, **more):
-        options = {"allow_steering": True, "vectors": (calm,), "modules": ("glad",), "server": url} | more
-        opened = open_dashboard(**{name: value for name, value in options.items() if value is not None})
-        stack.append(opened)
-        consumer = opened.__enter__()
-        consumer.context.act = lambda _: None
-        consumer.on_session("engine-1", make_model())
-        consumer.on_frame(make_frame([("r1", 6, 0, 10)], SITES, texts=True))
-        return consumer
+        def make(url, **more):
+            options = {"allow_steering": True, "vectors": (calm,), "modules": ("glad",), "server": url} | more
+            given = {name: value for name, value in options.items() if value is not None}
+            consumer = stack.enter_context(open_dashboard(**given))
+            consumer.context.act = lambda _: None
+            consumer.on_session("engine-1", make_model())
+            consumer.on_frame(make_frame([("r1", 6, 0, 10)], SITES, texts=True))
+            return consumer
 
-    yield make
-    for opened in stack:
-        opened.__exit__(None, None, None)
+        yield make
 
 
 def over(page, side):
@@ -283,32 +282,25 @@ def test_the_kill_switch_ends_a_run_and_refuses_others(shown, by):
         eventually(lambda: len(server.asked) > count)
 
 
-def test_no_run_slips_through_while_the_kill_switch_is_pressed(shown):
-    """The kill switch comes at any moment of a run's start: nothing is read of the run behind it."""
+def test_no_run_slips_through_while_the_kill_switch_is_pressed(shown, monkeypatch):
+    """The kill switch is pressed after a run was admitted and before its streams are there."""
     with completions(held) as server:
-        consumer = shown(server.url)
-        desk, again = consumer._process.desk, consumer._process.again
-        for _ in range(20):
-            rights = desk.enter("racer")
-            barrier, begun = threading.Barrier(2), []
+        process = shown(server.url)._process
+        answered = Answered.of(Freeze(), ActionApplied("1", 5), engine="engine-1", asked_by="client")
+        freezing = threading.Thread(target=process.desk.note, args=(answered,))
+        fields = process.desk.fields
 
-            def begin(rights=rights, barrier=barrier, begun=begun):
-                from capflow_dashboard.again.desk import RunAsk
+        def freeze_between(*arguments, **more):
+            freezing.start()
+            # It has to wait until the run can be stopped; without that it is over here.
+            freezing.join(0.3)
+            return fields(*arguments, **more)
 
-                barrier.wait()
-                begun.append(again.begin(rights, RunAsk(**ASK), lambda: None))
-
-            thread = threading.Thread(target=begin)
-            thread.start()
-            barrier.wait()
-            desk.note(Answered.of(Freeze(), ActionApplied("1", 5), engine="engine-1", asked_by="client"))
-            thread.join()
-            (run,) = begun
-            assert isinstance(run, str) or run.over
-            if not isinstance(run, str):
-                eventually(lambda run=run: not run.running)
-            desk._freeze(False)
-            rights.times.clear()
+        monkeypatch.setattr(process.desk, "fields", freeze_between)
+        run = process.again.begin(process.desk.enter("racer"), RunAsk(**ASK), lambda: None)
+        freezing.join(10)
+        assert [side.news()["error"] for side in run.sides.values()] == ["stopped: the kill switch is pressed"] * 2
+        eventually(lambda: not run.running)
 
 
 @pytest.mark.parametrize(
