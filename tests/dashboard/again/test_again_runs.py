@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from capflow.capture.site import Site
@@ -331,6 +331,9 @@ def test_a_prompt_that_is_not_whole_is_refused(shown, start):
         consumer.on_frame(make_frame([("r3", 6, 0, 2), ("r4", 6, 0, 6)], SITES, seq=3, texts=True))
         consumer.on_frame(make_frame([("r3", 6, 4, 2)], SITES, seq=4, texts=True))
         assert message in refused(page, request=3, id=8)
+        # The rest of the prompt is still to come.
+        consumer.on_frame(make_frame([("r5", 6, 0, 4)], SITES, seq=5, texts=True))
+        assert message in refused(page, request=5, id=10)
         assert server.asked == []
         assert [last["error"] for _, last in run(page, request=4, id=9).values()] == ["", ""]
 
@@ -371,10 +374,11 @@ def test_pieces_come_at_most_eight_times_a_second(shown):
         assert len(page.again) >= 5
 
 
-WITHOUT = [
-    {"allow_steering": None, "vectors": None, "modules": None, "server": None},
-    {"server": None},
-]
+WITHOUT = {
+    "the right": ({}, False),
+    "a server": ({"server": None}, True),
+    "both": ({"allow_steering": None, "vectors": None, "modules": None, "server": None}, False),
+}
 FIELDS = st.fixed_dictionaries(
     {"id": st.integers(0, 2**53 - 1)},
     optional={
@@ -392,17 +396,20 @@ FIELDS = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.parametrize("options", WITHOUT, ids=["without the right", "without a server"])
-def test_without_the_right_or_a_server_nothing_is_sent(shown, options, monkeypatch):
+@pytest.mark.parametrize("without", WITHOUT)
+def test_without_the_right_or_a_server_nothing_is_sent(shown, without, monkeypatch):
     from capflow_dashboard.again import stream
 
     def fail(*_, **__):
         raise AssertionError("a stream was made")
 
     monkeypatch.setattr(stream.CompletionStream, "__init__", fail)
+    options, allowed = WITHOUT[without]
     consumer = shown("http://127.0.0.1:9", **options)
+    consumer._process.desk.allowed = allowed
 
-    @settings(max_examples=60, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=25, suppress_health_check=list(HealthCheck))
+    @example(ASK)
     @given(FIELDS)
     def send(ask):
         if "server" in ask:
