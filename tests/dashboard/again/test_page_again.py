@@ -138,6 +138,7 @@ def test_a_run_is_stopped(opened, options, by):
                 consumer.on_action(Answered.of(Freeze(), ActionApplied("1", 5), engine="engine-1", asked_by="client"))
             case "reload":
                 page.reload()
+                expect(page.locator("#link")).to_have_text(re.compile("live|stale"))
         eventually(lambda: len(server.gone) == 2)
         if by in ("stop", "kill switch", "freeze"):
             reason = "stopped" if by == "stop" else "stopped: the kill switch is pressed"
