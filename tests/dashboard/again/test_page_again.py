@@ -211,6 +211,7 @@ def test_it_fits_and_has_no_serious_findings(opened, options, width, scheme):
         )
         boxes = [answer_in(page, side).bounding_box() for side in WORDS]
         assert (boxes[0]["y"] == boxes[1]["y"]) == (width > 1000)
+        assert answer_in(page, "plain").bounding_box()["width"] > min(500, width - 80)
         assert window.findings() == []
 
 
