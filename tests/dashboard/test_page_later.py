@@ -176,7 +176,7 @@ def test_what_is_loaded_later_moves_nothing_that_is_shown(opened):
         loaded = Loaded(opened, consumer)
         page = loaded.page
         waiting = []
-        page.route(re.compile(r"/(token\.(js|css))$"), waiting.append)
+        page.route(re.compile(r"/(token\.(js|css))$"), lambda route: waiting.append(route))  # noqa: PLW0108
         loaded.reload()
         loaded.window.wait_coloured()
         eventually(lambda: len(waiting) == 2 or page.wait_for_timeout(20))
@@ -188,7 +188,7 @@ def test_what_is_loaded_later_moves_nothing_that_is_shown(opened):
         page.unroute_all(behavior="wait")
         # Views come with their sheet, and the list is away before.
         waiting.clear()
-        page.route(re.compile(r"/extra\.css$"), waiting.append)
+        page.route(re.compile(r"/extra\.css$"), lambda route: waiting.append(route))  # noqa: PLW0108
         page.evaluate("() => { location.hash = '#/health'; }")
         expect(page.locator("main .stead")).to_have_text("Loading…")
         eventually(lambda: waiting or page.wait_for_timeout(20))
