@@ -243,6 +243,8 @@ class Lane(abc.ABC):
         """Return the lane's counters."""
         now = time.monotonic()
         return {
+            "kind": self.consumer.name,
+            "claim": self.consumer.claim(),
             "policy": self.policy.value,
             "frames": self.frames,
             "rows": self.rows,
