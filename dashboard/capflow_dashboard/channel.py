@@ -39,6 +39,7 @@ class PageSetup(msgspec.Struct, frozen=True, tag_field="type", tag="setup"):
     labels: a file with the labels of requests; empty for none.
     alerts: the rules, each as `NAME: RULE`.
     completions, completions_key: the address of the server that runs requests again, and its key; empty for none.
+    data: the path of the data set that is shown; empty for a hub and for a recording.
     """
 
     host: str
@@ -56,6 +57,7 @@ class PageSetup(msgspec.Struct, frozen=True, tag_field="type", tag="setup"):
     alerts: tuple[str, ...] = ()
     completions: str = ""
     completions_key: str = ""
+    data: str = ""
 
 
 class EngineMet(msgspec.Struct, frozen=True, tag_field="type", tag="engine"):

@@ -103,6 +103,7 @@ class Dashboard(Consumer):
     link_file: the path of a file of this user's that leads a browser to the link; None if there is none.
     watched: the hub that is shown, if it is another one than the consumer's.
     source: what is shown: `live` and a hub's address, or `stored` and a name.
+    data: the path of the data set that is shown; empty for a hub and for a recording.
     """
 
     name = "dashboard"
@@ -119,6 +120,7 @@ class Dashboard(Consumer):
         self.link = ""
         self.watched: WatchedHub | None = None
         self.source = ("live", "")
+        self.data = ""
         # A random token is kept from one `open` to the next, so that open pages come back.
         self._token: str | None = None
         # Set by `check`.
@@ -201,6 +203,7 @@ class Dashboard(Consumer):
             self._alerts,
             self.config.server or "",
             self._server_key,
+            self.data,
         )
         process = PageProcess(setup, context.count, self._act)
         process.start()

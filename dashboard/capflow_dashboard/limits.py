@@ -133,6 +133,13 @@ LENS_TOKENS = 8
 LENSES_PER_S_MAX = 2
 # How long a lens may take, with the start of its process.
 LENS_S_MAX = 30.0
+# Where a token's rows are stored: asks of one page, how long a disk may take, and how long the hub's status.
+STORED_PER_S_MAX = 2
+STORED_S_MAX = 10.0
+STATUS_S_MAX = 4.0
+STATUS_LOOK_S = 0.1
+# The consumers of a hub whose files are looked at.
+STORES_MAX = 8
 # How long the process waits for the next lens.
 LENS_IDLE_S = 60.0
 # The memory of the process, besides mapped files.

@@ -38,6 +38,7 @@ from capflow_dashboard.pages import API_PATH, PageFiles, head_of, no_such_export
 from capflow_dashboard.steering import PageRights, SteeringDesk
 from capflow_dashboard.views.alerts.book import AlertsSeen
 from capflow_dashboard.views.exports import ExportFile, export_of, formats
+from capflow_dashboard.views.stored import StoredRows
 
 _quiet = logging.getLogger("capflow.consumer.dashboard.websockets")
 # Errors of clients are counted, not logged.
@@ -63,6 +64,7 @@ class PageServer:
         desk: SteeringDesk,
         lens: LensDesk,
         again: AgainDesk,
+        stored: StoredRows,
         *,
         on_count: Callable[[str], None],
         on_trouble: Callable[..., None],
@@ -79,6 +81,7 @@ class PageServer:
         self._desk = desk
         self._lens = lens
         self._again = again
+        self._stored = stored
         self._on_count = on_count
         self._on_trouble = on_trouble
         self._on_health = on_health
@@ -238,15 +241,16 @@ class PageServer:
             return
         page = PageState()
         drawn = _Page(self._desk.enter(uuid.uuid4().hex))
-        asks = _Asks()
+        asks, stored_asks = _Asks(), _Asks()
         runs = PageRuns(self._again)
         self.connections[connection] = page
         self.leave(connection)
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._receive(connection, page, drawn, asks, runs))
+                tasks.create_task(self._receive(connection, page, drawn, asks, stored_asks, runs))
                 tasks.create_task(self._beat(connection))
                 tasks.create_task(self._answer_asks(connection, asks))
+                tasks.create_task(self._answer_stored(connection, page, stored_asks))
                 tasks.create_task(_send_runs(connection, runs))
                 tasks.create_task(self._update(connection, page, drawn))
         except* ConnectionClosed:
@@ -268,6 +272,7 @@ class PageServer:
             "rights": ["watch", "steer"] if self._desk.allowed else ["watch"],
             "steering": self._desk.describe(),
             "lens": True,
+            "stored": self._stored.known,
             "again": self._again.describe(),
             "source": dict(zip(("kind", "name"), self._board.source, strict=True)),
             "requests_max": self._board.requests_max,
@@ -305,8 +310,23 @@ class PageServer:
             await _send(connection, wire.encode({"lens": await self._lens.answer(ask)}))
             await asyncio.sleep(1 / limits.LENSES_PER_S_MAX)
 
+    async def _answer_stored(self, connection: ServerConnection, page: PageState, asks: _Asks) -> None:
+        """Answer where rows are stored, the newest ask first, `limits.STORED_PER_S_MAX` times a second."""
+        while True:
+            ask = await asks.next()
+            page.stores = True
+            self._tell_health()
+            await _send(connection, wire.encode({"stored": await self._stored.answer(ask)}))
+            await asyncio.sleep(1 / limits.STORED_PER_S_MAX)
+
     async def _receive(
-        self, connection: ServerConnection, page: PageState, drawn: _Page, asks: _Asks, runs: PageRuns
+        self,
+        connection: ServerConnection,
+        page: PageState,
+        drawn: _Page,
+        asks: _Asks,
+        stored_asks: _Asks,
+        runs: PageRuns,
     ) -> None:
         """Handle the page's messages until it is closed or sends an invalid one; raise ConnectionClosed then."""
         try:
@@ -322,6 +342,8 @@ class PageServer:
                     self._desk.renew(drawn.rights)
                 elif message.lens is not None:
                     asks.put(message.lens)
+                elif message.stored is not None:
+                    stored_asks.put(message.stored)
                 elif message.again is not None:
                     runs.take(drawn.rights, message.again)
                 elif (shown := message.subscribe) is not None:
@@ -342,8 +364,8 @@ class PageServer:
             raise ConnectionClosedError(None, None) from e
 
     def _tell_health(self) -> None:
-        """Say when pages begin or cease to show the hub's counters."""
-        wanted = any(page.health for page in self.connections.values())
+        """Say when pages begin or cease to need the hub's counters."""
+        wanted = any(page.health or page.stores for page in self.connections.values())
         if wanted != self._health:
             self._health = wanted
             self._on_health(wanted)
@@ -376,19 +398,19 @@ class _Page:
 
 
 class _Asks:
-    """The newest ask for a lens that a page has sent and that is not worked on yet."""
+    """The newest ask of a page, of one kind, that is not worked on yet."""
 
     def __init__(self) -> None:
-        self._newest: wire.LensAsk | None = None
+        self._newest: wire.TokenAsk | None = None
         # Set while there is one.
         self._came = asyncio.Event()
 
-    def put(self, ask: wire.LensAsk) -> None:
+    def put(self, ask: wire.TokenAsk) -> None:
         """Replace the ask that waits."""
         self._newest = ask
         self._came.set()
 
-    async def next(self) -> wire.LensAsk:
+    async def next(self) -> wire.TokenAsk:
         """Wait for an ask and take it."""
         await self._came.wait()
         self._came.clear()

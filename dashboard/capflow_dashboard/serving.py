@@ -53,6 +53,7 @@ from capflow_dashboard.server import PageServer
 from capflow_dashboard.steering import SteeringDesk, load_vectors
 from capflow_dashboard.views.alerts.book import AlertBook
 from capflow_dashboard.views.alerts.rules import read_rules
+from capflow_dashboard.views.stored import StoredRows
 
 
 class BoardWriter:
@@ -155,6 +156,7 @@ def serve(channel: Channel) -> None:
         desk,
         LensDesk(board, rows),
         again,
+        StoredRows(board, setup.data),
         on_count=lambda name: _tell(channel, Counted(name)),
         on_trouble=lambda text, event, level=logging.ERROR: _tell(channel, ServerTrouble(text, event, level)),
         on_health=lambda wanted: _tell(channel, HealthWanted(wanted)),

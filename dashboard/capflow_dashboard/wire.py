@@ -22,7 +22,7 @@ has these keys; a key without news is left out:
 | acks | answers to its actions: `id`; `state`: applied, rejected, unknown or waiting; `step`, `position`, `reason` |
 | steering | what is held by all pages: `frozen`, and `holds`, each with request, kind, name, mode, ratio and page |
 | alerts | `states` of rules that fire or are pending, of all while it shows them; `changes` that it does not have |
-| lens | the answer to a `lens` of this page; it comes beside the updates, without `seq` |
+| lens, stored | the answer to a `lens` or `stored` of this page; it comes beside the updates, without `seq` |
 | again | news of this page's run, or why it is refused; beside the updates too, at most 8 a second |
 
 The numbers are the values of `detail`, `[series, count]`: a norm or a score, NaN or infinity if the row has such
@@ -44,6 +44,12 @@ An `again` has the `id` of the page's ask. A refused ask has `error`. News has t
 whether it is the last; `finish`, why the completion ended, or null; `error`, why it failed, or empty. If the hub
 captures these requests, they are in the list too.
 
+A `stored` has `stores` in place of `layers`: one for each consumer of the hub that stores rows, or for the data set
+that is shown. Each has the name of its `consumer` (empty for a data set that is shown), its `kind`, `filesystem` or
+`duckdb`, and its `path`. If the token's rows are there, a data set also has its `layout`, the Python `expression` of
+the request, and `rows`: for each site `[name, index of the row, file]`. Without `rows`, `note` says why; an
+`expression` is then that on the hub's machine. A database has a `command` that prints the token's scores.
+
 A page sends text, one of these:
 
 | message | meaning |
@@ -53,10 +59,11 @@ A page sends text, one of these:
 | `{"act": {"id": N, "kind": KIND, …}}` | an action, as `capflow_dashboard.steering.PageAction`; with the right only |
 | `{"alive": NAME}` | its name, and that what it holds goes on; once a second while it holds something |
 | `{"lens": {"id": N, "request": KEY, "position": P}}` | it asks for the logit lens of a token; the answer repeats N |
+| `{"stored": {"id": N, "request": KEY, "position": P}}` | it asks where the rows of a token are stored |
 | `{"again": {"id": N, "request": KEY, …}}` | a run, or the `stop` of it: `again.desk.RunAsk`; with the right only |
 
-At most one lens of a page is worked on, and at most two a second. One that waits is replaced by the next, and gets no
-answer.
+At most one lens of a page is worked on, and at most two a second; the same holds for `stored`. One that waits is
+replaced by the next, and gets no answer.
 """
 
 from __future__ import annotations
@@ -99,8 +106,8 @@ class Subscribe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     alerts: bool = False
 
 
-class LensAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A page asks for the logit lens of a token.
+class TokenAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A page asks for the logit lens of a token, or where its rows are stored.
 
     id: the page's number of the ask.
     request: the request's key.
@@ -113,7 +120,7 @@ class LensAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PageMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A message of a page: exactly one of `subscribe`, `seen`, `lens`, `act`, `alive` and `again`.
+    """A message of a page: exactly one of `subscribe`, `seen`, `lens`, `stored`, `act`, `alive` and `again`.
 
     alive: the page's name; a page that connects again keeps it.
     seen: the number of the update that the page has drawn.
@@ -125,11 +132,12 @@ class PageMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     frame_ms: float = 0.0
     act: PageAction | None = None
     alive: _PageName | None = None
-    lens: LensAsk | None = None
+    lens: TokenAsk | None = None
+    stored: TokenAsk | None = None
     again: RunAsk | None = None
 
 
-_KINDS = ("subscribe", "seen", "lens", "act", "alive", "again")
+_KINDS = ("subscribe", "seen", "lens", "stored", "act", "alive", "again")
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(PageMessage)
 

@@ -23,6 +23,7 @@ from capflow_dashboard.server import PageServer
 from capflow_dashboard.serving import BoardWriter, again_of, desk_of, labels_of
 from capflow_dashboard.views.alerts.book import AlertBook
 from capflow_dashboard.views.alerts.rules import read_rules
+from capflow_dashboard.views.stored import StoredRows
 from tests.kit.checked import checked
 from tests.kit.frames import row_of
 
@@ -69,6 +70,7 @@ class NearProcess:
             self.desk,
             self.lens,
             self.again,
+            StoredRows(self.board, setup.data),
             on_count=lambda name: on_count(name, 1),
             on_trouble=lambda text, event, *_: self.troubles.append((text, event)),
             on_health=self._set_health,
@@ -219,6 +221,8 @@ class Pageless(MergedTokens):
         self.messages = 0
         # The answers to asks for lenses, in the order in which they came.
         self.lenses = []
+        # The last answer to an ask for stored rows.
+        self.stored = {}
         self.acks, self.steering = [], None
         # News of its runs, in the order in which it came.
         self.again = []
@@ -291,6 +295,7 @@ class Pageless(MergedTokens):
             self.changes += head["alerts"]["changes"]
         self.acks += head.get("acks", [])
         self.steering = head.get("steering", self.steering)
+        self.stored = head.get("stored", self.stored)
         for key in head.get("gone", []):
             del self.requests[key]
         if "lens" in head:

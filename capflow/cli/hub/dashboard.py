@@ -142,10 +142,13 @@ def _stored(target: str | None) -> Path | None:
 def _show_stored(running: HubRun, made: ConfiguredConsumer, path: Path, *, opens: bool) -> None:
     """Show a recording or a data set until a signal comes."""
     from capflow.cli.hub.replay import entries_at, replay_beside
+    from capflow.protocol.recording import is_recording
     from capflow.replay.player import Replay, ReplayPace
 
     entries = entries_at(path, [made], ask=False, timed=False)
     made.consumer.source = ("stored", path.name)  # type: ignore[attr-defined]
+    if not is_recording(path):
+        made.consumer.data = str(path.absolute())  # type: ignore[attr-defined]
     with running:
         _open_if(opens, running, made)
         replayed = Replay(running.hub, ReplayPace(), stopped=running.stopped.is_set)

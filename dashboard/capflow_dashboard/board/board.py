@@ -54,6 +54,7 @@ class PageState:
     population: the engine whose population it shows, of its probe; empty for none.
     population_s: when it last got that.
     other: what it has of the request that it compares with, in the fields of one request; None for no such request.
+    stores: whether it has asked where rows are stored.
     """
 
     selected: int = 0
@@ -73,6 +74,7 @@ class PageState:
     population: str = ""
     population_s: float = -np.inf
     other: PageState | None = None
+    stores: bool = False
 
 
 class RecordOwner(NamedTuple):
@@ -359,6 +361,17 @@ class Board:
             measures = record.measures
             sites = tuple(series.site for series in measures.series[: measures.norms_count])
             return RecordOwner(record.engine, record.id, record.incarnation, measures.model, sites)
+
+    def norms_at(self, key: int, position: int) -> dict[Site, float]:
+        """Return the norm at each site of a token that is shown; empty if it is not kept."""
+        with self._lock:
+            record = self._records.get(key)
+            return {} if record is None else record.norms_at(position)
+
+    @property
+    def status(self) -> dict[str, Any] | None:
+        """The hub's latest counters; None before the first."""
+        return self._status
 
     def heartbeat(self) -> dict[str, Any]:
         """Return whether the hub is alive and how old the newest rows were when they came."""

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from capflow.capture.frame import runs_of
+from capflow.capture.site import Site
 from capflow.steering.action import Answered
 from capflow_dashboard import limits
 from capflow_dashboard.board.series import MISSING, Measures, Series, Values
@@ -198,6 +199,15 @@ class RequestRecord:
             "steered": runs_of(self._steered[first:end], self.base + first),
         }
         return columns, self._values[:, first:end].copy()
+
+    def norms_at(self, position: int) -> dict[Site, float]:
+        """Return the norm at each site that has a row of a position; empty if the position is not kept."""
+        column = position - self.base
+        if not 0 <= column < self.count:
+            return {}
+        values = self._values[: self.measures.norms_count, column].tolist()
+        series = self.measures.series[: self.measures.norms_count]
+        return {one.site: value for one, value in zip(series, values, strict=True) if value != MISSING}
 
     def copy(self) -> RecordCopy:
         """Return a copy of all columns."""

@@ -23,7 +23,7 @@ from capflow_dashboard import limits
 from capflow_dashboard.board.board import Board
 from capflow_dashboard.lens.messages import LENGTH, LensTask, LensTokens, Token
 from capflow_dashboard.lens.rows import KeptRows
-from capflow_dashboard.wire import LensAsk
+from capflow_dashboard.wire import TokenAsk
 
 
 class LensDesk:
@@ -50,7 +50,7 @@ class LensDesk:
         """The id of the process; None if there is none."""
         return None if self._process is None else self._process.pid
 
-    async def answer(self, ask: LensAsk) -> dict[str, Any]:
+    async def answer(self, ask: TokenAsk) -> dict[str, Any]:
         """Return the answer to an ask, as `capflow_dashboard.wire` describes it. Errors are in its `error`."""
         fields = {"id": ask.id, "request": ask.request, "position": ask.position}
         try:
@@ -66,7 +66,7 @@ class LensDesk:
         if process is not None:
             await process.wait()
 
-    async def _layers(self, ask: LensAsk) -> list[dict[str, Any]]:
+    async def _layers(self, ask: TokenAsk) -> list[dict[str, Any]]:
         owner = self._board.owner(ask.request)
         if owner is None:
             raise CapflowError(explain("logit lens", got=f"request {ask.request}", expected="a request that is shown"))

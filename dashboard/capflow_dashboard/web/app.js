@@ -197,16 +197,8 @@ function noted(part) {
 const token = new Later(
   "The panel of the token",
   async () => {
-    const [{ tokenPanel }, { Lens }] = await Promise.all([
-      import("./token.js"),
-      import("./lens.js"),
-      style("token.css"),
-    ]);
-    page.lens = new Lens(
-      (message) => feed.send(message),
-      () => frames.draw("token"),
-    );
-    return tokenPanel;
+    const [{ openPanel }] = await Promise.all([import("./token.js"), style("token.css")]);
+    return openPanel(page, (message) => feed.send(message));
   },
   () => frames.draw("token"),
 );
@@ -305,6 +297,7 @@ function take() {
     if (head.hello) greet(head.hello);
     controls?.desk.take(head);
     if (head.lens) page.lens?.take(head.lens);
+    if (head.stored) page.stored?.take(head.stored);
     if (head.again) page.again?.take(head.again);
     for (const name of page.store.take(head, numbers, page.key, page.otherKey)) changed.add(name);
     if (head.detail && head.detail.key === page.key) {
@@ -325,6 +318,7 @@ function greet(hello) {
   page.store = new Store();
   page.key = page.otherKey = 0;
   page.lens?.clear();
+  page.stored?.clear();
   page.again?.lose();
   // A failure is tried again with each heartbeat, which says that the server is there.
   if (controls) controls.desk.greet(hello);

@@ -1,22 +1,26 @@
 // @ts-check
-// Lens: the logit lens of one token: what each layer would predict next. It is asked for, never sent by itself.
+// Lens: what is asked for about one token and never sent by itself: its logit lens, which is what each layer would
+// predict next, or where its rows are stored.
 
 /** @typedef {import("./protocol.js").LensLayer} LensLayer */
 
 /** A newer question replaces one that waits, which then has no answer. */
 const ANSWER_MS = 60_000;
 
+/** @template {{id: number, error: string}} [A=import("./protocol.js").LensAnswer] */
 export class Lens {
   /**
    * @param {(message: object) => boolean} send
    * @param {() => void} onChange
+   * @param {"lens" | "stored"} [kind] of the message
    */
-  constructor(send, onChange) {
+  constructor(send, onChange, kind = "lens") {
     this.send = send;
     this.onChange = onChange;
+    this.kind = kind;
     this.id = 0;
     /** What is shown: the token, and its answer once it is there.
-     * @type {{request: number, position: number, answer: import("./protocol.js").LensAnswer | null} | null} */
+     * @type {{request: number, position: number, answer: A | null} | null} */
     this.shown = null;
     /** @type {any} */
     this.timer = null;
@@ -30,14 +34,14 @@ export class Lens {
   ask(request, position) {
     this.id += 1;
     this.shown = { request, position, answer: null };
-    const sent = this.send({ lens: { id: this.id, request, position } });
+    const sent = this.send({ [this.kind]: { id: this.id, request, position } });
     clearTimeout(this.timer);
     if (!sent) this.fail("There is no connection to capflow.");
     else this.timer = setTimeout(() => this.fail(`No answer within ${ANSWER_MS / 1000} s.`), ANSWER_MS);
     this.onChange();
   }
 
-  /** @param {import("./protocol.js").LensAnswer} answer */
+  /** @param {A} answer */
   take(answer) {
     if (answer.id !== this.id || !this.shown) return;
     clearTimeout(this.timer);
@@ -47,7 +51,8 @@ export class Lens {
 
   /** @param {string} error */
   fail(error) {
-    if (this.shown && !this.shown.answer) this.take({ id: this.id, ...this.shown, layers: [], error });
+    if (this.shown && !this.shown.answer)
+      this.take(/** @type {any} */ ({ id: this.id, layers: [], stores: [], error }));
   }
 
   /** Forget it: the connection is another one. */

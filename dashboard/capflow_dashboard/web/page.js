@@ -53,6 +53,8 @@ export class Page {
     this.desk = null;
     /** @type {import("./lens.js").Lens | null} */
     this.lens = null;
+    /** @type {import("./stored.js").Stored | null} */
+    this.stored = null;
     /** The parts that could not be loaded, as the page calls them. @type {Set<string>} */
     this.missing = new Set();
     /** The sheet that runs a request again; null until it is first opened.

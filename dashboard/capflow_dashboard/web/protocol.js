@@ -33,7 +33,7 @@ export const VERSION = 1;
  *   lease_positions: number}} Offer what a page may steer with
  * @typedef {{version: number, capflow: string, rights: string[], steering?: Offer | null,
  *   source?: {kind: string, name: string}, requests_max: number, tokens_max: number, exports?: string[],
- *   lens?: boolean, alerts?: import("./alertbar.js").AlertRule[],
+ *   lens?: boolean, stored?: boolean, alerts?: import("./alertbar.js").AlertRule[],
  *   again?: {server: string, tokens_max: number, temperature_max: number} | null}} Hello
  * @typedef {{id: number, state: "applied" | "rejected" | "unknown" | "waiting", step?: number | null,
  *   position?: number | null, reason?: string}} Ack
@@ -51,7 +51,7 @@ export const VERSION = 1;
  *   rates?: RatesNews, requests?: (Partial<RequestSummary> & {key: number})[],
  *   sparks?: Record<string, (number | null)[]>, gone?: number[], detail?: DetailNews, other?: OtherNews,
  *   population?: Population, health?: {status: any}, acks?: Ack[], steering?: {frozen: boolean, holds: Held[]},
- *   lens?: LensAnswer, alerts?: import("./alertbar.js").Alerts,
+ *   lens?: LensAnswer, stored?: import("./stored.js").StoredAnswer, alerts?: import("./alertbar.js").Alerts,
  *   again?: AgainNews}} Head
  * @typedef {{request: number, other: number, window: number[], probe: string, population: string,
  *   health: boolean, alerts: boolean}} Subscription

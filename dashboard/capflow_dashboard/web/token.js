@@ -3,9 +3,11 @@
 // its own; `SECTIONS` names them in order.
 
 import { clock, number, show, tokenText, visible } from "./format.js";
+import { Lens } from "./lens.js";
 import { lensSection } from "./lensview.js";
 import { html, nothing, svg } from "./lit.js";
 import { z } from "./scale.js";
+import { Stored, storedSection } from "./stored.js";
 
 /** @typedef {import("./page.js").Page} Page */
 /** @typedef {import("./detail.js").Detail} Detail */
@@ -16,10 +18,22 @@ const Z_SHOWN = 6;
 const EVENTS_SHOWN = 200;
 
 /** @type {Section[]} */
-const SECTIONS = [facts, probes, lensSection, layers];
+const SECTIONS = [facts, probes, lensSection, layers, storedSection];
+
+/**
+ * Return what draws the panel of a page; from then on the page can ask for what is not sent by itself.
+ * @param {Page} page
+ * @param {(message: object) => boolean} send
+ */
+export function openPanel(page, send) {
+  const draw = () => page.frames.draw("token");
+  page.lens = new Lens(send, draw);
+  page.stored = new Stored(send, draw);
+  return tokenPanel;
+}
 
 /** @param {Page} page */
-export function tokenPanel(page) {
+function tokenPanel(page) {
   const { detail, column } = page;
   if (!detail) return nothing;
   return html`${

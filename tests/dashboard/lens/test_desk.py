@@ -25,7 +25,7 @@ from capflow_dashboard import limits
 from capflow_dashboard.board.board import Board
 from capflow_dashboard.lens.desk import LensDesk
 from capflow_dashboard.lens.rows import KeptRows
-from capflow_dashboard.wire import LensAsk
+from capflow_dashboard.wire import TokenAsk
 from tests.kit.dashboards import Pageless, open_dashboard
 from tests.kit.frames import make_frame, make_model
 from tests.kit.lenses import TOKENS, assert_lens, assert_tokens, change_config, save_model, stopped
@@ -250,9 +250,9 @@ def test_a_desk_that_is_closed_starts_no_process(llama):
 
     async def answers():
         desk = LensDesk(board, rows)
-        before = await desk.answer(LensAsk(1, 1, 0))
+        before = await desk.answer(TokenAsk(1, 1, 0))
         await desk.close()
-        return before, await desk.answer(LensAsk(2, 1, 0)), desk.pid
+        return before, await desk.answer(TokenAsk(2, 1, 0)), desk.pid
 
     before, after, pid = asyncio.run(answers())
     assert_lens(before["layers"], llama, llama.rows[:, 0])
