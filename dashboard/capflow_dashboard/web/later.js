@@ -5,6 +5,9 @@
 
 import { html } from "./lit.js";
 
+/** How old a page must be to be loaded again, so that it is not loaded without end. */
+const AGE_MS = 5000;
+
 /** The style sheets that are loaded or under way, by name. @type {Map<string, Promise<void>>} */
 const sheets = new Map();
 
@@ -33,6 +36,16 @@ export function style(name) {
   return loaded;
 }
 
+/**
+ * Load the page again if the server answers: Firefox remembers that a module could not be loaded as long as the page is
+ * open. The address has what is shown.
+ */
+async function reload() {
+  if (performance.now() < AGE_MS) return;
+  const answer = await fetch("/session", { cache: "no-store" }).catch(() => null);
+  if (answer?.ok) location.reload();
+}
+
 /** @template T */
 export class Later {
   /**
@@ -48,6 +61,7 @@ export class Later {
     this.value = null;
     /** Whether the last try failed. */
     this.failed = false;
+    this.tries = 0;
     /** @type {Promise<T | null> | null} */
     this.loading = null;
   }
@@ -65,12 +79,14 @@ export class Later {
   }
 
   async attempt() {
+    this.tries++;
     try {
       this.value = await this.make();
       this.failed = false;
     } catch {
       this.failed = true;
       this.loading = null;
+      if (this.tries > 1) reload();
     }
     this.changed();
     return this.value;

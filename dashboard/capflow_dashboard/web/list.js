@@ -306,7 +306,7 @@ export class List {
         sort: "lost",
         cell: (request) => html`${request.rows_lost ? html`<span class="bad">${count(request.rows_lost)}</span>` : ""}`,
       },
-      { name: "Started", kind: "number", sort: "started", cell: (request) => html`${clock(request.started_s)}` },
+      { name: "Started", kind: "number when", sort: "started", cell: (request) => html`${clock(request.started_s)}` },
       { name: "Took", kind: "number", sort: "", cell: (request) => html`${took(request)}` },
     );
     return columns;
