@@ -21,7 +21,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,9 +56,12 @@ DEVICE = torch.device("cpu" if SMOKE else "cuda")
 LAYERS = 3 if SMOKE else 36
 WIDTHS = (64,) if SMOKE else (1024, 2048, 4096, 8192)
 TOKENS = (1, 4) if SMOKE else (1, 8, 64, 256, 512)
-REPLAYS = 1 if SMOKE else 100
-ROUNDS = 1 if SMOKE else 7
+TOKENS_MAX = TOKENS[-1]
+"""For which the tables are made, as an engine makes them for the largest step."""
+REPLAYS = 1 if SMOKE else 60
+ROUNDS = 1 if SMOKE else 5
 CHECKED_REPLAYS = 6 if SMOKE else 60
+CHECKED_SEEDS = 1 if SMOKE else 10
 CONFIGURATIONS = 8
 KINDS = ("no taps", "idle", "capture", "add", "clamp", "gate", "latch")
 HOOK = "post_block"
@@ -71,7 +74,7 @@ def check_cases() -> int:
     """Compare the kernel with the float64 reference on odd shapes and poisoned buffers; return the number of cases."""
     done = 0
     for case in tap_cases.CASES:
-        for seed in range(1 if SMOKE else 20):
+        for seed in range(CHECKED_SEEDS):
             tap_cases.check(case, seed, tap_cases.start_kernel, truncate=SMOKE, device=DEVICE)
             done += 1
     return done
@@ -79,7 +82,7 @@ def check_cases() -> int:
 
 def check_gates() -> tuple[int, int]:
     """Compare gates with the float64 reference; return the number of cases, and how often a gate was open."""
-    cases, counts = gate_cases.run_all_gate_cases(DEVICE, 1 if SMOKE else 20)
+    cases, counts = gate_cases.run_all_gate_cases(DEVICE, CHECKED_SEEDS)
     return cases, counts["open", False] + counts["open", True]
 
 
@@ -98,7 +101,7 @@ class Stack:
         self.residual = torch.empty_like(self.hidden)
         self.tables = Tables(
             sites=LAYERS,
-            tokens=tokens,
+            tokens=max(tokens, TOKENS_MAX),
             rows=LAYERS * tokens,
             hidden=width,
             dtype=dtype,
@@ -116,7 +119,7 @@ class Stack:
         self.gated = {latched: self._gated(rows, latched) for latched in (False, True)}
         self.sites = [torch.tensor([n], dtype=torch.int32, device=DEVICE) for n in range(LAYERS)]
         self.taps = taps
-        self.replay = _graph_of(self.forward)
+        self.replay = graph_of(self.forward)
 
     def _configurations(self, rows: torch.Tensor, kind: int) -> list[Steered]:
         """Return slots that do one operation at every layer, each with one of the rows."""
@@ -162,7 +165,7 @@ class Stack:
         margins = torch.full((self.tokens,), -math.inf, dtype=torch.float64, device=DEVICE)
         for number in range(LAYERS):
             self.layer(number, hidden, residual)
-            stream = _rounded(hidden.float() + residual.float(), hidden.dtype)
+            stream = rounded(hidden.float() + residual.float(), hidden.dtype)
             for block in plan.blocks:
                 if number in block.sites:
                     base = block.base + block.sites.index(number) * block.rows
@@ -182,7 +185,7 @@ class Stack:
                 change = self.bank.rows[row] if kind == ADD else self.bank.rows[row] - (half + other)
                 if code >= 0:
                     change = change * _opened(plan, margins, source, length, latched=code % 2 == 1)
-                hidden[source : source + length] = _rounded(half + change, hidden.dtype)
+                hidden[source : source + length] = rounded(half + change, hidden.dtype)
         return rows, hidden
 
 
@@ -225,7 +228,8 @@ def _opened(plan: Plan, margins: torch.Tensor, source: int, length: int, *, latc
     return (margins[source : source + length] >= 0).float().unsqueeze(1)
 
 
-def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return float32 values in a dtype, rounded as the kernel rounds them."""
     return tap_cases.rounded(values, dtype, SMOKE)
 
 
@@ -300,11 +304,11 @@ def measure(width: int, tokens: int, bytes_per_us: float) -> Cost:
     for _ in range(ROUNDS):
         for kind in KINDS:
             if kind == "no taps":
-                times.setdefault(kind, []).append(_time(plain.replay))
+                times.setdefault(kind, []).append(time_of(plain.replay))
                 continue
             plan = plan_of(kind, tokens, tapped)
             tapped.tables.load(plan, tokens, carried_by(plan))
-            times.setdefault(kind, []).append(_time(tapped.replay))
+            times.setdefault(kind, []).append(time_of(tapped.replay))
     step = {kind: statistics.median(values) for kind, values in times.items()}
     moved = 3 * LAYERS * tokens * width * 2  # both halves are read, the row is written
     return Cost(width, tokens, step, step["idle"] - step["no taps"] + moved / bytes_per_us)
@@ -315,8 +319,8 @@ def device_bandwidth() -> float:
     size = 2**16 if SMOKE else 2**29
     source = torch.empty(size, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
-    replay = _graph_of(lambda: target.copy_(source))
-    return 2 * size / statistics.median(_time(replay) for _ in range(ROUNDS))
+    replay = graph_of(lambda: target.copy_(source))
+    return 2 * size / statistics.median(time_of(replay) for _ in range(ROUNDS))
 
 
 def staging_copy() -> list[tuple[int, float, float]]:
@@ -330,18 +334,18 @@ def staging_copy() -> list[tuple[int, float, float]]:
         torch.empty(big, dtype=torch.uint8, device=DEVICE),
         torch.empty(big, dtype=torch.uint8, pin_memory=pinned),
     )
-    link = big / statistics.median(_time(lambda: host.copy_(device, non_blocking=True)) for _ in range(ROUNDS))
+    link = big / statistics.median(time_of(lambda: host.copy_(device, non_blocking=True)) for _ in range(ROUNDS))
     copies = []
     for rows in (LAYERS, LAYERS * 8, LAYERS * 64, LAYERS * 256):
         size = min(rows * WIDTHS[-1] * 2, big)
         copy = statistics.median(
-            _time(lambda n=size: host[:n].copy_(device[:n], non_blocking=True)) for _ in range(ROUNDS)
+            time_of(lambda n=size: host[:n].copy_(device[:n], non_blocking=True)) for _ in range(ROUNDS)
         )
         copies.append((size, copy, size / link))
     return copies
 
 
-def _graph_of(body: Callable[[], object]) -> Callable[[], object]:
+def graph_of(body: Callable[[], object]) -> Callable[[], object]:
     """Return a function that replays `body`: as a CUDA graph, or `body` itself where there is no GPU."""
     body()
     if SMOKE:
@@ -353,7 +357,7 @@ def _graph_of(body: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def _time(call: Callable[[], object]) -> float:
+def time_of(call: Callable[[], object], replays: int = REPLAYS) -> float:
     """Return the microseconds of a call on the device, as the mean of many in a row."""
     if SMOKE:
         begun = time.perf_counter()
@@ -364,30 +368,57 @@ def _time(call: Callable[[], object]) -> float:
     torch.cuda.synchronize()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
-    for _ in range(REPLAYS):
+    for _ in range(replays):
         call()
     end.record()
     end.synchronize()
-    return float(begin.elapsed_time(end)) * 1000 / REPLAYS
+    return float(begin.elapsed_time(end)) * 1000 / replays
 
 
-def report(costs: Sequence[Cost]) -> list[str]:
-    """Return the table of what a step costs."""
-    lines = [
+def report(costs: Iterable[Cost]) -> Iterator[str]:
+    """Yield the table of what a step costs."""
+    yield from (
         f"A stack of {LAYERS} layers, bfloat16; microseconds a step, and of one tap:",
         "",
         "| width | tokens | no taps | idle | capture | add | clamp | gate | latch | a tap | all rows | 1.2 x floor |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    )
     for width, tokens, step, floor in costs:
         plain = step["no taps"]
         idle, capture = step["idle"] - plain, step["capture"] - plain
-        lines.append(
+        yield (
             f"| {width} | {tokens} | {plain:.1f} | {step['idle']:.1f} | {step['capture']:.1f} "
             f"| {step['add']:.1f} | {step['clamp']:.1f} | {step['gate']:.1f} | {step['latch']:.1f} "
             f"| {idle / LAYERS:.2f} | {capture:.1f} | {1.2 * floor:.1f} |"
         )
-    return lines
+
+
+def tables() -> Iterator[str]:
+    """Check and measure; yield the lines of the report, each as soon as it is known."""
+    cases, replays, (gated, opened) = check_cases(), check_graphs(), check_gates()
+    checked = f"{cases} cases equal to float64, {replays} replays with changing plans right"
+    checked += f"; {gated} cases with gates, {opened} times open"
+    bandwidth = device_bandwidth()
+    yield from (f"{device_name()}: {checked}.", "", f"Memory moves {bandwidth / 1e6:.2f} TB/s.", "")
+    yield from report(measure(width, tokens, bandwidth) for width in WIDTHS for tokens in TOKENS)
+    yield from ("", "| bytes of a step | copy to the host, µs | at the link's bandwidth, µs |", "|---|---|---|")
+    yield from (f"| {size} | {copy:.1f} | {bound:.1f} |" for size, copy, bound in staging_copy())
+
+
+def device_name() -> str:
+    """Return what runs the kernels, and torch's version."""
+    name = "Triton's interpreter" if SMOKE else torch.cuda.get_device_name()
+    return f"{name}, torch {torch.__version__}"
+
+
+def show(report: Iterable[str], out: Path | None) -> None:
+    """Print the lines of a report, and write them to a file, each at once: what was measured stays."""
+    lines = []
+    for line in report:
+        print(line, flush=True)
+        lines.append(line)
+        if out is not None:
+            out.write_text("\n".join(lines) + "\n")
 
 
 def main() -> None:
@@ -398,26 +429,7 @@ def main() -> None:
     out = parser.parse_args().out
     if not SMOKE and not torch.cuda.is_available():
         sys.exit("gpu_kernels: no GPU here; --smoke runs in Triton's interpreter")
-    name = "Triton's interpreter" if SMOKE else torch.cuda.get_device_name()
-    cases, replays, bandwidth = check_cases(), check_graphs(), device_bandwidth()
-    gated, opened = check_gates()
-    checked = f"{cases} cases equal to float64, {replays} replays with changing plans right"
-    checked += f"; {gated} cases with gates, {opened} times open"
-    lines = [
-        f"{name}, torch {torch.__version__}: {checked}.",
-        "",
-        *report([measure(width, tokens, bandwidth) for width in WIDTHS for tokens in TOKENS]),
-        "",
-        "| bytes of a step | copy to the host, µs | at the link's bandwidth, µs |",
-        "|---|---|---|",
-        *(f"| {size} | {copy:.1f} | {bound:.1f} |" for size, copy, bound in staging_copy()),
-        "",
-        f"Memory moves {bandwidth / 1e6:.2f} TB/s.",
-    ]
-    text = "\n".join(lines)
-    print(text)
-    if out is not None:
-        out.write_text(text + "\n")
+    show(tables(), out)
 
 
 if __name__ == "__main__":

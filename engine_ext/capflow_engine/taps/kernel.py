@@ -7,9 +7,17 @@ the stream in float32; their total change is added to `hidden` and rounded once.
 A score is written to `margins` for later launches; later operations of the same launch read it from a register. A
 latched gate reads the margins of earlier tokens, which other programs of this launch may be writing: so the scores of a
 latched gate come from an earlier launch.
+
+Behind a matrix product that streams weights through the L2 cache, most of an idle tap's time is the latency of its
+tables. So it asks the cache to keep them, and on GPUs that can, it reads them while its predecessor still runs.
+Invariant: a kernel that is launched the usual way lies between a change of the tables or the bank and the first tap of
+a step, and no predecessor of a tap in the step changes them; margins are read after the predecessor.
 """
 
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 import torch
 import triton
@@ -18,11 +26,16 @@ import triton.language as tl
 from capflow.limits import GATES_MAX, SITE_OPS_MAX
 from capflow.steering.program import CLAMP, PATCH, RELATIVE, SCORE_CAST, SCORE_COSINE, SCORE_DOT
 from capflow_engine.taps.bank import OP_WIDTH
+from capflow_engine.taps.plan import SHIP, VIEW
 from capflow_engine.taps.scores import NORM_MIN
 from capflow_engine.taps.tables import CHANNELS
 
 SCANNED = 128
 """How many earlier tokens a latched gate reads at once."""
+REGISTERS_MAX = 128
+"""Of a thread: twice as many rows are in flight as with what the compiler takes, and hardly any are spilled."""
+EARLY_FROM = (9, 0)
+"""The first compute capability with programmatic dependent launches."""
 
 # A cosine's error is about that of tanh divided by its largest value, so small arguments need a small error.
 _SERIES_BELOW = 0.05
@@ -84,9 +97,9 @@ def _gate_value(
     )
     if code % 2 == 1:
         column = tl.load(token_latch + token)
+        begin = tl.load(first + token)
         if column >= 0:
             margin = tl.maximum(margin, tl.load(carried + gate * latches_max + column))
-            begin = tl.load(first + token)
             while begin < token:
                 places = begin + tl.arange(0, SCAN)
                 earlier = tl.load(here + places, mask=places < token, other=-float("inf"))
@@ -97,42 +110,104 @@ def _gate_value(
 
 
 @triton.jit
-def _capture(
-    hidden,
-    residual,
+def _stream(half, other_half, inside, scale, SPLIT: tl.constexpr, SCALED: tl.constexpr):
+    """Return the stream at a token in float32, from the places of its halves."""
+    stream = tl.load(half, mask=inside).to(tl.float32)
+    if SPLIT:
+        stream += tl.load(other_half, mask=inside).to(tl.float32)
+    if SCALED:
+        stream *= scale
+    return stream
+
+
+@triton.jit
+def _steer(
+    op,
     token,
-    here,
+    half_of_row,
+    other_half,
     columns,
     inside,
-    site_line,
-    site_base,
-    token_row,
-    staging,
+    margins,
+    first,
+    token_latch,
+    carried,
+    op_ints,
+    op_floats,
+    rows,
     scale,
-    hidden_stride,
-    residual_stride,
-    sites,
     tokens_max,
+    latches_max,
     width: tl.constexpr,
+    BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
     SCALED: tl.constexpr,
-    CHANNEL_COUNT: tl.constexpr,
+    CLAMPS: tl.constexpr,
+    PATCHES: tl.constexpr,
+    RELATIVES: tl.constexpr,
+    DOTS: tl.constexpr,
+    COSINES: tl.constexpr,
+    CASTS: tl.constexpr,
+    OPS_MAX: tl.constexpr,
+    OP_COLUMNS: tl.constexpr,
+    GATES: tl.constexpr,
+    SCAN: tl.constexpr,
+    NORM_LEAST: tl.constexpr,
+    SERIES_BELOW: tl.constexpr,
 ):
-    """Copy a token's row to the staging buffer, for each channel that wants it."""
-    for channel in tl.static_range(CHANNEL_COUNT):
-        block = tl.load(site_line + channel * sites + here)
-        if block >= 0:
-            row = tl.load(token_row + (channel * sites + block) * tokens_max + token)
-            if row >= 0:
-                value = tl.load(hidden + token.to(tl.int64) * hidden_stride + columns, mask=inside).to(tl.float32)
-                if SPLIT:
-                    value += tl.load(residual + token.to(tl.int64) * residual_stride + columns, mask=inside).to(
-                        tl.float32
-                    )
-                if SCALED:
-                    value *= scale
-                target = (tl.load(site_base + channel * sites + here) + row).to(tl.int64)
-                tl.store(staging + target * width + columns, value.to(staging.dtype.element_ty), mask=inside)
+    """Carry out the operations of a token, from `op` on, and change its row of `hidden`.
+
+    The stream is read again for each operation, and a half of it at the end: that keeps registers free.
+    """
+    change = tl.zeros([BLOCK], tl.float32)
+    own = tl.full([GATES], -float("inf"), tl.float32)
+    square = -1.0  # of the norm before the first relative operation
+    done = 0
+    while (op >= 0) & (done < OPS_MAX):
+        kind = tl.load(op_ints + op * OP_COLUMNS)
+        row = tl.load(op_ints + op * OP_COLUMNS + 1).to(tl.int64)
+        following = tl.load(op_ints + op * OP_COLUMNS + 2)
+        code = tl.load(op_ints + op * OP_COLUMNS + 3)
+        amount = tl.load(op_floats + op * OP_COLUMNS)
+        low = tl.load(op_floats + op * OP_COLUMNS + 1)
+        high = tl.load(op_floats + op * OP_COLUMNS + 2)
+        sharpness = tl.load(op_floats + op * OP_COLUMNS + 3)
+        stream = _stream(half_of_row, other_half, inside, scale, SPLIT, SCALED)
+        vector = tl.load(rows + row * width + columns, mask=inside, other=0.0)
+        steered = tl.where(inside, stream + change, 0.0)
+        projection = tl.sum(steered * tl.where(kind == RELATIVES, steered, vector), axis=0)
+        square = tl.where((kind == RELATIVES) & (square < 0.0), projection, square)
+        if kind >= DOTS:
+            margin = amount + _score(kind, steered, vector, projection, COSINES, CASTS, NORM_LEAST, SERIES_BELOW)
+            margin = tl.where(margin >= -float("inf"), margin, -float("inf"))  # without NaN
+            own = tl.where(tl.arange(0, GATES) == code // 2, margin, own)
+            tl.store(margins + (code // 2) * tokens_max + token, margin)
+        else:
+            if code >= 0:
+                amount *= _gate_value(
+                    code,
+                    sharpness,
+                    own,
+                    token,
+                    margins,
+                    first,
+                    token_latch,
+                    carried,
+                    tokens_max,
+                    latches_max,
+                    GATES,
+                    SCAN,
+                )
+            bounded = tl.minimum(tl.maximum(projection, low), high)
+            times = tl.where(kind == CLAMPS, bounded - projection, 1.0)
+            along = tl.where(kind == RELATIVES, tl.sqrt(tl.abs(square)), times) * vector
+            change += amount * tl.where(kind == PATCHES, vector - steered, along)
+        op = following
+        done += 1
+    if SCALED:
+        change /= scale
+    half = tl.load(half_of_row, mask=inside).to(tl.float32)
+    tl.store(half_of_row, (half + change).to(half_of_row.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -163,7 +238,6 @@ def _tap_kernel(
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
     SCALED: tl.constexpr,
-    CHANNEL_COUNT: tl.constexpr,
     CLAMPS: tl.constexpr,
     PATCHES: tl.constexpr,
     RELATIVES: tl.constexpr,
@@ -176,90 +250,80 @@ def _tap_kernel(
     SCAN: tl.constexpr,
     NORM_LEAST: tl.constexpr,
     SERIES_BELOW: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     token = tl.program_id(0)
-    here = tl.load(site)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < width
-    slot = tl.load(token_steer + token)
-    op = -1
-    if slot >= 0:
-        op = tl.load(heads + slot * sites + here)
-    _capture(
-        hidden,
-        residual,
-        token,
-        here,
-        columns,
-        inside,
-        site_line,
-        site_base,
-        token_row,
-        staging,
-        scale,
-        hidden_stride,
-        residual_stride,
-        sites,
-        tokens_max,
-        width,
-        SPLIT,
-        SCALED,
-        CHANNEL_COUNT,
-    )
-    if op >= 0:
-        place = hidden + token.to(tl.int64) * hidden_stride + columns
-        half = tl.load(place, mask=inside).to(tl.float32)
-        stream = half
-        if SPLIT:
-            stream += tl.load(residual + token.to(tl.int64) * residual_stride + columns, mask=inside).to(tl.float32)
-        if SCALED:
-            stream *= scale
-        change = tl.zeros([BLOCK], tl.float32)
-        own = tl.full([GATES], -float("inf"), tl.float32)
-        square = -1.0  # of the norm before the first relative operation
-        done = 0
-        while (op >= 0) & (done < OPS_MAX):
-            kind = tl.load(op_ints + op * OP_COLUMNS)
-            row = tl.load(op_ints + op * OP_COLUMNS + 1).to(tl.int64)
-            code = tl.load(op_ints + op * OP_COLUMNS + 3)
-            amount = tl.load(op_floats + op * OP_COLUMNS)
-            vector = tl.load(rows + row * width + columns, mask=inside, other=0.0)
-            steered = tl.where(inside, stream + change, 0.0)
-            projection = tl.sum(steered * tl.where(kind == RELATIVES, steered, vector), axis=0)
-            square = tl.where((kind == RELATIVES) & (square < 0.0), projection, square)
-            if kind >= DOTS:
-                margin = amount + _score(kind, steered, vector, projection, COSINES, CASTS, NORM_LEAST, SERIES_BELOW)
-                margin = tl.where(margin >= -float("inf"), margin, -float("inf"))  # without NaN
-                own = tl.where(tl.arange(0, GATES) == code // 2, margin, own)
-                tl.store(margins + (code // 2) * tokens_max + token, margin)
-            else:
-                if code >= 0:
-                    sharpness = tl.load(op_floats + op * OP_COLUMNS + 3)
-                    amount *= _gate_value(
-                        code,
-                        sharpness,
-                        own,
-                        token,
-                        margins,
-                        first,
-                        token_latch,
-                        carried,
-                        tokens_max,
-                        latches_max,
-                        GATES,
-                        SCAN,
-                    )
-                low = tl.load(op_floats + op * OP_COLUMNS + 1)
-                high = tl.load(op_floats + op * OP_COLUMNS + 2)
-                bounded = tl.minimum(tl.maximum(projection, low), high)
-                times = tl.where(kind == CLAMPS, bounded - projection, 1.0)
-                along = tl.where(kind == RELATIVES, tl.sqrt(tl.abs(square)), times) * vector
-                change += amount * tl.where(kind == PATCHES, vector - steered, along)
-            op = tl.load(op_ints + op * OP_COLUMNS + 2)
-            done += 1
-        if SCALED:
-            change /= scale
-        tl.store(place, (half + change).to(hidden.dtype.element_ty), mask=inside)
+    # These loads are in the order of what they wait for, without branches between them, so that they overlap.
+    slot = tl.load(token_steer + token, eviction_policy="evict_last")
+    here = tl.load(site, eviction_policy="evict_last")
+    ship_line = tl.load(site_line + here, eviction_policy="evict_last")
+    view_line = tl.load(site_line + sites + here, eviction_policy="evict_last")
+    ship_base = tl.load(site_base + here, eviction_policy="evict_last")
+    view_base = tl.load(site_base + sites + here, eviction_policy="evict_last")
+    op = tl.load(heads + slot * sites + here, mask=slot >= 0, other=-1, eviction_policy="evict_last")
+    ship_place = token_row + ship_line * tokens_max + token
+    ship_row = tl.load(ship_place, mask=ship_line >= 0, other=-1, eviction_policy="evict_last")
+    view_place = token_row + (sites + view_line) * tokens_max + token
+    view_row = tl.load(view_place, mask=view_line >= 0, other=-1, eviction_policy="evict_last")
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    if (ship_row >= 0) | (view_row >= 0) | (op >= 0):
+        columns = tl.arange(0, BLOCK)
+        inside = columns < width
+        half_of_row = hidden + token.to(tl.int64) * hidden_stride + columns
+        other_half = residual + token.to(tl.int64) * residual_stride + columns
+        if ship_row >= 0:
+            stream = _stream(half_of_row, other_half, inside, scale, SPLIT, SCALED)
+            target = staging + (ship_base + ship_row).to(tl.int64) * width + columns
+            tl.store(target, stream.to(staging.dtype.element_ty), mask=inside)
+        if view_row >= 0:
+            stream = _stream(half_of_row, other_half, inside, scale, SPLIT, SCALED)
+            target = staging + (view_base + view_row).to(tl.int64) * width + columns
+            tl.store(target, stream.to(staging.dtype.element_ty), mask=inside)
+        if op >= 0:
+            _steer(
+                op,
+                token,
+                half_of_row,
+                other_half,
+                columns,
+                inside,
+                margins,
+                first,
+                token_latch,
+                carried,
+                op_ints,
+                op_floats,
+                rows,
+                scale,
+                tokens_max,
+                latches_max,
+                width,
+                BLOCK,
+                SPLIT,
+                SCALED,
+                CLAMPS,
+                PATCHES,
+                RELATIVES,
+                DOTS,
+                COSINES,
+                CASTS,
+                OPS_MAX,
+                OP_COLUMNS,
+                GATES,
+                SCAN,
+                NORM_LEAST,
+                SERIES_BELOW,
+            )
+
+
+@functools.cache
+def _options(device: torch.device) -> tuple[bool, dict[str, Any]]:
+    """Return whether the kernel starts before its predecessor ends, and further options of its launch."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False, {}
+    early = torch.cuda.get_device_capability(device) >= EARLY_FROM
+    return early, {"maxnreg": REGISTERS_MAX, **({"launch_pdl": True} if early else {})}
 
 
 def launch(
@@ -283,6 +347,7 @@ def launch(
 ) -> None:
     """Launch the tap of one site over `hidden`, `[tokens, width]`; see `capflow_engine.taps.tap.tap`."""
     tokens, width = hidden.shape
+    assert len((SHIP, VIEW)) == CHANNELS
     assert hidden.stride(1) == 1
     assert residual is None or (residual.shape == hidden.shape and residual.stride(1) == 1)
     sites = heads.shape[1]
@@ -297,6 +362,7 @@ def launch(
     assert carried.shape[0] == GATES_MAX
     assert heads.is_contiguous()
     other = hidden if residual is None else residual
+    early, options = _options(hidden.device)
     _tap_kernel[(tokens,)](
         hidden,
         other,
@@ -324,7 +390,6 @@ def launch(
         BLOCK=triton.next_power_of_2(width),
         SPLIT=residual is not None,
         SCALED=scale != 1.0,
-        CHANNEL_COUNT=CHANNELS,
         CLAMPS=CLAMP,
         PATCHES=PATCH,
         RELATIVES=RELATIVE,
@@ -337,5 +402,7 @@ def launch(
         SCAN=SCANNED,
         NORM_LEAST=NORM_MIN,
         SERIES_BELOW=_SERIES_BELOW,
-        num_warps=4 if width <= 4096 else 8,
+        EARLY=early,
+        num_warps=max(4, min(16, triton.next_power_of_2(width) // 1024)),
+        **options,
     )
