@@ -319,11 +319,18 @@ def _tap_kernel(
 
 @functools.cache
 def _options(device: torch.device) -> tuple[bool, dict[str, Any]]:
-    """Return whether the kernel starts before its predecessor ends, and further options of its launch."""
-    if device.type != "cuda" or torch.version.cuda is None:
+    """Return whether the kernel starts before its predecessor ends, and further options of its launch.
+
+    Without fused multiply-adds: the first step of a sum across threads would round the product of only one of the two,
+    and so leave threads with different sums. Near its threshold, a gate would be open in a part of a row.
+    """
+    if device.type != "cuda":
         return False, {}
+    options: dict[str, Any] = {"enable_fp_fusion": False}
+    if torch.version.cuda is None:
+        return False, options
     early = torch.cuda.get_device_capability(device) >= EARLY_FROM
-    return early, {"maxnreg": REGISTERS_MAX, **({"launch_pdl": True} if early else {})}
+    return early, {**options, "maxnreg": REGISTERS_MAX, **({"launch_pdl": True} if early else {})}
 
 
 def launch(

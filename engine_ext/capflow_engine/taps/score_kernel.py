@@ -60,6 +60,8 @@ def launch(
     count, width = rows.shape
     assert rows.is_contiguous()
     assert weight.shape == (width,)
+    # A fused multiply-add would leave threads with different sums: see `capflow_engine.taps.kernel`.
+    options = {"enable_fp_fusion": False} if rows.device.type == "cuda" else {}
     _score_kernel[(count,)](
         rows,
         weight,
@@ -70,4 +72,5 @@ def launch(
         BLOCK=triton.next_power_of_2(width),
         CAST=SCORES.index("cast"),
         num_warps=4 if width <= 4096 else 8,
+        **options,
     )
