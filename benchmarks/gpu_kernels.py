@@ -4,7 +4,7 @@ The kernel is compared with float64, also inside CUDA graphs whose plans change;
 
     PYTHONPATH=.:engine_ext:tests python3 benchmarks/gpu_kernels.py [--out FILE]
 
-It needs torch, triton, numpy, msgspec, ml_dtypes, xxhash and pluggy, but not vLLM. It takes under eight minutes on one
+It needs torch, triton, numpy, msgspec, ml_dtypes, xxhash and pluggy, but not vLLM. It takes about a minute on one
 GPU. Without a GPU, `--smoke` runs the same code in Triton's interpreter on small shapes, which shows that it works; the
 times then mean nothing.
 

@@ -117,3 +117,12 @@ def test_the_gpu_benchmark_checks_graphs_whose_plans_change():
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "6 cases equal to float64, 12 replays with changing plans right; 8 cases with gates" in done.stdout
+
+
+@pytest.mark.long
+def test_the_gpu_benchmark_checks_the_rows_of_a_compiled_step():
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in (".", "engine_ext"))}
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_decode.py"), "--smoke"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("| 4 | ")
