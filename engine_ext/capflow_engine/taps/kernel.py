@@ -10,8 +10,9 @@ latched gate come from an earlier launch.
 
 Behind a matrix product that streams weights through the L2 cache, most of an idle tap's time is the latency of its
 tables. So it asks the cache to keep them, and on GPUs that can, it reads them while its predecessor still runs.
-Invariant: a kernel that is launched the usual way lies between a change of the tables or the bank and the first tap of
-a step, and no predecessor of a tap in the step changes them; margins are read after the predecessor.
+Invariant: a kernel that is launched the usual way, the last of `Tables.load`, lies between a change of the tables or
+the bank and the first tap of a step, and no predecessor of a tap in the step changes them; margins are read after the
+predecessor.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from capflow.limits import GATES_MAX, SITE_OPS_MAX
 from capflow.steering.program import CLAMP, PATCH, RELATIVE, SCORE_CAST, SCORE_COSINE, SCORE_DOT
 from capflow_engine.taps.bank import OP_WIDTH
 from capflow_engine.taps.plan import SHIP, VIEW
+from capflow_engine.taps.score_kernel import unfused
 from capflow_engine.taps.scores import NORM_MIN
 from capflow_engine.taps.tables import CHANNELS
 
@@ -319,15 +321,9 @@ def _tap_kernel(
 
 @functools.cache
 def _options(device: torch.device) -> tuple[bool, dict[str, Any]]:
-    """Return whether the kernel starts before its predecessor ends, and further options of its launch.
-
-    Without fused multiply-adds: the first step of a sum across threads would round the product of only one of the two,
-    and so leave threads with different sums. Near its threshold, a gate would be open in a part of a row.
-    """
-    if device.type != "cuda":
-        return False, {}
-    options: dict[str, Any] = {"enable_fp_fusion": False}
-    if torch.version.cuda is None:
+    """Return whether the kernel starts before its predecessor ends, and further options of its launch."""
+    options: dict[str, Any] = unfused(device)
+    if device.type != "cuda" or torch.version.cuda is None:
         return False, options
     early = torch.cuda.get_device_capability(device) >= EARLY_FROM
     return early, {**options, "maxnreg": REGISTERS_MAX, **({"launch_pdl": True} if early else {})}

@@ -47,6 +47,15 @@ def _score_kernel(
     tl.store(out + row, score + tl.load(numbers))
 
 
+def unfused(device: torch.device) -> dict[str, bool]:
+    """Return the options of a launch without fused multiply-adds, for kernels that sum products.
+
+    With them, the first step of a sum across threads rounds the product of only one of two threads, and so leaves
+    threads with different sums. Near its threshold, a gate would be open in a part of a row.
+    """
+    return {"enable_fp_fusion": False} if device.type == "cuda" else {}
+
+
 def launch(
     rows: torch.Tensor, weight: torch.Tensor, kind: torch.Tensor, numbers: torch.Tensor, out: torch.Tensor
 ) -> None:
@@ -60,8 +69,6 @@ def launch(
     count, width = rows.shape
     assert rows.is_contiguous()
     assert weight.shape == (width,)
-    # A fused multiply-add would leave threads with different sums: see `capflow_engine.taps.kernel`.
-    options = {"enable_fp_fusion": False} if rows.device.type == "cuda" else {}
     _score_kernel[(count,)](
         rows,
         weight,
@@ -72,5 +79,5 @@ def launch(
         BLOCK=triton.next_power_of_2(width),
         CAST=SCORES.index("cast"),
         num_warps=4 if width <= 4096 else 8,
-        **options,
+        **unfused(rows.device),
     )

@@ -76,6 +76,8 @@ class Tables:
         self.first = torch.zeros((tokens,), dtype=torch.int32, device=device)
         self.token_latch = torch.full((tokens,), -1, dtype=torch.int32, device=device)
         self.carried = torch.full((gates, requests), -math.inf, dtype=torch.float32, device=device)
+        # On a GPU, changed by the kernel that ends `load`.
+        self._fence = torch.zeros(1, dtype=torch.int32, device=device)
         # The values last uploaded to each table.
         self._written: dict[str, npt.NDArray[np.int32]] = {}
         # Whether the uploaded tables are those of an idle plan.
@@ -97,6 +99,8 @@ class Tables:
     ) -> None:
         """Copy a plan to the tables, for model tensors of `padded_tokens` rows; asynchronous on a GPU.
 
+        The bank does not change between this and the forward pass.
+
         carried: what latched gates carry, `[gates, latched requests]`, in the order of `plan.latched`; None if there
             are none.
         received: the margins that earlier pipeline stages scored, for the first token rows; None at the first stage.
@@ -116,6 +120,10 @@ class Tables:
         self._write("site_line", self.site_line, line_of)
         self._write("site_base", self.site_base, base_of)
         self._load_steering(plan)
+        if self._fence.is_cuda:
+            # A tap reads the tables while the kernel before it still runs. That must never be one that writes them, and
+            # a tap may be the first kernel of a later pipeline stage.
+            self._fence.add_(1)
 
     def _load_gates(
         self, plan: Plan, padded_tokens: int, carried: torch.Tensor | None, received: torch.Tensor | None
