@@ -10,7 +10,6 @@ Invariant: one side's messages arrive whole and in order, or the channel is brok
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket
 import struct
 import threading
@@ -129,8 +128,8 @@ class Counted(msgspec.Struct, frozen=True, tag_field="type", tag="counted"):
     amount: int = 1
 
 
-class ServerTrouble(msgspec.Struct, frozen=True, tag_field="type", tag="trouble"):
-    """Something to be logged, an error by default.
+class LogWanted(msgspec.Struct, frozen=True, tag_field="type", tag="log_wanted"):
+    """Something to be logged.
 
     event: its fields in a JSON log.
     level: of the module `logging`.
@@ -138,14 +137,7 @@ class ServerTrouble(msgspec.Struct, frozen=True, tag_field="type", tag="trouble"
 
     text: str
     event: dict[str, Any]
-    level: int = logging.ERROR
-
-
-class RunBegun(msgspec.Struct, frozen=True, tag_field="type", tag="run_begun"):
-    """A page runs a request again, which is to be logged. event: its fields in a JSON log."""
-
-    text: str
-    event: dict[str, Any]
+    level: int
 
 
 class ActionWanted(msgspec.Struct, frozen=True, tag_field="type", tag="action_wanted"):
@@ -161,7 +153,7 @@ class HealthWanted(msgspec.Struct, frozen=True, tag_field="type", tag="health_wa
 
 
 ToPages = PageSetup | EngineMet | EngineLeft | RowsTaken | RequestOver | EventTaken | ActionAnswered | HubAlive
-FromPages = Listening | StartFailed | Counted | ServerTrouble | HealthWanted | ActionWanted | RunBegun
+FromPages = Listening | StartFailed | Counted | LogWanted | HealthWanted | ActionWanted
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[ToPages | FromPages] = msgspec.msgpack.Decoder(ToPages | FromPages)

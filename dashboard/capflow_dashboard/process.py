@@ -22,9 +22,8 @@ from capflow_dashboard.channel import (
     Counted,
     HealthWanted,
     Listening,
+    LogWanted,
     PageSetup,
-    RunBegun,
-    ServerTrouble,
     StartFailed,
     ToPages,
 )
@@ -124,10 +123,8 @@ class PageProcess:
                     self._on_action(action)
                 case HealthWanted(wanted):
                     self.health_wanted = wanted
-                case ServerTrouble(text, event, level):
+                case LogWanted(text, event, level):
                     logger.log(level, "%s", text, extra=event)
-                case RunBegun(text, event):
-                    logger.info("%s", text, extra=event)
 
 
 def _environment() -> dict[str, str]:

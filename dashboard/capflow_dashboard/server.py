@@ -50,8 +50,7 @@ class PageServer:
 
     port: 0 for any free port; the port in use once started.
     on_count: called on the server's thread with the name of a counter.
-    on_trouble: called on the server's thread with the text, the fields and the level of what to log; an error without a
-        level.
+    on_log: called on the server's thread with the text, the fields and the level of what to log.
     on_health: called on the server's thread when pages begin or cease to show the hub's counters.
     """
 
@@ -67,7 +66,7 @@ class PageServer:
         stored: StoredRows,
         *,
         on_count: Callable[[str], None],
-        on_trouble: Callable[..., None],
+        on_log: Callable[[str, dict[str, Any], int], None],
         on_health: Callable[[bool], None],
     ) -> None:
         self.host = host
@@ -83,7 +82,7 @@ class PageServer:
         self._again = again
         self._stored = stored
         self._on_count = on_count
-        self._on_trouble = on_trouble
+        self._on_log = on_log
         self._on_health = on_health
         # Whether a page shows the hub's counters.
         self._health = False
@@ -158,7 +157,7 @@ class PageServer:
             await asyncio.sleep(limits.ALERTS_S)
             for change in book.evaluate(self._board.heartbeat()["silent_s"]):
                 fires = change.state == "firing"
-                self._on_trouble(change.text, change.event(), logging.WARNING if fires else logging.INFO)
+                self._on_log(change.text, change.event(), logging.WARNING if fires else logging.INFO)
                 if fires:
                     self._on_count(f"alert_{change.rule.name}")
             for name in book.firing:
@@ -206,7 +205,7 @@ class PageServer:
             self._failed = True
             event = {"event": "dashboard_failed", "reason": str(context.get("exception"))}
             text = "the dashboard failed at a connection; further failures are only counted"
-            self._on_trouble(f"{text}: {context.get('message')}: {context.get('exception')}", event)
+            self._on_log(f"{text}: {context.get('message')}: {context.get('exception')}", event, logging.ERROR)
 
     async def _answer(self, connection: ServerConnection, request: Request) -> Response | None:
         response = self._pages.answer(request)
@@ -240,18 +239,16 @@ class PageServer:
             await connection.close(CloseCode.TRY_AGAIN_LATER, f"{limits.CLIENTS_MAX} pages are open already")
             return
         page = PageState()
-        drawn = _Page(self._desk.enter(uuid.uuid4().hex))
-        asks, stored_asks = _Asks(), _Asks()
-        runs = PageRuns(self._again)
+        drawn = _Page(self._desk.enter(uuid.uuid4().hex), PageRuns(self._again))
         self.connections[connection] = page
         self.leave(connection)
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._receive(connection, page, drawn, asks, stored_asks, runs))
+                tasks.create_task(self._receive(connection, page, drawn))
                 tasks.create_task(self._beat(connection))
-                tasks.create_task(self._answer_asks(connection, asks))
-                tasks.create_task(self._answer_stored(connection, page, stored_asks))
-                tasks.create_task(_send_runs(connection, runs))
+                tasks.create_task(self._answer_asks(connection, drawn.lenses))
+                tasks.create_task(self._answer_stored(connection, page, drawn.stores))
+                tasks.create_task(_send_runs(connection, drawn.runs))
                 tasks.create_task(self._update(connection, page, drawn))
         except* ConnectionClosed:
             pass
@@ -260,7 +257,7 @@ class PageServer:
             connection.transport.abort()
         finally:
             del self.connections[connection]
-            runs.leave()
+            drawn.runs.leave()
             self._board.leave(page)
             self._tell_health()
 
@@ -319,15 +316,7 @@ class PageServer:
             await _send(connection, wire.encode({"stored": await self._stored.answer(ask)}))
             await asyncio.sleep(1 / limits.STORED_PER_S_MAX)
 
-    async def _receive(
-        self,
-        connection: ServerConnection,
-        page: PageState,
-        drawn: _Page,
-        asks: _Asks,
-        stored_asks: _Asks,
-        runs: PageRuns,
-    ) -> None:
+    async def _receive(self, connection: ServerConnection, page: PageState, drawn: _Page) -> None:
         """Handle the page's messages until it is closed or sends an invalid one; raise ConnectionClosed then."""
         try:
             while True:
@@ -341,11 +330,11 @@ class PageServer:
                         drawn.rights = self._desk.enter(message.alive)
                     self._desk.renew(drawn.rights)
                 elif message.lens is not None:
-                    asks.put(message.lens)
+                    drawn.lenses.put(message.lens)
                 elif message.stored is not None:
-                    stored_asks.put(message.stored)
+                    drawn.stores.put(message.stored)
                 elif message.again is not None:
-                    runs.take(drawn.rights, message.again)
+                    drawn.runs.take(drawn.rights, message.again)
                 elif (shown := message.subscribe) is not None:
                     self._board.look(
                         page,
@@ -372,14 +361,17 @@ class PageServer:
 
 
 class _Page:
-    """The last update that a page has drawn, its part in steering, and the alerts that it has.
+    """The last update that a page has drawn, its part in steering, the alerts that it has, its asks and its runs.
 
     rights: its part; another one once it has told its name.
+    lenses, stores: its asks for lenses, and for where rows are stored.
     """
 
-    def __init__(self, rights: PageRights) -> None:
+    def __init__(self, rights: PageRights, runs: PageRuns) -> None:
         self.rights = rights
+        self.runs = runs
         self.alerts = AlertsSeen()
+        self.lenses, self.stores = _Asks(), _Asks()
         self._seq = 0
         # Set when the page has drawn another update.
         self._changed = asyncio.Event()

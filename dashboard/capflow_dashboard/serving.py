@@ -38,11 +38,10 @@ from capflow_dashboard.channel import (
     HealthWanted,
     HubAlive,
     Listening,
+    LogWanted,
     PageSetup,
     RequestOver,
     RowsTaken,
-    RunBegun,
-    ServerTrouble,
     StartFailed,
     ToPages,
 )
@@ -144,7 +143,7 @@ def serve(channel: Channel) -> None:
         if setup.labels:
             board.labels = labels_of(setup.labels)
         desk = desk_of(setup, board, lambda action: _tell(channel, ActionWanted(action)))
-        again = again_of(setup, board, desk, lambda text, event: _tell(channel, RunBegun(text, event)))
+        again = again_of(setup, board, desk, lambda text, event: _tell(channel, LogWanted(text, event, logging.INFO)))
     except CapflowError as e:
         _tell(channel, StartFailed(str(e), isinstance(e, UsageError)))
         return
@@ -158,7 +157,7 @@ def serve(channel: Channel) -> None:
         again,
         StoredRows(board, setup.data),
         on_count=lambda name: _tell(channel, Counted(name)),
-        on_trouble=lambda text, event, level=logging.ERROR: _tell(channel, ServerTrouble(text, event, level)),
+        on_log=lambda text, event, level: _tell(channel, LogWanted(text, event, level)),
         on_health=lambda wanted: _tell(channel, HealthWanted(wanted)),
     )
     try:
@@ -171,7 +170,7 @@ def serve(channel: Channel) -> None:
     with contextlib.suppress(EOFError):
         while True:
             for problem in writer.take(*channel.receive()):
-                _tell(channel, ServerTrouble(problem, {"event": "probe_unfit"}))
+                _tell(channel, LogWanted(problem, {"event": "probe_unfit"}, logging.ERROR))
     server.stop()
 
 

@@ -1,9 +1,12 @@
-"""A browser for the tests of the dashboard's page."""
+"""A browser for the tests of the dashboard's page, and what a page may steer with."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from capflow.capture.site import Site
+from capflow.probes.probe import save_vector
 from tests.kit.pages import ARGUMENTS, CHROMIUM, OpenPage, browser_path
 
 
@@ -36,3 +39,14 @@ def opened(chromium):
     for context in contexts:
         context.close()
     assert [page.complaints for page in pages] == [[]] * len(pages)
+
+
+@pytest.fixture
+def steerable(tmp_path):
+    """Return the options of a dashboard that may steer with two vectors and a module."""
+    files = []
+    for name, layer in (("calm", 2), ("angry", 1)):
+        path = tmp_path / f"{name}.safetensors"
+        save_vector(path, Site(layer, "post_block"), np.arange(8))
+        files.append(f"{name}={path}")
+    return {"allow_steering": True, "vectors": tuple(files), "modules": ("glad",)}

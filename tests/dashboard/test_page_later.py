@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from playwright.sync_api import expect
 
-from capflow.capture.site import Site
-from capflow.probes.probe import save_vector
 from capflow.steering.action import Freeze
 from tests.kit.dashboards import open_dashboard
 from tests.kit.frames import make_model
@@ -24,14 +22,6 @@ PLACES = """() => ["#top", "#list", "#request-head", "#text", "#plots", "#heat",
   const { x, y, width, height } = document.querySelector(name).getBoundingClientRect();
   return [name, x, y, width, height].join(" ");
 })"""
-
-
-@pytest.fixture
-def steerable(tmp_path):
-    """Return the options of a dashboard that may steer with a vector."""
-    path = tmp_path / "calm.safetensors"
-    save_vector(path, Site(2, "post_block"), np.arange(8))
-    return {"allow_steering": True, "vectors": (f"calm={path}",)}
 
 
 class Loaded:

@@ -10,7 +10,6 @@ import pytest
 from playwright.sync_api import expect
 
 from capflow.capture.site import Site
-from capflow.probes.probe import save_vector
 from capflow.steering.action import (
     Abort,
     ActionApplied,
@@ -32,17 +31,6 @@ pytestmark = pytest.mark.browser
 
 NORMS = np.random.default_rng(1).uniform(10, 20, (4, 60)).astype(np.float32)
 PAGE_NAME = re.compile("^[a-z0-9]{8}$")
-
-
-@pytest.fixture
-def steerable(tmp_path):
-    """Return the options of a dashboard that may steer with two vectors and a module."""
-    files = []
-    for name, layer in (("calm", 2), ("angry", 1)):
-        path = tmp_path / f"{name}.safetensors"
-        save_vector(path, Site(layer, "post_block"), np.arange(8))
-        files.append(f"{name}={path}")
-    return {"allow_steering": True, "vectors": tuple(files), "modules": ("glad",)}
 
 
 class Acted:

@@ -72,7 +72,7 @@ class NearProcess:
             self.again,
             StoredRows(self.board, setup.data),
             on_count=lambda name: on_count(name, 1),
-            on_trouble=lambda text, event, *_: self.troubles.append((text, event)),
+            on_log=lambda text, event, _: self.troubles.append((text, event)),
             on_health=self._set_health,
         )
         self.troubles = []

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from playwright.sync_api import expect
 
-from capflow.capture.site import Site
-from capflow.probes.probe import save_vector
 from capflow.steering.action import ActionApplied, Answered, Freeze
 from tests.kit.completions import DONE, broken, chunk, completions, held, usual
 from tests.kit.dashboards import open_dashboard
@@ -22,17 +20,6 @@ pytestmark = pytest.mark.browser
 
 NORMS = np.random.default_rng(1).uniform(10, 20, (4, 60)).astype(np.float32)
 WORDS = {"plain": ["It ", "was ", "a ", "day"], "steered": ["It ", "was ", "<b>calm</b> ", "there", "!"]}
-
-
-@pytest.fixture
-def options(tmp_path):
-    """Return the options of a dashboard that may steer with two vectors and a module."""
-    files = []
-    for name, layer in (("calm", 2), ("angry", 1)):
-        path = tmp_path / f"{name}.safetensors"
-        save_vector(path, Site(layer, "post_block"), np.arange(8))
-        files.append(f"{name}={path}")
-    return {"allow_steering": True, "vectors": tuple(files), "modules": ("glad",)}
 
 
 def show(opened, consumer, **settings):
@@ -61,8 +48,8 @@ def answer_in(page, side):
     return page.locator(f"#again [data-side={side}]")
 
 
-def test_both_answers_stream_side_by_side_and_lead_to_the_compare_view(opened, options):
-    with completions(usual(WORDS)) as server, open_dashboard(**options, server=server.url) as consumer:
+def test_both_answers_stream_side_by_side_and_lead_to_the_compare_view(opened, steerable):
+    with completions(usual(WORDS)) as server, open_dashboard(**steerable, server=server.url) as consumer:
         window = show(opened, consumer)
         page = window.page
         page.keyboard.press("r")
@@ -96,8 +83,8 @@ def test_both_answers_stream_side_by_side_and_lead_to_the_compare_view(opened, o
         expect(page).to_have_url(re.compile(f"#/compare/engine-1/{plain}/engine-1/{steered}"))
 
 
-def test_a_module_and_the_whole_prompt_can_be_chosen_by_keys(opened, options):
-    with completions(usual(WORDS)) as server, open_dashboard(**options, server=server.url) as consumer:
+def test_a_module_and_the_whole_prompt_can_be_chosen_by_keys(opened, steerable):
+    with completions(usual(WORDS)) as server, open_dashboard(**steerable, server=server.url) as consumer:
         window = show(opened, consumer)
         page = window.page
         page.locator("#again-open").press("Enter")
@@ -118,8 +105,8 @@ def test_a_module_and_the_whole_prompt_can_be_chosen_by_keys(opened, options):
 
 
 @pytest.mark.parametrize("by", ["stop", "close", "kill switch", "freeze", "reload"])
-def test_a_run_is_stopped(opened, options, by):
-    with completions(held) as server, open_dashboard(**options, server=server.url) as consumer:
+def test_a_run_is_stopped(opened, steerable, by):
+    with completions(held) as server, open_dashboard(**steerable, server=server.url) as consumer:
         page = show(opened, consumer).page
         page.keyboard.press("r")
         page.locator("#again-run").click()
@@ -153,9 +140,9 @@ def test_a_run_is_stopped(opened, options, by):
             assert len(server.asked) == count
 
 
-def test_the_servers_message_is_shown(opened, options):
+def test_the_servers_message_is_shown(opened, steerable):
     refusal = b'{"error": {"message": "module glad: <i>unknown</i>", "code": 404}}'
-    with completions(broken(404, refusal)) as server, open_dashboard(**options, server=server.url) as consumer:
+    with completions(broken(404, refusal)) as server, open_dashboard(**steerable, server=server.url) as consumer:
         page = show(opened, consumer).page
         page.keyboard.press("r")
         page.locator("#again-run").click()
@@ -164,8 +151,8 @@ def test_the_servers_message_is_shown(opened, options):
         expect(page.locator("#again-state")).to_have_text("Over.")
 
 
-def test_a_lost_connection_ends_the_run_on_the_page(opened, options):
-    with completions(held) as server, open_dashboard(**options, server=server.url) as consumer:
+def test_a_lost_connection_ends_the_run_on_the_page(opened, steerable):
+    with completions(held) as server, open_dashboard(**steerable, server=server.url) as consumer:
         page = show(opened, consumer).page
         page.keyboard.press("r")
         page.locator("#again-run").click()
@@ -180,8 +167,8 @@ def test_a_lost_connection_ends_the_run_on_the_page(opened, options):
 
 
 @pytest.mark.parametrize("without", ["the right", "a server"])
-def test_without_the_right_or_a_server_there_is_no_button_and_nothing_is_loaded(opened, options, without):
-    more = options if without == "a server" else {}
+def test_without_the_right_or_a_server_there_is_no_button_and_nothing_is_loaded(opened, steerable, without):
+    more = steerable if without == "a server" else {}
     with open_dashboard(**more) as consumer:
         window = show(opened, consumer)
         loaded = []
@@ -197,8 +184,8 @@ def test_without_the_right_or_a_server_there_is_no_button_and_nothing_is_loaded(
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [320, 1440])
-def test_it_fits_and_has_no_serious_findings(opened, options, width, scheme):
-    with completions(usual(WORDS)) as server, open_dashboard(**options, server=server.url) as consumer:
+def test_it_fits_and_has_no_serious_findings(opened, steerable, width, scheme):
+    with completions(usual(WORDS)) as server, open_dashboard(**steerable, server=server.url) as consumer:
         settings = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme}
         window = show(opened, consumer, **settings)
         page = window.page
@@ -215,7 +202,7 @@ def test_it_fits_and_has_no_serious_findings(opened, options, width, scheme):
         assert window.findings() == []
 
 
-def test_a_long_answer_is_bounded_in_height_and_keeps_its_spaces(opened, options):
+def test_a_long_answer_is_bounded_in_height_and_keeps_its_spaces(opened, steerable):
     def answer(handler, _):
         handler.begin()
         for number in range(400):
@@ -223,7 +210,7 @@ def test_a_long_answer_is_bounded_in_height_and_keeps_its_spaces(opened, options
         handler.part(DONE)
         handler.end()
 
-    with completions(answer) as server, open_dashboard(**options, server=server.url) as consumer:
+    with completions(answer) as server, open_dashboard(**steerable, server=server.url) as consumer:
         page = show(opened, consumer).page
         page.keyboard.press("r")
         page.locator("#again-run").click()
