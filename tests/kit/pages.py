@@ -59,7 +59,8 @@ class OpenPage:
             page.evaluate("place => { location.hash = place; }", place)
 
     def _on_console(self, message):
-        gone = self.consumer.closed and "ERR_CONNECTION_REFUSED" in message.text
+        # A page asks for its session again; while the dashboard closes, that is reset, and then refused.
+        gone = self.consumer.closed and re.search("ERR_CONNECTION_(REFUSED|RESET)", message.text)
         if message.type in ("error", "warning") and not gone and self.excused not in message.text:
             self.complaints.append(message.text)
 
