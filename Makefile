@@ -19,7 +19,7 @@ demo: env compiler  ## run a real model over examples/prompts.jsonl, with files,
 	@rm -rf demo-data && mkdir -p demo-data
 	$(RUN) $(STAY)
 
-check: env  ## lint, check types and run the quick tests; four minutes
+check: env  ## lint, check types and run the quick tests; five minutes
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check .
 	@log=$$(mktemp); $(PYTHON) -m mypy >$$log 2>&1 & types=$$!; trap 'kill $$types; rm -f $$log' INT TERM; \
