@@ -21,6 +21,12 @@ from tests.kit.oracle_actions import FAULTS, SITES, action_of
 
 PARTS = 3
 BATCH_MAX = 8
+# Changes of the whole engine that one step may take; their order matters.
+TOGETHER = (
+    {"kind": "unfreeze"},
+    {"kind": "gain", "everywhere": True, "owner": "request", "scale": 0.0},
+    {"kind": "freeze"},
+)
 LEASES = ({}, {}, {"lease_positions": 2}, {"lease_positions": 7}, {"lease_s": 0.05}, {"lease_s": 0.4})
 
 
@@ -67,10 +73,12 @@ class Acting:
             time.sleep(0.01)
             return
         acts = {}
-        for _ in range(self.choose.randrange(1, BATCH_MAX)):
+        together = TOGETHER if self.part == 0 and self.choose.random() < 0.1 else ()
+        count = self.choose.randrange(1, BATCH_MAX)
+        for values in (*together, *(drawn(self.choose, self.part) for _ in range(count))):
             number = next(self.client._numbers)
             label = f"{self.client._sender}-{number}"
-            action = action_of(drawn(self.choose, self.part), self.choose.choice(names), label)
+            action = action_of(values, self.choose.choice(names), label)
             acts[label] = Act(label, action, sender=self.client._sender, number=number)
             self.say("sent", number)
         again = self.choose.sample(self.answered, min(len(self.answered), self.choose.choice((0, 0, 2))))

@@ -181,11 +181,13 @@ class Steps:
     positions: by step, each request's first position that was never computed; corrected when drafts are rejected.
     begun: by request, its first step.
     preempted: by request, how many of its tokens were computed whenever it was preempted.
+    latched: of actions on the whole engine that were answered before a step took them: the step, and the label.
     """
 
     positions: dict = field(default_factory=dict)
     begun: dict = field(default_factory=dict)
     preempted: dict = field(default_factory=dict)
+    latched: set = field(default_factory=set)
 
     def reached(self, name, step):
         """Return the first position of a request that a change of the whole engine in a step reaches; None if none."""
@@ -220,6 +222,13 @@ class Steps:
                 if positions.get(name, 0) >= first:
                     positions[name] -= count
 
+        apply_to_all = admission.actions.apply_to_all
+
+        def applied(act, running, *, answered=False):
+            self.latched |= {(admission.step + 1, act.action.label)} if answered else set()
+            return apply_to_all(act, running, answered=answered)
+
+        admission.actions.apply_to_all = applied
         admission.take_actions, scheduler._preempt_request = taken, counted
         admission.reports.shift = shifted
 
@@ -269,8 +278,8 @@ def held_on(name, applied, steps, ends):
             continue
         until = first + (getattr(action, "lease_positions", None) or FOREVER)
         until = min(until, ends.get(action.label, FOREVER))
-        # A step takes the changes of the whole engine that came while it was idle before all others.
-        order = (outcome.step, 1 if isinstance(action, Freeze | Unfreeze) else 2, number)
+        # A step takes the changes of the whole engine that were answered before it, and then all others.
+        order = (outcome.step, 1 if (outcome.step, action.label) in steps.latched else 2, number)
         held.append((order, Held("client", action, first, until)))
     return held
 
