@@ -16,7 +16,7 @@ from capflow.errors import CapflowError
 from capflow.protocol import message
 from capflow.protocol.message import Act, ActionOutcome, Hello, Welcome
 from capflow.protocol.session import PeerSession
-from capflow.steering.action import Abort, ActionApplied, Gain, Rejected, SetGate, Steer, Unknown
+from capflow.steering.action import Abort, ActionApplied, Freeze, Gain, Rejected, SetGate, Steer, Unfreeze, Unknown
 from capflow.transport.client import Client
 from tests.kit.frames import make_frame, make_hello
 from tests.kit.hubs import Recorder, address, answer, configured, raw_peer, running_hub, scheduler_link, worker_link
@@ -73,6 +73,23 @@ def test_an_engine_that_idles_answers_for_a_request_that_does_not_run(address, l
     assert "r2" in outcome.reason
     assert time.monotonic() - began < 20
     assert link.actions() == []
+
+
+@pytest.mark.parametrize(
+    ("actions", "asked"),
+    [((Unfreeze(), Freeze()), "Unfreeze Unfreeze Freeze"), ((Gain("", "request", 0.5), Freeze()), "Gain Freeze Gain")],
+)
+def test_actions_on_an_engine_keep_their_order_but_a_freeze_passes_gains(address, actions, asked):
+    """The engine answers what comes first only when it is asked a second time."""
+    kinds = []
+
+    def at_once(act):
+        kinds.append(type(act.action).__name__)
+        return None if len(kinds) == 1 else ActionApplied(act.id, 1)
+
+    with running_hub(address, Recorder()), scheduler_link(address, at_once=at_once), Client(address) as client:
+        client.act(list(actions), 20)
+    assert " ".join(kinds) == asked
 
 
 def test_an_action_that_expired_is_rejected_and_never_taken(address, link, monkeypatch):

@@ -20,7 +20,7 @@ from capflow.capture.frame import Frame
 from capflow.errors import explain
 from capflow.protocol.message import Act, ActionOutcome, Beat, Hello, Message, Welcome
 from capflow.protocol.session import Parts, State
-from capflow.steering.action import ActionApplied, Freeze, Outcome, Rejected, Unfreeze, not_meant, not_running
+from capflow.steering.action import ActionApplied, Freeze, Gain, Outcome, Rejected, Unfreeze, not_meant, not_running
 from capflow.transport.links.link import Link
 from capflow.transport.sockets import Dealer
 
@@ -188,19 +188,28 @@ class SchedulerLink(Link):
         """Reject the waiting actions that expired or whose requests ended."""
         if not self._pending:
             return
+        # The actions on the whole engine that wait for a step, oldest first.
+        earlier: list[Act] = []
         with self._lock:
             for key, act in list(self._waiting.items()):
-                if (outcome := self._idle_outcome(act, self._pending[key], now)) is not None:
+                if (outcome := self._idle_outcome(act, self._pending[key], now, earlier)) is not None:
                     del self._waiting[key]
                     self._answer(key, outcome)
+                elif not act.action.request:
+                    earlier.append(act)
             self._forget(now)
 
-    def _idle_outcome(self, act: Act, pending: _Pending, now: float) -> Outcome | None:
-        """Return the answer to a waiting action that needs no step; None if there is none."""
+    def _idle_outcome(self, act: Act, pending: _Pending, now: float, earlier: Sequence[Act]) -> Outcome | None:
+        """Return the answer to a waiting action that needs no step; None if there is none.
+
+        earlier: the actions on the whole engine that came before it and wait for a step.
+        """
         if not now < pending.until:
             return Rejected(act.id, _expired(), act.action.incarnation)
         if not act.action.request:
-            return self._at_once(act) if now >= pending.arrived + limits.ACTION_IDLE_S else None
+            # A freeze need not wait for gains. Nothing else changes places: the last of a freeze and its end counts.
+            passes = all(isinstance(act.action, Freeze) and isinstance(each.action, Gain) for each in earlier)
+            return self._at_once(act) if passes and now >= pending.arrived + limits.ACTION_IDLE_S else None
         if self._running(act.action.request) != act.action.incarnation:
             return Rejected(act.id, not_running(act.action.request), act.action.incarnation)
         return None
