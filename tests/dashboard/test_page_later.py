@@ -129,7 +129,7 @@ def test_a_view_that_cannot_be_loaded_says_so_and_can_be_tried_again(opened, vie
         page = loaded.page
         loaded.cut(module)
         page.evaluate("view => { location.hash = `#/${view}`; }", view if title else "compare/engine-1/r1/engine-1/r1")
-        stead = page.locator("main .stead")
+        stead = page.locator("#main > section > .stead")
         expect(stead).to_have_text(re.compile("could not be loaded.*Try again", re.DOTALL))
         expect(page.locator("#list")).to_be_hidden()
         # The rest of the page works.
@@ -180,7 +180,7 @@ def test_what_is_loaded_later_moves_nothing_that_is_shown(opened):
         waiting.clear()
         page.route(re.compile(r"/extra\.css$"), lambda route: waiting.append(route))  # noqa: PLW0108
         page.evaluate("() => { location.hash = '#/health'; }")
-        expect(page.locator("main .stead")).to_have_text("Loading…")
+        expect(page.locator("#main > section > .stead")).to_have_text("Loading…")
         eventually(lambda: waiting or page.wait_for_timeout(20))
         expect(page.locator("#list")).to_be_hidden()
         expect(page.locator("#health")).to_be_hidden()
