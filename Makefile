@@ -32,7 +32,7 @@ test-one: env  ## run one test file or test: make test-one T=tests/capture/test_
 	$(PYTHON) -m pytest $(T)
 
 # They wait for time to pass rather than for the processor, most of them, so they run beside the others.
-WAITING := tests/hub tests/consumers tests/transport tests/dashboard
+WAITING := tests/hub tests/consumers tests/transport
 test: env system page-tools  ## run the tests except the long ones: those of engines, those that wait and the rest side by side
 	@# Hundreds of tests start a process, which would compile these files again where it may write no bytecode.
 	@$(PYTHON) -m compileall -q capflow consumers dashboard engine_ext tests

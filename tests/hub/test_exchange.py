@@ -86,6 +86,7 @@ def test_a_frame_that_is_held_counts_with_the_memory_of_its_header():
     assert frames.used == before
 
 
+@pytest.mark.long
 def test_a_worker_whose_frames_take_the_whole_budget_gets_credit_when_they_are_handled():
     desk = Desk(Recorder(), memory_bytes_max=limits.MEMORY_BYTES_MIN)
     desk.hello(b"w", boot=BOOT)

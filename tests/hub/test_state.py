@@ -249,6 +249,7 @@ class Nobody(dict):
             self.refusal = self.refusal or text.reason
 
 
+@pytest.mark.long
 def test_is_flat_while_engines_clients_and_requests_of_ever_new_names_come_and_go(caplog, monkeypatch):
     caplog.set_level(logging.CRITICAL)
     monkeypatch.setattr(limits, "RESULTS_KEPT_MAX", 100)

@@ -6,10 +6,11 @@ import re
 import shutil
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from playwright.sync_api import expect
 
-from capflow.capture.frame import Frame, RequestRows
+from capflow.capture.frame import Frame
 from capflow.capture.result import RequestDone
 from capflow.capture.site import Site
 from tests.kit.frames import make_frame
@@ -91,10 +92,16 @@ class OpenPage:
         """Click a token; one that is broken over two lines in its last part."""
         token = self.tokens().nth(number)
         token.scroll_into_view_if_needed()
+        # Parts of the page that are still being loaded may move it.
         x, y = token.evaluate(
-            """(token) => {
-              const part = [...token.getClientRects()].at(-1);
-              return [part.x + part.width / 2, part.y + 4];
+            """async (token) => {
+              for (let last = ""; ; ) {
+                const part = [...token.getClientRects()].at(-1);
+                const place = [part.x + part.width / 2, part.y + 4];
+                if (`${place}` === last) return place;
+                last = `${place}`;
+                await new Promise((done) => setTimeout(done, 100));
+              }
             }"""
         )
         self.page.mouse.click(x, y)
@@ -184,13 +191,10 @@ class OpenPage:
 def with_texts(frame, texts):
     """Return the frame with other texts for its tokens, request by request."""
     requests = tuple(
-        RequestRows(r.id, r.prompt_length, r.start, r.token_ids, tuple(texts[r.id][r.start :][: len(r.token_ids)]))
-        for r in frame.header.requests
+        msgspec.structs.replace(request, texts=tuple(texts[request.id][request.start :][: len(request.token_ids)]))
+        for request in frame.header.requests
     )
-    header = type(frame.header)(
-        **{name: getattr(frame.header, name) for name in frame.header.__struct_fields__} | {"requests": requests}
-    )
-    return Frame.seal(header, frame.payload)
+    return Frame.seal(msgspec.structs.replace(frame.header, requests=requests), frame.payload)
 
 
 def with_norms(frame, norms, hidden=8):

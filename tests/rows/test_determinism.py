@@ -80,6 +80,7 @@ def test_one_rank_agrees_with_itself(tiny, tmp_path_factory):
         assert report(hub)["ranks"] == ("0.0",)
 
 
+@pytest.mark.long
 def test_healthy_ranks_agree_and_a_fault_on_one_is_named_with_its_first_step(tiny, tmp_path_factory):
     address = f"ipc://{tmp_path_factory.mktemp('h')}/h"
     with (

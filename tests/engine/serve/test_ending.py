@@ -183,7 +183,8 @@ def check_prefix(capture):
 LONG = {"max_tokens": LENGTH, "capture": CAPTURE, "capture_wait": True}
 
 
-@pytest.mark.parametrize("beside", [False, pytest.param(True, marks=pytest.mark.long)], ids=["inside", "beside"])
+@pytest.mark.long
+@pytest.mark.parametrize("beside", [False, True], ids=["inside", "beside"])
 def test_requests_end_or_are_aborted_new_ones_are_refused_and_every_row_reaches_the_hub(
     tiny_with_words, tmp_path, beside
 ):
