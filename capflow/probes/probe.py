@@ -9,7 +9,8 @@ Both are safetensors files. A linear probe's file holds `weight`, `[hidden_size]
   score, over the scores of its tokens. The mean of a linear probe's scores is its score of the mean row;
 * `kind`: `linear` (default), or one of `capflow.probes.kinds`.
 
-A vector file holds `vector`, `[hidden_size]`, and its metadata has `site`. A linear score is `row · weight + bias`. A
+A vector file holds `vector`, `[hidden_size]`, and its metadata has `site`; or it holds one tensor `HOOK.LAYER`, such as
+`post_block.9`, as `capflow vectors fit` writes it. A linear score is `row · weight + bias`. A
 probe fires where its score is at or above its threshold.
 """
 
@@ -32,6 +33,7 @@ from capflow.steering.vector import SteeringVector
 
 Pool = Literal["token", "mean", "max", "last"]
 POOLS: tuple[Pool, ...] = get_args(Pool)
+_NAMES_SHOWN = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,10 +194,27 @@ def as_float32(rows: npt.NDArray[Any]) -> Float32s:
 
 
 def load_vector(path: str | os.PathLike[str], scale: float = 1.0) -> SteeringVector:
-    """Return the steering vector in a file, to be added `scale` times; raises UsageError if it is not a vector file."""
+    """Return the steering vector in a file, to be added `scale` times; raises UsageError if it is not a vector file.
+
+    `save_vector` writes such files, and so does `capflow vectors fit` for one layer.
+    """
     file = ProbeFile(path)
-    tensors = file.expect(("vector",))
-    return SteeringVector.make(file.site(), tensors["vector"], scale, where=file.where)
+    names = sorted(file.tensors)
+    site = _site_in(names[0]) if len(names) == 1 else None
+    if site is None and "vector" not in names:
+        got = ", ".join(names[:_NAMES_SHOWN]) or "none"
+        raise file.wrong("tensors", got, "only `vector`, or only one such as `post_block.9`")
+    (vector,) = file.expect(names if site else ("vector",)).values()
+    return SteeringVector.make(site or file.site(), vector, scale, where=file.where)
+
+
+def _site_in(name: str) -> Site | None:
+    """Return the site that a tensor's name has, `HOOK.LAYER`; None if it has none."""
+    hook, _, layer = name.rpartition(".")
+    try:
+        return Site.parse(f"{hook}:{layer}")
+    except UsageError:
+        return None
 
 
 def save_vector(path: str | os.PathLike[str], site: Site, vector: Any) -> None:

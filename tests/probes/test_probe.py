@@ -60,6 +60,33 @@ def test_a_vector_file_is_a_steering_vector(tmp_path):
     assert vector.array().tolist() == [3.0, 6.0]
 
 
+def test_a_fitted_vector_of_one_layer_is_a_steering_vector(tmp_path):
+    path = tmp_path / "v.safetensors"
+    save_file({"post_block.9": np.float16([1.0, 2.0])}, path, {"method": "mean"})
+    vector = load_vector(path, scale=3.0)
+    assert vector.site == Site(9, "post_block")
+    assert vector.array().tolist() == [3.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"post_block.8": ONES, "post_block.9": ONES}, "tensors: got post_block.8, post_block.9, expected only `vector`"),
+        ({"post_block": ONES}, "tensors: got post_block, expected only `vector`, or only one such as `post_block.9`"),
+        ({"vector": ONES, "post_block.9": ONES}, "tensors: got post_block.9, vector, expected vector"),
+        ({"post_block.9": ONES * np.nan}, "post_block.9: got NaN or infinity, expected finite numbers"),
+        ({"post_block.9": np.ones((2, 4))}, "got shape [2, 4]"),
+        ({"vector": ONES}, "metadata site: got nothing"),
+    ],
+)
+def test_a_file_that_is_no_vector_is_refused_with_its_fault(tmp_path, tensors, message):
+    path = tmp_path / "v.safetensors"
+    save_file(tensors, path)
+    with pytest.raises(UsageError, match=re.escape(message)) as caught:
+        load_vector(path)
+    assert str(path) in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("tensors", "metadata", "message"),
     [
