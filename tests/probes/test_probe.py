@@ -71,7 +71,7 @@ def test_a_fitted_vector_of_one_layer_is_a_steering_vector(tmp_path):
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"post_block.8": ONES, "post_block.9": ONES}, "tensors: got post_block.8, post_block.9, expected only `vector`"),
+        ({"post_block.8": ONES, "post_block.9": ONES}, "tensors: got post_block.8, post_block.9, expected only `vect"),
         ({"post_block": ONES}, "tensors: got post_block, expected only `vector`, or only one such as `post_block.9`"),
         ({"vector": ONES, "post_block.9": ONES}, "tensors: got post_block.9, vector, expected vector"),
         ({"post_block.9": ONES * np.nan}, "post_block.9: got NaN or infinity, expected finite numbers"),

@@ -215,7 +215,7 @@ export class AgainSheet {
     const keys = SIDES.map((name) => this.keyOf(run.sides[name].request));
     return html`<div class="again-sides">${SIDES.map((name) => this.side(run, name, difference))}</div>
       ${
-        keys.every((key) => key)
+        run.over && keys.every((key) => key)
           ? html`<p><button type="button" class="small" id="again-compare" @click=${() => {
               this.box.close();
               page.compare(keys[0], keys[1]);
