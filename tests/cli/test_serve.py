@@ -63,7 +63,10 @@ def test_a_server_finds_the_hub_and_either_may_leave_first(tiny_with_words, refe
         (("--hub", f"tcp://{'ab' * 32}@203.0.113.1:9000"), "--key: got none, expected a key"),
         (("--key", "gpu"), "--key: got the address ipc://"),
         (("--sites", "post_block:99"), "post_block:99"),
-        (("--colour", "red"), "unrecognized arguments: --colour red; see `capflow serve --help=all`"),
+        (
+            ("--colour", "red"),
+            "unrecognized arguments: --colour red; did you mean --consumer? see `capflow serve --help=all`",
+        ),
         (("--consumer", "filesystem:root={home}/rows,layers=99"), "layer 99"),
         (("--port", "{port}"), "--port: got :{port}, address already in use"),
         (("--consumer", "log", "--address", "ipc://{home}/open/hub.sock"), "chmod 700"),
