@@ -151,6 +151,22 @@ def test_the_servers_message_is_shown(opened, steerable):
         expect(page.locator("#again-state")).to_have_text("Over.")
 
 
+def test_the_way_to_the_compare_view_which_would_stop_the_run_is_there_once_it_is_over(opened, steerable):
+    with completions(held) as server, open_dashboard(**steerable, server=server.url) as consumer:
+        page = show(opened, consumer).page
+        page.keyboard.press("r")
+        page.locator("#again-run").click()
+        for side in WORDS:
+            expect(answer_in(page, side)).to_contain_text("one")
+        names = [body["capture_id"] for *_, body in server.asked if body]
+        for number, name in enumerate(sorted(names)):
+            consumer.on_frame(frame_of(name, NORMS, prompt=20, seq=number + 2))
+        expect(page.locator("#list")).to_contain_text("2 new requests")
+        expect(page.locator("#again-compare")).to_have_count(0)
+        page.locator("#again-stop").click()
+        expect(page.locator("#again-compare")).to_be_visible()
+
+
 def test_a_lost_connection_ends_the_run_on_the_page(opened, steerable):
     with completions(held) as server, open_dashboard(**steerable, server=server.url) as consumer:
         page = show(opened, consumer).page
