@@ -68,9 +68,7 @@ class ProbeFile:
         for numbers that are not finite.
         """
         if not set(required) <= self.tensors or self.tensors - {*required, *optional, *unread}:
-            got = ", ".join(sorted(self.tensors)[:_SHOWN_MAX]) or "none"
-            expected = " and maybe ".join(", ".join(part) for part in (required, optional) if part)
-            raise self.wrong("tensors", got, expected)
+            raise self.wrong_tensors(" and maybe ".join(", ".join(part) for part in (required, optional) if part))
         try:
             with safe_open(self.where, "numpy") as file:
                 return {name: self._tensor(file, name) for name in sorted(self.tensors & {*required, *optional})}
@@ -128,6 +126,10 @@ class ProbeFile:
         """Return the probes' names."""
         names = self.metadata.get("names")
         return default if names is None else tuple(name.strip() for name in names.split(","))
+
+    def wrong_tensors(self, expected: str) -> UsageError:
+        """Return the error for a file with other tensors than expected."""
+        return self.wrong("tensors", ", ".join(sorted(self.tensors)[:_SHOWN_MAX]) or "none", expected)
 
     def wrong(self, field: str, got: str, expected: str) -> UsageError:
         """Return the error for a wrong field of the file."""

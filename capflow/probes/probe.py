@@ -10,8 +10,8 @@ Both are safetensors files. A linear probe's file holds `weight`, `[hidden_size]
 * `kind`: `linear` (default), or one of `capflow.probes.kinds`.
 
 A vector file holds `vector`, `[hidden_size]`, and its metadata has `site`; or it holds one tensor `HOOK.LAYER`, such as
-`post_block.9`, as `capflow vectors fit` writes it. A linear score is `row · weight + bias`. A
-probe fires where its score is at or above its threshold.
+`post_block.9`, as `capflow vectors fit` writes it. A linear score is `row · weight + bias`. A probe fires where its
+score is at or above its threshold.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from capflow.steering.vector import SteeringVector
 
 Pool = Literal["token", "mean", "max", "last"]
 POOLS: tuple[Pool, ...] = get_args(Pool)
-_NAMES_SHOWN = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,8 +201,7 @@ def load_vector(path: str | os.PathLike[str], scale: float = 1.0) -> SteeringVec
     names = sorted(file.tensors)
     site = _site_in(names[0]) if len(names) == 1 else None
     if site is None and "vector" not in names:
-        got = ", ".join(names[:_NAMES_SHOWN]) or "none"
-        raise file.wrong("tensors", got, "only `vector`, or only one such as `post_block.9`")
+        raise file.wrong_tensors("only `vector`, or only one such as `post_block.9`")
     (vector,) = file.expect(names if site else ("vector",)).values()
     return SteeringVector.make(site or file.site(), vector, scale, where=file.where)
 

@@ -225,7 +225,8 @@ class Steps:
         apply_to_all = admission.actions.apply_to_all
 
         def applied(act, running, *, answered=False):
-            self.latched |= {(admission.step + 1, act.action.label)} if answered else set()
+            if answered:
+                self.latched.add((admission.step + 1, act.action.label))
             return apply_to_all(act, running, answered=answered)
 
         admission.actions.apply_to_all = applied
