@@ -95,6 +95,39 @@ def test_keys_reach_everything_from_anywhere(opened):
         expect(page.locator("#help")).to_be_hidden()
 
 
+# Each subscription waits long enough for `k`, and the page has left the request when its tokens come.
+LEAVE_AND_RETURN = """() => {
+  const press = (key) => document.body.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+  const [later, send] = [setTimeout, WebSocket.prototype.send];
+  let left = false;
+  setTimeout = (work, ms, ...more) => later(work, ms === 60 && left ? 2000 : ms, ...more);
+  WebSocket.prototype.send = function (message) {
+    send.call(this, message);
+    if (left || !JSON.parse(message).subscribe?.request) return;
+    left = true;
+    later(() => press("j"));
+    this.addEventListener("message", async () => {
+      for (let frame = 0; frame < 3; frame++) await new Promise(requestAnimationFrame);
+      press("k");
+      window.returned = true;
+    }, { once: true });
+  };
+}"""
+
+
+def test_a_request_that_is_left_and_shown_again_while_its_tokens_come_has_them(opened):
+    with open_dashboard() as consumer:
+        window = opened(consumer)
+        show(consumer, "r1", "r2", "r3")
+        window.choose("r3")
+        window.wait_tokens(120)
+        window.page.evaluate(LEAVE_AND_RETURN)
+        window.page.keyboard.press("j")
+        eventually(lambda: window.page.evaluate("window.returned"))
+        expect(window.page.locator("#request-id")).to_have_text("r2")
+        window.wait_tokens(120)
+
+
 def test_the_heatmap_has_keys_and_says_what_a_cell_holds(opened):
     with open_dashboard() as consumer:
         window = opened(consumer)

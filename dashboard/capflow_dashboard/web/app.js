@@ -299,7 +299,7 @@ function take() {
     if (head.lens) page.lens?.take(head.lens);
     if (head.stored) page.stored?.take(head.stored);
     if (head.again) page.again?.take(head.again);
-    for (const name of page.store.take(head, numbers, page.key, page.otherKey)) changed.add(name);
+    for (const name of page.store.take(head, numbers)) changed.add(name);
     if (head.detail && head.detail.key === page.key) {
       written.first = Math.min(written.first, head.detail.first);
       written.end = Math.max(written.end, head.detail.first + head.detail.count);

@@ -28,7 +28,8 @@ export class Store {
     this.haystacks = new Map();
     /** @type {Map<number, (number | null)[]>} */
     this.sparks = new Map();
-    /** @type {Detail | null} */
+    /** The tokens of the request that was last subscribed to; the page may show another one already, and return to it
+     * without a new subscription. @type {Detail | null} */
     this.detail = null;
     /** The tokens of the request that it is compared with. @type {Detail | null} */
     this.other = null;
@@ -46,10 +47,8 @@ export class Store {
    * Merge a message; return the names of what changed.
    * @param {Head} head
    * @param {Float32Array} numbers
-   * @param {number} selected the key of the request whose tokens are wanted
-   * @param {number} [other] the key of the request that it is compared with
    */
-  take(head, numbers, selected, other = 0) {
+  take(head, numbers) {
     /** @type {Set<string>} */ const changed = new Set();
     for (const name of /** @type {const} */ (["hello", "heartbeat", "engines", "counts", "steering"])) {
       if (!head[name]) continue;
@@ -84,8 +83,8 @@ export class Store {
     for (const news of head.requests ?? []) this.takeRequest(news);
     for (const [key, spark] of Object.entries(head.sparks ?? {})) this.sparks.set(Number(key), spark);
     if (head.requests || head.gone || head.sparks) changed.add("requests");
-    if (head.other && head.other.key === other) this.takeOther(head.other, numbers.subarray(head.other.at), changed);
-    if (head.detail && head.detail.key === selected) this.takeDetail(head.detail, numbers, changed);
+    if (head.other) this.takeOther(head.other, numbers.subarray(head.other.at), changed);
+    if (head.detail) this.takeDetail(head.detail, numbers, changed);
     else if (head.requests && this.detail) this.refer(changed);
     return changed;
   }

@@ -64,16 +64,15 @@ test("a message is its head and its numbers, as the server wrote them", () => {
 
 test("changed fields are merged, and gone requests forgotten", () => {
   const store = new Store();
-  store.take({ requests: [REQUEST] }, new Float32Array(0), 0);
+  store.take({ requests: [REQUEST] }, new Float32Array(0));
   const changed = store.take(
     { requests: [{ key: 1, tokens: 9, status: "stop" }], sparks: { 1: [1, null] } },
     new Float32Array(0),
-    0,
   );
   assert.deepEqual(store.requests.get(1), { ...REQUEST, tokens: 9, status: "stop" });
   assert.deepEqual(store.sparks.get(1), [1, null]);
   assert.ok(changed.has("requests"));
-  store.take({ gone: [1] }, new Float32Array(0), 0);
+  store.take({ gone: [1] }, new Float32Array(0));
   assert.deepEqual([store.requests.size, store.sparks.size, store.haystacks.size], [0, 0, 0]);
 });
 
@@ -82,10 +81,9 @@ test("columns are merged at their places, and arrays grow as they come", () => {
   store.take(
     { requests: [REQUEST], detail: detail(0, 2, { fresh: true, series: [NORM], baseline: null }) },
     Float32Array.of(1, 2),
-    1,
   );
-  for (let first = 2; first < 900; first++) store.take({ detail: detail(first, 1) }, Float32Array.of(first + 1), 1);
-  store.take({ detail: detail(1, 2, { steered: [2, 3], texts: ["a", "b"] }) }, Float32Array.of(NaN, MISSING), 1);
+  for (let first = 2; first < 900; first++) store.take({ detail: detail(first, 1) }, Float32Array.of(first + 1));
+  store.take({ detail: detail(1, 2, { steered: [2, 3], texts: ["a", "b"] }) }, Float32Array.of(NaN, MISSING));
   const { detail: merged } = store;
   assert.equal(merged.count, 900);
   assert.deepEqual([...merged.values[0].subarray(0, 4)], [1, NaN, MISSING, 4]);
@@ -98,17 +96,17 @@ test("columns are merged at their places, and arrays grow as they come", () => {
 test("a column that comes again without steering is not steered", () => {
   const store = new Store();
   const fresh = detail(0, 4, { fresh: true, series: [NORM], steered: [1, 3] });
-  store.take({ requests: [REQUEST], detail: fresh }, new Float32Array(4), 1);
+  store.take({ requests: [REQUEST], detail: fresh }, new Float32Array(4));
   assert.deepEqual([...store.detail.steered.subarray(0, 4)], [0, 1, 1, 0]);
-  store.take({ detail: detail(1, 1) }, new Float32Array(1), 1);
+  store.take({ detail: detail(1, 1) }, new Float32Array(1));
   assert.deepEqual([...store.detail.steered.subarray(0, 4)], [0, 0, 1, 0]);
 });
 
 test("tokens of another request, or with another base, are left out", () => {
   const store = new Store();
-  store.take({ requests: [REQUEST], detail: detail(0, 1, { fresh: true, series: [NORM] }) }, Float32Array.of(1), 1);
-  store.take({ detail: detail(1, 1, { base: 4 }) }, Float32Array.of(2), 1);
-  store.take({ detail: { ...detail(1, 1), key: 2 } }, Float32Array.of(2), 1);
+  store.take({ requests: [REQUEST], detail: detail(0, 1, { fresh: true, series: [NORM] }) }, Float32Array.of(1));
+  store.take({ detail: detail(1, 1, { base: 4 }) }, Float32Array.of(2));
+  store.take({ detail: { ...detail(1, 1), key: 2 } }, Float32Array.of(2));
   assert.equal(store.detail.count, 1);
 });
 
@@ -116,14 +114,13 @@ test("references outlive the rows that they were computed of", () => {
   const store = new Store();
   const prompt = { ...REQUEST, prompt_length: 16 };
   const values = Float32Array.from({ length: 16 }, (_, i) => i);
-  store.take({ requests: [prompt], detail: detail(0, 16, { fresh: true, series: [NORM] }) }, values, 1);
+  store.take({ requests: [prompt], detail: detail(0, 16, { fresh: true, series: [NORM] }) }, values);
   const [reference] = store.detail.references.all;
   assert.equal(reference.median, 7.5);
   const news = detail(0, 16, { fresh: true, series: [NORM], base: 64 });
   store.take(
     { detail: news },
     values.map((value) => value + 100),
-    1,
   );
   assert.equal(store.detail.references.all[0], reference);
 });
@@ -131,7 +128,7 @@ test("references outlive the rows that they were computed of", () => {
 test("rates keep two minutes, events are bounded", () => {
   const store = new Store();
   const many = Array(300).fill(1);
-  store.take({ rates: { last: 300, tokens: many, rows: many, bytes: many } }, new Float32Array(0), 0);
+  store.take({ rates: { last: 300, tokens: many, rows: many, bytes: many } }, new Float32Array(0));
   assert.equal(store.rates.tokens.length, 120);
 });
 
@@ -142,9 +139,9 @@ test("the newest running request is the newest of all that run", () => {
     [2, "stop"],
     [3, "stop"],
   ].map(([key, status]) => ({ ...REQUEST, key, status, id: `r${key}` }));
-  store.take({ requests: all }, new Float32Array(0), 0);
+  store.take({ requests: all }, new Float32Array(0));
   assert.equal(store.newest, 1);
-  store.take({ requests: [{ key: 1, status: "stop" }] }, new Float32Array(0), 0);
+  store.take({ requests: [{ key: 1, status: "stop" }] }, new Float32Array(0));
   assert.equal(store.newest, 3);
   assert.equal(store.find("e", "r2"), 2);
 });

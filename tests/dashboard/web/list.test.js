@@ -13,7 +13,6 @@ function storeOf(requests) {
   store.take(
     { engines: [{ name: "e1", model: "m", probes, gone: false, problems: [], sites: [] }] },
     new Float32Array(0),
-    0,
   );
   const whole = requests.map((request, i) => ({
     key: i + 1,
@@ -30,7 +29,7 @@ function storeOf(requests) {
     probes: [[i, i / 2, i, i]],
     ...request,
   }));
-  store.take({ requests: whole }, new Float32Array(0), 0);
+  store.take({ requests: whole }, new Float32Array(0));
   return store;
 }
 
