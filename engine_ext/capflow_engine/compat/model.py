@@ -19,8 +19,8 @@ from typing import Any
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import HOOKS, Site
 from capflow.errors import CapflowError, UsageError, explain
+from capflow_engine.compat import child
 from capflow_engine.compat import engine as compat
-from capflow_engine.compat import forked
 from capflow_engine.settings import Tapped
 from capflow_engine.structure import HookPlace, Structure, UnclearError, large_on_meta, resolve
 
@@ -46,18 +46,15 @@ def structures(engine_args: Any) -> tuple[Structure, ...]:
     """
     import torch
 
-    if torch.cuda.is_initialized():  # CUDA does not work in a forked child
-        return _structures(engine_args, lambda _: None)
-
-    def work(report: forked.Report) -> tuple[Structure, ...]:
+    def work(report: child.Report) -> tuple[Structure, ...]:
         logging.disable(logging.WARNING)  # the engine logs the same again
         torch._C.set_num_threads(1)  # a fork has none of OpenMP's other threads; vLLM disables the public function
         return _structures(engine_args, report)
 
-    return forked.result_of(work, f"model {engine_args.model}: reading its structure")
+    return child.result_of(work, f"model {engine_args.model}: reading its structure")
 
 
-def _structures(engine_args: Any, report: forked.Report) -> tuple[Structure, ...]:
+def _structures(engine_args: Any, report: child.Report) -> tuple[Structure, ...]:
     import torch
 
     single = copy.copy(engine_args)

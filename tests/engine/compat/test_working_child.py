@@ -1,4 +1,4 @@
-"""Work in a forked child: its result, its errors, and when it is given up."""
+"""Work in a child process: its result, its errors, and when it is given up."""
 
 import os
 import signal
@@ -9,17 +9,28 @@ import time
 import pytest
 
 from capflow.errors import CapflowError, UsageError
-from capflow_engine.compat import forked
+from capflow_engine.compat import child
 
 STILL_S = 1.0
 
 
+@pytest.fixture(params=[True, False], ids=["forked", "fresh"])
+def either(request, monkeypatch):
+    """Both kinds of children."""
+    monkeypatch.setattr(child, "survives_fork", lambda: request.param)
+    return request.param
+
+
 def result_of(work, still_s_max=STILL_S):
-    return forked.result_of(work, "the work", still_s_max=still_s_max)
+    return child.result_of(work, "the work", still_s_max=still_s_max)
 
 
+@pytest.mark.usefixtures("either")
 def test_the_result_comes_back():
-    assert result_of(lambda say: {"pid": os.getpid()})["pid"] != os.getpid()
+    path = sys.path
+    result = result_of(lambda say: {"pid": os.getpid(), "path": sys.path}, 60)
+    assert result["pid"] != os.getpid()
+    assert set(filter(None, path)) <= set(result["path"])
 
 
 def test_a_child_that_says_what_it_is_at_is_waited_for():
@@ -77,6 +88,7 @@ def test_a_child_that_hangs_while_a_thread_of_it_looks_around_is_given_up():
         result_of(work, 6.0)
 
 
+@pytest.mark.usefixtures("either")
 def test_a_child_that_is_killed_is_named():
     def work(say):
         say("making it")
@@ -95,6 +107,7 @@ def test_a_child_that_is_killed_is_named():
     ],
     ids=["usage", "failure", "other"],
 )
+@pytest.mark.usefixtures("either")
 def test_the_child_s_error_is_raised_here(error, kind, words):
     def work(say):
         raise error
@@ -103,3 +116,39 @@ def test_the_child_s_error_is_raised_here(error, kind, words):
         result_of(work, 30)
     assert type(raised.value) is kind
     assert str(raised.value) == words
+
+
+IN_USE = """
+import asyncio, sys, threading, grpc
+from vllm.engine.arg_utils import EngineArgs
+from capflow_engine.compat import child, model
+
+def call():
+    async def main():
+        server = grpc.aio.server()
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async def again():
+            while True:
+                async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                    try:
+                        await channel.unary_unary("/nothing/here")(b"")
+                    except grpc.aio.AioRpcError:
+                        called.set()
+        await asyncio.gather(again(), again())
+    asyncio.run(main())
+
+print(child.survives_fork())
+called = threading.Event()
+threading.Thread(target=call, daemon=True).start()
+called.wait(60)
+print(child.survives_fork())
+print(len(model.structures(EngineArgs(model=sys.argv[1]))), flush=True)
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_model_is_read_while_grpc_is_in_use(tiny):
+    command = [sys.executable, "-c", IN_USE, tiny]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.stdout.split() == ["True", "False", "4"], done.stderr[-2000:]

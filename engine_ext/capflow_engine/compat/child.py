@@ -1,0 +1,193 @@
+"""Work in a child process that returns a result; a child without progress is killed.
+
+The child is a fork, which has everything that its parent imported and registered. Where a library in use does not
+survive a fork, it is a new interpreter, which imports what the work names: seconds.
+
+A child makes progress when it reports a stage, or when it or a process that it started uses the CPU. So a child on a
+machine under load gets the time that it needs, and a child that hangs ends, also if a thread of it looks around now and
+then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import cloudpickle
+import psutil
+
+from capflow.errors import CapflowError, UsageError, explain
+
+T = TypeVar("T")
+
+Report = Callable[[str], None]
+"""Reports the stage of a child's work, such as `reading layer 3 of 4`."""
+
+STILL_S_MAX = 60.0
+_POLL_S = 0.5
+# CPU time below this part of a processor is no progress.
+_BUSY_PART_MIN = 0.01
+
+# The names that gRPC gives its threads.
+_GRPC_THREADS = ("event_engine", "grpc_")
+_FRESH = "import sys\nfrom capflow_engine.compat import child\nchild.serve(int(sys.argv[1]))"
+
+
+class _Process(Protocol):
+    pid: int
+
+    def kill(self) -> None:
+        """End it at once."""
+
+    def code(self) -> int:
+        """Wait until it has ended, and return its exit code."""
+
+
+class _Stage(NamedTuple):
+    name: str
+
+
+class _Failed(NamedTuple):
+    usage: bool
+    message: str
+
+
+def result_of(work: Callable[[Report], T], name: str, *, still_s_max: float = STILL_S_MAX) -> T:
+    """Return the result of `work`, which runs in a child process.
+
+    Raises the child's UsageError or CapflowError, and CapflowError if the child ends without a result or makes no
+    progress for `still_s_max` seconds.
+
+    name: the work, for errors.
+    """
+    receiver, process = (_forked if survives_fork() else _fresh)(work, name)
+    try:
+        outcome = _outcome(receiver, process, name, still_s_max)
+    finally:
+        process.kill()
+        process.code()
+        receiver.close()
+    if isinstance(outcome, _Failed):
+        raise (UsageError if outcome.usage else CapflowError)(outcome.message)
+    return outcome  # type: ignore[no-any-return]
+
+
+def survives_fork() -> bool:
+    """Return whether a fork of this process works.
+
+    A fork does not have CUDA once that is initialized. With gRPC in use, it crashes or hangs
+    (https://github.com/grpc/grpc/blob/master/doc/fork_support.md).
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return False
+    names = []
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            names.append((thread / "comm").read_text())
+    return not any(name.startswith(_GRPC_THREADS) for name in names)
+
+
+def _forked(work: Callable[[Report], Any], name: str) -> tuple[Connection, _Process]:
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(sender, work, name), name="capflow-forked")
+    process.start()
+    sender.close()
+    return receiver, _Forked(process)
+
+
+class _Forked:
+    def __init__(self, process: Any) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def code(self) -> int:
+        self._process.join()
+        return int(self._process.exitcode)
+
+
+def _fresh(work: Callable[[Report], Any], name: str) -> tuple[Connection, _Process]:
+    here, there = multiprocessing.Pipe()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", _FRESH, str(there.fileno())]
+    popen = subprocess.Popen(command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, env=environment)
+    there.close()
+    with contextlib.suppress(OSError):  # it has ended already, which is seen by who waits for it
+        here.send_bytes(cloudpickle.dumps((work, name)))
+    return here, _Fresh(popen)
+
+
+class _Fresh:
+    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+        self._popen = popen
+        self.pid = popen.pid
+
+    def kill(self) -> None:
+        self._popen.kill()
+
+    def code(self) -> int:
+        return self._popen.wait()
+
+
+def serve(descriptor: int) -> None:
+    """Do the work that a parent sends: what a new interpreter runs."""
+    logging.disable(logging.WARNING)  # the parent has logged what its imports say
+    connection = Connection(descriptor)
+    work, name = cloudpickle.loads(connection.recv_bytes())
+    _work(connection, work, name)
+
+
+def _work(sender: Connection, work: Callable[[Report], Any], name: str) -> None:
+    outcome: Any
+    try:
+        outcome = work(lambda stage: sender.send(_Stage(stage)))
+    except CapflowError as e:
+        outcome = _Failed(isinstance(e, UsageError), str(e))
+    except Exception as e:  # noqa: BLE001 - the parent raises it
+        outcome = _Failed(usage=False, message=explain(name, got=f"{type(e).__name__}: {e}"))
+    sender.send(outcome)
+
+
+def _outcome(receiver: Connection, process: _Process, name: str, still_s_max: float) -> Any:
+    stage, used, progress = "starting", 0.0, time.monotonic()
+    while True:
+        if receiver.poll(_POLL_S):
+            try:
+                message = receiver.recv()
+            except EOFError:
+                got = f"exit code {process.code()} of its process while {stage}"
+                raise CapflowError(explain(name, got=got)) from None
+            if not isinstance(message, _Stage):
+                return message
+            stage, progress = message.name, time.monotonic()
+        elif (now := _cpu_s(process.pid)) > used + _BUSY_PART_MIN * still_s_max:
+            used, progress = now, time.monotonic()
+        elif time.monotonic() - progress > still_s_max:
+            got = f"no progress for {still_s_max:g} s while {stage}"
+            do = "try again; if it fails again, report it with the model's name"
+            raise CapflowError(explain(name, got=got, do=do))
+
+
+def _cpu_s(pid: int) -> float:
+    """Return the CPU time, in seconds, of a process and of its running descendants."""
+    used = 0.0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = each.cpu_times()
+                used += times.user + times.system + times.children_user + times.children_system
+    return used
