@@ -107,6 +107,11 @@ class HubLinks:
         number, _, own_id = outcome.id.partition("/")
         self._links[int(number)].outcome(msgspec.structs.replace(outcome, id=own_id))
 
+    def reject(self, which: Callable[[Act], bool], reason: str) -> None:
+        """Reject the actions that wait and for which `which` is true. Never waits."""
+        for link in self._links:
+            link.reject(which, reason)
+
     def report(self, hub: int, troubles: Sequence[str]) -> None:
         """Report to a hub why its controllers do not work. Never waits."""
         self._links[hub].report(troubles)

@@ -106,6 +106,14 @@ class SchedulerLink(Link):
             self._answer(key, outcome if act is None else _with_incarnation(outcome, act.action.incarnation))
         self._waker.wake()
 
+    def reject(self, which: Callable[[Act], bool], reason: str) -> None:
+        """Reject the actions that wait and for which `which` is true; never waits."""
+        with self._lock:
+            for key, act in [(key, act) for key, act in self._waiting.items() if which(act)]:
+                del self._waiting[key]
+                self._answer(key, Rejected(act.id, reason))
+        self._waker.wake()
+
     def report(self, troubles: Sequence[str]) -> None:
         """Report why controllers do not work, in place of what was reported before; never waits."""
         self._troubles = tuple(trouble[: limits.TEXT_LENGTH_MAX] for trouble in troubles[: limits.REASONS_MAX])

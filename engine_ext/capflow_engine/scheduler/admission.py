@@ -38,6 +38,7 @@ from capflow.steering.action import (
     Rejected,
     SetGate,
     Steer,
+    Unfreeze,
     Unsteer,
     not_meant,
     not_running,
@@ -328,6 +329,8 @@ class Admission:
         if diverged is None:
             return []
         if self.settings.on_divergence == "freeze":
+            # Who sent one of these did not know of it.
+            self.links.reject(lambda act: isinstance(act.action, Unfreeze), divergence.overtaken(diverged))
             self.actions.at_once(divergence.freeze(diverged), self.step, idle=False)
             return []
         steered = [key for key in self._names if key in scheduler.requests and self._may_steer(key)]

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from capflow.errors import explain
 from capflow.protocol.message import Act
 from capflow.steering.action import Freeze
 from capflow_engine.compat import engine as compat
@@ -23,6 +24,12 @@ _RANKS_NAMED_MAX = 8
 def reason_of(diverged: Divergence) -> str:
     """Return why the engine reacts: the stop reason of requests, and the label of events."""
     return f"capflow:divergence:step {diverged.step}:{','.join(diverged.ranks[:_RANKS_NAMED_MAX])}"
+
+
+def overtaken(diverged: Divergence) -> str:
+    """Return why an unfreeze is rejected that came before this freeze and was not applied yet."""
+    got = f"one from before the engine froze, for ranks steer differently since step {diverged.step}"
+    return explain("unfreeze", got=got, do="send it again if steering shall go on all the same")
 
 
 def freeze(diverged: Divergence) -> Act:

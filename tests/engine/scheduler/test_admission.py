@@ -1,14 +1,24 @@
-"""Streaming input: when a request keeps its cache blocks to itself."""
+"""Streaming input, whose cache blocks a request keeps to itself, and the reaction to ranks that differ."""
 
+import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from capflow.steering.action import Freeze, Rejected, Unfreeze
 from capflow.steering.compiler import program_of
 from capflow.steering.request import Steering
+from capflow.transport.client import Client
+from capflow_engine.hubs import HubLinks, hubs_at
 from capflow_engine.request.options import RequestOptions
 from capflow_engine.scheduler.admission import Admission
+from capflow_engine.scheduler.orders import Divergence
+from tests.kit.frames import make_hello
+from tests.kit.hubs import Recorder, address, running_hub
+from tests.kit.waiting import eventually
+
+__all__ = ["address"]
 
 VECTOR = {"post_block": {1: np.ones(2)}}
 
@@ -37,3 +47,36 @@ def test_more_input_forks_the_cache_of_what_the_prompts_end_changes(fields, fork
     )
     Admission.extend_prompt(admission, SimpleNamespace(request_id="r", sampling_params=None), 12)
     assert forked == [("r", position) for position in forks]
+
+
+def test_a_freeze_for_ranks_that_differ_is_not_ended_by_an_unfreeze_that_waited_before_it(address):
+    """The engine steps, so that changes of it wait for the next step."""
+    outcomes, froze = [], []
+
+    def unfreeze():
+        with Client(address) as client:
+            outcomes.append(client.act(Unfreeze(), 20))
+
+    with running_hub(address, Recorder()):
+        links = HubLinks(
+            hubs_at([address], None, insecure=True), make_hello(role="scheduler", boot="scheduler"), lambda _: ""
+        )
+        thread = threading.Thread(target=unfreeze)
+        thread.start()
+        waiting = []
+        eventually(lambda: links.actions(lambda act: bool(waiting.append(act))) or waiting)
+        admission = SimpleNamespace(
+            decisions=SimpleNamespace(take_diverged=lambda: Divergence(7, ("0.1",), ())),
+            settings=SimpleNamespace(on_divergence="freeze"),
+            links=links,
+            actions=SimpleNamespace(at_once=lambda act, step, idle: froze.append(act.action)),
+            step=9,
+        )
+        Admission.react(admission, None)
+        thread.join(30)
+        left = links.actions(lambda _: True)
+        links.close()
+    assert [type(action) for action in froze] == [Freeze]
+    assert isinstance(outcomes[0], Rejected)
+    assert "froze, for ranks steer differently since step 7; send it again" in outcomes[0].reason
+    assert left == []
