@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -187,12 +187,18 @@ class SteeringDesk:
     # Called on the server's thread.
 
     def enter(self, name: str) -> PageRights:
-        """Return the part of a page; a page that comes back has the same name and holds what it held."""
+        """Return the part of a page; a page that comes back has the same name and holds what it held.
+
+        What it gets from now on goes to this connection alone: an earlier one may be dead without having ended.
+        """
         with self._lock:
-            page = self._pages.get(name)
-            if page is None:
-                page = self._pages[name] = PageRights(name, self._clock())
-            page.version = -1
+            before = self._pages.get(name)
+            if before is None:
+                page = PageRights(name, self._clock())
+            else:
+                page = replace(before, version=-1)
+                before.acks = []
+            self._pages[name] = page
             self._forget_pages()
             return page
 
@@ -207,6 +213,8 @@ class SteeringDesk:
                 page.acks.append(before)
                 return
             page.alive_s = now = self._clock()
+            # A page that only watched for long may be forgotten.
+            self._pages[page.name] = page
             reason = self._refusal(page, asked, now)
             if reason is not None:
                 self._answer(page, asked.id, "rejected", reason=reason)

@@ -260,6 +260,10 @@ def test_sparklines_are_told_of_rows_in_view_and_of_one_probe():
     made.look(page, 0, [2], "b")
     clock.now += 1
     assert made.news(page)[0]["sparks"]["2"] != sparks["2"]
+    # A request of an engine without the probe has no curve, and keeps none of the probe before.
+    made.look(page, 0, [2], "nobody")
+    clock.now += 1
+    assert made.news(page)[0]["sparks"] == {"2": []}
 
 
 def answered(request, number, **more):

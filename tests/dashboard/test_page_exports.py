@@ -133,6 +133,23 @@ def test_pictures_hold_what_is_shown(opened, tmp_path, scheme):
     assert all(tuple(picture[1, 1]) == corner for picture in pictures.values())
 
 
+def test_a_picture_has_the_name_of_the_request_that_it_shows(opened):
+    """The page follows the newest request, also behind the sheet."""
+    with open_dashboard() as consumer:
+        window = opened(consumer)
+        page = window.page
+        show(consumer, "r1")
+        window.wait_coloured()
+        page.keyboard.press("e")
+        expect(page.locator("#export-link")).to_have_value(re.compile("r1"))
+        consumer.on_request_done(done("r1", prompt=40))
+        consumer.on_frame(frame_of("r2", NORMS, prompt=40, seq=2))
+        expect(page.locator("#request-id")).to_have_text("r2")
+        window.wait_coloured()
+        name, _ = downloaded(page, page.locator("#export [data-name=Text]"))
+    assert name == "capflow-r2-text.png"
+
+
 def test_the_link_opens_the_same_view(opened):
     with open_dashboard() as consumer:
         window = opened(consumer)

@@ -292,6 +292,18 @@ def test_a_server_that_goes_away_is_seen_and_found_again(opened):
     ]
 
 
+def test_a_view_is_shown_again_after_a_restart_though_no_engine_has_come(opened):
+    token = "t" * 24
+    with open_dashboard(token=token) as consumer:
+        consumer.context.status = status_of("duckdb", "engine-1")
+        window, port = opened(consumer, "#/health"), consumer.server.port
+        eventually(lambda: consumer._process.health_wanted)
+    window.excused = "net::ERR_CONNECTION_REFUSED"
+    expect(window.page.locator("#link")).to_have_text("ended", timeout=LIMIT_MS)
+    with open_dashboard(token=token, port=port) as consumer:
+        eventually(lambda: consumer._process.health_wanted)
+
+
 def test_a_browser_without_a_session_is_told_how_to_get_one(chromium):
     with open_dashboard() as consumer:
         context = chromium.new_context()

@@ -279,15 +279,43 @@ def test_the_same_number_is_the_same_action(desk):
 
 def test_a_page_that_connects_again_holds_what_it_held(desk):
     desk.start(1)
-    desk.act("steer", request=1, name="calm", ratio=0.25)
+    (steer,) = desk.act("steer", request=1, name="calm", ratio=0.25)
+    desk.answer(steer, ActionApplied("", 7, 12))
     again = desk.desk.enter("page")
-    assert again is desk.page
     assert len(desk.desk.news(again)["steering"]["holds"]) == 1
     for number in range(3 * limits.PAGES_KNOWN_MAX):
         desk.desk.enter(f"other{number}")
         desk.clock.now += 0.001
     assert len(desk.desk._pages) <= limits.PAGES_KNOWN_MAX + 1
-    assert desk.desk.enter("page") is desk.page
+    assert desk.pass_s(2 * limits.LEASE_S, again)
+    desk.number -= 1
+    assert desk.act("steer", desk.desk.enter("page"), request=1, name="calm", ratio=0.25) == []
+
+
+def test_what_a_page_is_told_goes_to_its_last_connection(desk):
+    """The one before may be dead, and not have ended yet."""
+    desk.start(1)
+    (steer,) = desk.act("steer", request=1, name="calm", ratio=0.25)
+    before, now = desk.page, desk.desk.enter("page")
+    desk.answer(steer, ActionApplied("", 7, 12))
+    assert desk.acks(before) == []
+    (ack,) = desk.acks(now)
+    assert ack["state"] == "applied"
+    desk.act("kill", desk.desk.enter("other"))
+    desk.desk.news(before)
+    assert desk.desk.news(now)["steering"]["frozen"]
+
+
+def test_a_page_that_only_watched_for_long_steers_and_is_answered(desk):
+    desk.start(1)
+    for number in range(2 * limits.PAGES_KNOWN_MAX):
+        desk.clock.now += 1
+        desk.desk.enter(f"other{number}")
+    (steer,) = desk.act("steer", request=1, name="calm", ratio=0.25)
+    desk.pass_s(limits.LEASES_S)
+    desk.answer(steer, ActionApplied("", 7, 12))
+    assert [ack["state"] for ack in desk.acks()] == ["applied"]
+    assert desk.pass_s(2 * limits.LEASE_S, desk.page)
 
 
 @given(data=st.data())

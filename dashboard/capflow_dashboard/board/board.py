@@ -476,7 +476,7 @@ class Board:
         sparks = {}
         for key in page.window if page.probe else ():
             record = self._records.get(key)
-            version, before = page.sparks.get(key, (-1, []))
+            version, before = page.sparks.get(key, (-1, None))
             if record is None or record.version <= version:
                 continue
             spark = record.spark(page.probe)

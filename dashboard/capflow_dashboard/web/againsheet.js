@@ -37,8 +37,9 @@ export class AgainSheet {
     };
     /** @type {Run | null} */
     this.run = null;
-    /** The request whose prompt is run: its key. */
+    /** The request whose prompt is run: its key; 0 while the dashboard does not have it. */
     this.key = 0;
+    this.of = { engine: "", id: "" };
     this.box = document.createElement("dialog");
     this.box.id = "again";
     this.box.className = "help again";
@@ -54,6 +55,7 @@ export class AgainSheet {
   open(key) {
     if (key !== this.key) this.run = null;
     this.key = key;
+    this.of = this.page.store.requests.get(key) ?? this.of;
     this.page.hold(true);
     this.draw(true);
     if (!this.box.open) this.box.showModal();
@@ -96,7 +98,7 @@ export class AgainSheet {
   }
 
   get may() {
-    return !this.running && !this.desk.frozen && this.arming.choice.name !== "" && this.desk.may;
+    return this.key !== 0 && !this.running && !this.desk.frozen && this.arming.choice.name !== "" && this.desk.may;
   }
 
   begin() {
@@ -121,9 +123,10 @@ export class AgainSheet {
     this.page.frames.draw("again");
   }
 
-  /** The connection is another one: the server has ended the run. */
+  /** The connection is another one: the server has ended the run, and may have other keys. */
   lose() {
     this.run?.lose(LOST);
+    this.key = 0;
     this.page.frames.draw("again");
   }
 
@@ -132,6 +135,7 @@ export class AgainSheet {
   draw(opens = false) {
     if (!opens && !this.box.open) return;
     this.follow();
+    this.key ||= this.page.store.find(this.of.engine, this.of.id);
     keepFocus(this.box, () => render(this.sheet(), this.box), "again-run");
   }
 
@@ -150,10 +154,9 @@ export class AgainSheet {
     )}<button type="button" class="icon" aria-label="Close" title="Close, which stops the run" @click=${() =>
       this.box.close()}>✕</button></div>
       <div class="again-body">
-        <p>The prompt of <bdi><b>${visible(request?.id ?? "")}</b></bdi>, ${plural(
-          request?.prompt_length ?? 0,
-          "token",
-        )}, runs twice at <bdi>${visible(hello?.again?.server ?? "")}</bdi>: plain, and steered.</p>
+        <p>The prompt of <bdi><b>${visible(this.of.id)}</b></bdi>${
+          request ? `, ${plural(request.prompt_length, "token")},` : ", which the dashboard does not have now,"
+        } runs twice at <bdi>${visible(hello?.again?.server ?? "")}</bdi>: plain, and steered.</p>
         <div class="again-form">${choice(this, "again")}
           <div class="steer-line">${
             way === "gain"

@@ -336,7 +336,8 @@ function stale(changed) {
   if (changed.has("alerts")) frames.draw("alarm");
   if (changed.has("heartbeat") && steering.failed && offerOf(page.store.hello)) steering.load();
   if (changed.has("counts") && controls?.open) frames.draw("steer");
-  if (changed.has("requests") || changed.has("engines")) {
+  // A subscription belongs to its connection, which begins with a hello.
+  if (changed.has("requests") || changed.has("engines") || changed.has("hello")) {
     page.resolve();
     frames.draw("list", "head", "again");
     if (!page.request) frames.draw("shell", "empty");

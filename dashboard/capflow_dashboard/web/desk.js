@@ -37,7 +37,7 @@ export class Desk {
     /** @type {Held[]} */
     this.holds = [];
     this.actions = new Actions();
-    /** The number of a press of the kill switch without an answer; 0 without one. */
+    /** The number of a press of the kill switch that nothing has answered yet, however long ago it was; 0 without one. */
     this.killing = 0;
     /** Numbers of the actions that will hold something, and that the server has not listed yet. */
     this.asked = 0;
@@ -102,8 +102,8 @@ export class Desk {
   /** Take everything back, everywhere, at once. */
   kill() {
     if (!this.may) return;
-    const id = this.act("kill", "Stop all steering");
-    if (!this.frozen) this.killing = id;
+    // Also while steering is off: without a connection, another page may have released the switch.
+    this.killing = this.act("kill", "Stop all steering");
     this.doors.changed();
   }
 
@@ -187,7 +187,7 @@ export class Desk {
     const late = this.actions.expire(this.doors.now());
     for (const entry of late) {
       if (entry.id === this.asked) this.asked = 0;
-      if (entry.id === this.killing) this.killing = 0;
+      // A kill without an answer is kept: the connection is dead, and the next one gets it.
       this.doors.say(`${entry.what}: ${stateText(entry)}`);
     }
     // Browsers slow the timers of hidden pages down; messages still come, each second at least.

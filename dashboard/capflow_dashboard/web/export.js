@@ -53,8 +53,7 @@ export class ExportSheet {
     const ofView = page.place.view === "request" && request && page.detail;
     const button = (/** @type {string} */ name, /** @type {string} */ text, /** @type {() => unknown} */ act) =>
       html`<button type="button" class="small" data-name=${name} @click=${async () => {
-        await act();
-        this.finish(name);
+        if ((await act()) !== false) this.finish(name);
       }}>${this.done === name ? `${text} ✓` : text}</button>`;
     /** @type {Shot[]} */
     const shots = ofView
@@ -78,8 +77,10 @@ export class ExportSheet {
                 ? html`<div class="export-line"><span>Picture, PNG</span>${shots.map(({ name, picture }) =>
                     button(name, name, async () => {
                       const canvas = picture();
-                      const of = page.place.view === "request" ? `${fileName(request?.id ?? "")}-` : "";
-                      if (canvas) await savePicture(canvas, `capflow-${of}${name.toLowerCase()}`);
+                      // The page may follow the newest request behind this sheet.
+                      const of = page.place.view === "request" ? `${fileName(page.request?.id ?? "")}-` : "";
+                      if (!canvas) return false;
+                      await savePicture(canvas, `capflow-${of}${name.toLowerCase()}`);
                     }),
                   )}</div>`
                 : nothing
@@ -112,7 +113,7 @@ export class ExportSheet {
   async copy() {
     const input = /** @type {HTMLInputElement} */ (this.box.querySelector("#export-link"));
     try {
-      await navigator.clipboard.writeText(location.href);
+      await navigator.clipboard.writeText(input.value);
     } catch {
       input.focus();
       input.select();

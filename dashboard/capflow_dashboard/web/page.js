@@ -244,7 +244,9 @@ export class Page {
    * @param {Place["view"]} view
    */
   view(view) {
-    this.go({ view }, true);
+    // The addresses of other views have no request, or one engine's without its request.
+    const { request } = this;
+    this.go(view === "request" && request ? { view, engine: request.engine, id: request.id } : { view }, true);
     this.resolve();
     this.frames.draw("shell", "list", "empty", "head", "fresh", ...COLOURS, ...CURSOR);
   }
@@ -285,10 +287,10 @@ export class Page {
     const { place, store } = this;
     if (place.view === "request") {
       const shown = this.request;
-      if (shown && (place.id !== shown.id || place.engine !== shown.engine)) this.key = 0;
+      if (!shown || place.id !== shown.id || place.engine !== shown.engine) this.key = 0;
       const key = this.key || (place.id || place.engine ? store.find(place.engine, place.id) : 0);
       const stays = key && (place.hold || store.requests.get(key)?.status === "live");
-      const next = stays ? key : place.hold ? 0 : store.newest;
+      const next = stays ? key : place.hold && place.id ? 0 : store.newest;
       if (next && next !== this.key) {
         if (next === key) this.show(next);
         else this.open(next, false);
@@ -296,10 +298,21 @@ export class Page {
         this.key = 0;
       }
     } else if (place.view === "compare") {
-      this.key = store.find(place.engine, place.id);
-      this.otherKey = store.find(place.engine2, place.id2);
+      this.key = this.kept(this.key, place.engine, place.id);
+      this.otherKey = this.kept(this.otherKey, place.engine2, place.id2);
     }
     this.onSubscription();
+  }
+
+  /**
+   * Return a request of an address: the shown one if it has that id, for a later one may have it too; 0 if there is none.
+   * @param {number} key of the shown one
+   * @param {string} engine
+   * @param {string} id
+   */
+  kept(key, engine, id) {
+    const shown = this.store.requests.get(key);
+    return shown && shown.engine === engine && shown.id === id ? key : this.store.find(engine, id);
   }
 
   /**
@@ -314,6 +327,7 @@ export class Page {
     this.go({ ...changes, view: "compare", hold: true, pos: null, from: null, to: null }, true);
     this.announce(b ? `Request ${a.id} and request ${b.id}` : `Request ${a.id}: choose a second one`);
     [this.hover, this.span, this.restored] = [null, new Span(), false];
+    [this.key, this.otherKey] = [key, other];
     this.resolve();
     this.frames.draw("shell", "extra");
   }

@@ -182,6 +182,29 @@ def test_a_lost_connection_ends_the_run_on_the_page(opened, steerable):
         expect(answer_in(page, "steered")).to_contain_text("there")
 
 
+def test_a_dashboard_that_began_anew_runs_no_other_request(opened, steerable):
+    """It numbers requests from one again."""
+    token = "t" * 24
+    with completions(usual(WORDS)) as server:
+        with open_dashboard(**steerable, server=server.url, token=token) as consumer:
+            window, port = show(opened, consumer), consumer.server.port
+            page = window.page
+            page.keyboard.press("r")
+            expect(page.locator("#again")).to_contain_text("The prompt of r1, 20 tokens, runs twice")
+            window.excused = "net::ERR_CONNECTION_REFUSED"
+        expect(page.locator("#link")).to_have_text("ended")
+        with open_dashboard(**steerable, server=server.url, token=token, port=port) as consumer:
+            consumer.on_session("engine-1", make_model())
+            consumer.on_frame(frame_of("r0", NORMS, prompt=20))
+            expect(page.locator("#again")).to_contain_text("The prompt of r1, which the dashboard does not have now")
+            expect(page.locator("#again-run")).to_have_attribute("aria-disabled", "true")
+            consumer.on_frame(frame_of("r1", NORMS, prompt=20, seq=2))
+            expect(page.locator("#again")).to_contain_text("The prompt of r1, 20 tokens, runs twice")
+            page.locator("#again-run").click()
+            expect(answer_in(page, "steered")).to_contain_text("there")
+            assert len(window.sent) == 1
+
+
 @pytest.mark.parametrize("without", ["the right", "a server"])
 def test_without_the_right_or_a_server_there_is_no_button_and_nothing_is_loaded(opened, steerable, without):
     more = steerable if without == "a server" else {}

@@ -392,3 +392,24 @@ test("the kill switch is sent at once, and again once there is a connection", ()
   one.take({ steering: { frozen: false, holds: [] } });
   assert.equal(said.at(-1), "Steering is possible again");
 });
+
+test("a kill switch without an answer is sent again, however late a connection comes", () => {
+  const { clock, desk: one, sent } = desk();
+  one.kill();
+  clock.pass(10 * ANSWER_MS);
+  assert.equal(sent.length, 2);
+  one.greet(HELLO);
+  assert.deepEqual(sent.at(-1), { act: { id: 101, kind: "kill" } });
+});
+
+test("a kill switch that was released by another page meanwhile is sent again too", () => {
+  const { desk: one, sent, state } = desk();
+  one.take({ steering: { frozen: true, holds: [] } });
+  state.open = false;
+  one.kill();
+  state.open = true;
+  one.greet(HELLO);
+  assert.deepEqual(sent.at(-1), { act: { id: 101, kind: "kill" } });
+  one.take({ steering: { frozen: false, holds: [] }, acks: [{ id: 101, state: "applied" }] });
+  assert.equal(one.killing, 0);
+});
