@@ -1,7 +1,7 @@
 """Work in a child process that returns a result; a child without progress is killed.
 
-The child is a fork, which has everything that its parent imported and registered. Where a library in use does not
-survive a fork, it is a new interpreter, which imports what the work names: seconds.
+The child is a fork, which has everything that its parent imported and registered. Where a library in use may not
+survive a fork, and the fork fails, the child is a new interpreter, which imports what the work names: seconds.
 
 A child makes progress when it reports a stage, or when it or a process that it started uses the CPU. So a child on a
 machine under load gets the time that it needs, and a child that hangs ends, also if a thread of it looks around now and
@@ -11,6 +11,8 @@ then.
 from __future__ import annotations
 
 import contextlib
+import enum
+import gc
 import logging
 import multiprocessing
 import os
@@ -33,6 +35,7 @@ Report = Callable[[str], None]
 """Reports the stage of a child's work, such as `reading layer 3 of 4`."""
 
 STILL_S_MAX = 60.0
+TRIED_S_MAX = 30.0
 _POLL_S = 0.5
 # CPU time below this part of a processor is no progress.
 _BUSY_PART_MIN = 0.01
@@ -52,6 +55,10 @@ class _Process(Protocol):
         """Wait until it has ended, and return its exit code."""
 
 
+class _LostError(CapflowError):
+    """The child ended without a result, or made no progress."""
+
+
 class _Stage(NamedTuple):
     name: str
 
@@ -65,45 +72,70 @@ def result_of(work: Callable[[Report], T], name: str, *, still_s_max: float = ST
     """Return the result of `work`, which runs in a child process.
 
     Raises the child's UsageError or CapflowError, and CapflowError if the child ends without a result or makes no
-    progress for `still_s_max` seconds.
+    progress for `still_s_max` seconds. Where the fork is only a try, the work may begin a second time.
 
     name: the work, for errors.
     """
-    receiver, process = (_forked if survives_fork() else _fresh)(work, name)
+    way = fork()
+    if way is Fork.TRIED:
+        with contextlib.suppress(_LostError):
+            return _result(_forked(work, name), name, TRIED_S_MAX, stages_only=True)  # type: ignore[no-any-return]
+    start = _forked if way is Fork.SAFE else _fresh
+    return _result(start(work, name), name, still_s_max)  # type: ignore[no-any-return]
+
+
+class Fork(enum.Enum):
+    """What a fork of this process is worth.
+
+    TRIED: it works, crashes, or hangs with a thread that spins.
+    """
+
+    SAFE = enum.auto()
+    TRIED = enum.auto()
+    IMPOSSIBLE = enum.auto()
+
+
+def fork() -> Fork:
+    """Return what a fork of this process is worth.
+
+    A fork does not have CUDA once that is initialized. gRPC does not support one while it is called
+    (https://github.com/grpc/grpc/blob/master/doc/fork_support.md).
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return Fork.IMPOSSIBLE
+    names = []
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            names.append((thread / "comm").read_text())
+    return Fork.TRIED if any(name.startswith(_GRPC_THREADS) for name in names) else Fork.SAFE
+
+
+def _result(child: tuple[Connection, _Process], name: str, still_s_max: float, *, stages_only: bool = False) -> Any:
+    receiver, process = child
     try:
-        outcome = _outcome(receiver, process, name, still_s_max)
+        outcome = _outcome(receiver, process, name, still_s_max, stages_only=stages_only)
     finally:
         process.kill()
         process.code()
         receiver.close()
     if isinstance(outcome, _Failed):
         raise (UsageError if outcome.usage else CapflowError)(outcome.message)
-    return outcome  # type: ignore[no-any-return]
-
-
-def survives_fork() -> bool:
-    """Return whether a fork of this process works.
-
-    A fork does not have CUDA once that is initialized. With gRPC in use, it crashes or hangs
-    (https://github.com/grpc/grpc/blob/master/doc/fork_support.md).
-    """
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return False
-    names = []
-    for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended
-            names.append((thread / "comm").read_text())
-    return not any(name.startswith(_GRPC_THREADS) for name in names)
+    return outcome
 
 
 def _forked(work: Callable[[Report], Any], name: str) -> tuple[Connection, _Process]:
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(sender, work, name), name="capflow-forked")
+    process = context.Process(target=_forked_work, args=(sender, work, name), name="capflow-forked")
     process.start()
     sender.close()
     return receiver, _Forked(process)
+
+
+def _forked_work(sender: Connection, work: Callable[[Report], Any], name: str) -> None:
+    gc.freeze()  # what the parent holds is the parent's to end, such as sockets that both have
+    _work(sender, work, name)
 
 
 class _Forked:
@@ -161,7 +193,13 @@ def _work(sender: Connection, work: Callable[[Report], Any], name: str) -> None:
     sender.send(outcome)
 
 
-def _outcome(receiver: Connection, process: _Process, name: str, still_s_max: float) -> Any:
+def _outcome(
+    receiver: Connection, process: _Process, name: str, still_s_max: float, *, stages_only: bool = False
+) -> Any:
+    """Return what a child sends at its end; raise _LostError if it sends nothing.
+
+    stages_only: whether the use of the CPU is no progress.
+    """
     stage, used, progress = "starting", 0.0, time.monotonic()
     while True:
         if receiver.poll(_POLL_S):
@@ -169,16 +207,16 @@ def _outcome(receiver: Connection, process: _Process, name: str, still_s_max: fl
                 message = receiver.recv()
             except EOFError:
                 got = f"exit code {process.code()} of its process while {stage}"
-                raise CapflowError(explain(name, got=got)) from None
+                raise _LostError(explain(name, got=got)) from None
             if not isinstance(message, _Stage):
                 return message
             stage, progress = message.name, time.monotonic()
-        elif (now := _cpu_s(process.pid)) > used + _BUSY_PART_MIN * still_s_max:
+        elif not stages_only and (now := _cpu_s(process.pid)) > used + _BUSY_PART_MIN * still_s_max:
             used, progress = now, time.monotonic()
         elif time.monotonic() - progress > still_s_max:
             got = f"no progress for {still_s_max:g} s while {stage}"
             do = "try again; if it fails again, report it with the model's name"
-            raise CapflowError(explain(name, got=got, do=do))
+            raise _LostError(explain(name, got=got, do=do))
 
 
 def _cpu_s(pid: int) -> float:

@@ -1,5 +1,6 @@
 """Work in a child process: its result, its errors, and when it is given up."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,11 +15,10 @@ from capflow_engine.compat import child
 STILL_S = 1.0
 
 
-@pytest.fixture(params=[True, False], ids=["forked", "fresh"])
+@pytest.fixture(params=[child.Fork.SAFE, child.Fork.IMPOSSIBLE], ids=["forked", "fresh"])
 def either(request, monkeypatch):
     """Both kinds of children."""
-    monkeypatch.setattr(child, "survives_fork", lambda: request.param)
-    return request.param
+    monkeypatch.setattr(child, "fork", lambda: request.param)
 
 
 def result_of(work, still_s_max=STILL_S):
@@ -118,6 +118,40 @@ def test_the_child_s_error_is_raised_here(error, kind, words):
     assert str(raised.value) == words
 
 
+def crashes():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def spins():
+    while True:
+        pass
+
+
+@pytest.mark.parametrize("fault", [None, crashes, spins])
+def test_a_fork_that_fails_where_it_was_only_tried_is_followed_by_a_new_interpreter(monkeypatch, fault):
+    monkeypatch.setattr(child, "fork", lambda: child.Fork.TRIED)
+    monkeypatch.setattr(child, "TRIED_S_MAX", 1.0)
+    parent = os.getpid()
+
+    def work(say):
+        forked = multiprocessing.current_process().name == "capflow-forked"
+        if forked and fault is not None:
+            fault()
+        return os.getppid(), forked
+
+    assert result_of(work, 60) == (parent, fault is None)
+
+
+def test_an_error_of_a_fork_that_was_only_tried_is_the_result(monkeypatch):
+    monkeypatch.setattr(child, "fork", lambda: child.Fork.TRIED)
+
+    def work(say):
+        raise UsageError(multiprocessing.current_process().name)
+
+    with pytest.raises(UsageError, match="capflow-forked"):
+        result_of(work, 60)
+
+
 IN_USE = """
 import asyncio, sys, threading, grpc
 from vllm.engine.arg_utils import EngineArgs
@@ -138,11 +172,11 @@ def call():
         await asyncio.gather(again(), again())
     asyncio.run(main())
 
-print(child.survives_fork())
+print(child.fork().name)
 called = threading.Event()
 threading.Thread(target=call, daemon=True).start()
 called.wait(60)
-print(child.survives_fork())
+print(child.fork().name)
 print(len(model.structures(EngineArgs(model=sys.argv[1]))), flush=True)
 """
 
@@ -151,4 +185,4 @@ print(len(model.structures(EngineArgs(model=sys.argv[1]))), flush=True)
 def test_a_model_is_read_while_grpc_is_in_use(tiny):
     command = [sys.executable, "-c", IN_USE, tiny]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.stdout.split() == ["True", "False", "4"], done.stderr[-2000:]
+    assert done.stdout.split() == ["SAFE", "TRIED", "4"], done.stderr[-2000:]
