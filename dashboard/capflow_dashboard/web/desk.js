@@ -37,7 +37,7 @@ export class Desk {
     /** @type {Held[]} */
     this.holds = [];
     this.actions = new Actions();
-    /** The number of a press of the kill switch that nothing has answered yet, however long ago it was; 0 without one. */
+    /** The number of a press of the kill switch without an answer, however long ago it was; 0 without one. */
     this.killing = 0;
     /** Numbers of the actions that will hold something, and that the server has not listed yet. */
     this.asked = 0;

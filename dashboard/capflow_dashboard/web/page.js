@@ -305,7 +305,7 @@ export class Page {
   }
 
   /**
-   * Return a request of an address: the shown one if it has that id, for a later one may have it too; 0 if there is none.
+   * Return the key of an address's request: the shown one if it has that id, for others may too; 0 if there is none.
    * @param {number} key of the shown one
    * @param {string} engine
    * @param {string} id

@@ -24,7 +24,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import cloudpickle
 import psutil
 
 from capflow.errors import CapflowError, UsageError, explain
@@ -74,6 +73,7 @@ def result_of(work: Callable[[Report], T], name: str, *, still_s_max: float = ST
     Raises the child's UsageError or CapflowError, and CapflowError if the child ends without a result or makes no
     progress for `still_s_max` seconds. Where the fork is only a try, the work may begin a second time.
 
+    work: a function of a module, or a `functools.partial` of one, for a new interpreter is sent its name.
     name: the work, for errors.
     """
     way = fork()
@@ -157,8 +157,16 @@ def _fresh(work: Callable[[Report], Any], name: str) -> tuple[Connection, _Proce
     command = [sys.executable, "-c", _FRESH, str(there.fileno())]
     popen = subprocess.Popen(command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, env=environment)
     there.close()
-    with contextlib.suppress(OSError):  # it has ended already, which is seen by who waits for it
-        here.send_bytes(cloudpickle.dumps((work, name)))
+    try:
+        here.send((work, name))
+    except OSError:  # it has ended already, which is seen by who waits for it
+        pass
+    except Exception as e:  # pickle raises anything
+        popen.kill()
+        popen.wait()
+        here.close()
+        got = f"something that cannot be sent to a process: {type(e).__name__}: {e}"
+        raise CapflowError(explain(name, got=got, do="do it before the process uses CUDA or gRPC")) from e
     return here, _Fresh(popen)
 
 
@@ -178,8 +186,7 @@ def serve(descriptor: int) -> None:
     """Do the work that a parent sends: what a new interpreter runs."""
     logging.disable(logging.WARNING)  # the parent has logged what its imports say
     connection = Connection(descriptor)
-    work, name = cloudpickle.loads(connection.recv_bytes())
-    _work(connection, work, name)
+    _work(connection, *connection.recv())
 
 
 def _work(sender: Connection, work: Callable[[Report], Any], name: str) -> None:

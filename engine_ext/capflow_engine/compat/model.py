@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import logging
 import math
@@ -44,14 +45,16 @@ def structures(engine_args: Any) -> tuple[Structure, ...]:
 
     Raises UsageError for a model that is not found or has an unknown structure, and CapflowError if the child fails.
     """
+    work = functools.partial(_structures_alone, engine_args)
+    return child.result_of(work, f"model {engine_args.model}: reading its structure")
+
+
+def _structures_alone(engine_args: Any, report: child.Report) -> tuple[Structure, ...]:
     import torch
 
-    def work(report: child.Report) -> tuple[Structure, ...]:
-        logging.disable(logging.WARNING)  # the engine logs the same again
-        torch._C.set_num_threads(1)  # a fork has none of OpenMP's other threads; vLLM disables the public function
-        return _structures(engine_args, report)
-
-    return child.result_of(work, f"model {engine_args.model}: reading its structure")
+    logging.disable(logging.WARNING)  # the engine logs the same again
+    torch._C.set_num_threads(1)  # a fork has none of OpenMP's other threads; vLLM disables the public function
+    return _structures(engine_args, report)
 
 
 def _structures(engine_args: Any, report: child.Report) -> tuple[Structure, ...]:

@@ -1,5 +1,6 @@
 """Work in a child process: its result, its errors, and when it is given up."""
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -25,12 +26,24 @@ def result_of(work, still_s_max=STILL_S):
     return child.result_of(work, "the work", still_s_max=still_s_max)
 
 
+def where(say):
+    return {"pid": os.getpid(), "path": sys.path}
+
+
+def dies(say):
+    say("making it")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fails(error, say):
+    raise error
+
+
 @pytest.mark.usefixtures("either")
 def test_the_result_comes_back():
-    path = sys.path
-    result = result_of(lambda say: {"pid": os.getpid(), "path": sys.path}, 60)
+    result = result_of(where, 60)
     assert result["pid"] != os.getpid()
-    assert set(filter(None, path)) <= set(result["path"])
+    assert set(filter(None, sys.path)) <= set(result["path"])
 
 
 def test_a_child_that_says_what_it_is_at_is_waited_for():
@@ -90,12 +103,8 @@ def test_a_child_that_hangs_while_a_thread_of_it_looks_around_is_given_up():
 
 @pytest.mark.usefixtures("either")
 def test_a_child_that_is_killed_is_named():
-    def work(say):
-        say("making it")
-        os.kill(os.getpid(), signal.SIGKILL)
-
     with pytest.raises(CapflowError, match=r"the work: got exit code -9 of its process while making it"):
-        result_of(work, 30)
+        result_of(dies, 30)
 
 
 @pytest.mark.parametrize(
@@ -109,11 +118,8 @@ def test_a_child_that_is_killed_is_named():
 )
 @pytest.mark.usefixtures("either")
 def test_the_child_s_error_is_raised_here(error, kind, words):
-    def work(say):
-        raise error
-
     with pytest.raises(CapflowError) as raised:
-        result_of(work, 30)
+        result_of(functools.partial(fails, error), 30)
     assert type(raised.value) is kind
     assert str(raised.value) == words
 
@@ -127,19 +133,24 @@ def spins():
         pass
 
 
+def tried(fault, say):
+    forked = multiprocessing.current_process().name == "capflow-forked"
+    if forked and fault is not None:
+        fault()
+    return os.getppid(), forked
+
+
 @pytest.mark.parametrize("fault", [None, crashes, spins])
 def test_a_fork_that_fails_where_it_was_only_tried_is_followed_by_a_new_interpreter(monkeypatch, fault):
     monkeypatch.setattr(child, "fork", lambda: child.Fork.TRIED)
     monkeypatch.setattr(child, "TRIED_S_MAX", 1.0)
-    parent = os.getpid()
+    assert result_of(functools.partial(tried, fault), 60) == (os.getpid(), fault is None)
 
-    def work(say):
-        forked = multiprocessing.current_process().name == "capflow-forked"
-        if forked and fault is not None:
-            fault()
-        return os.getppid(), forked
 
-    assert result_of(work, 60) == (parent, fault is None)
+def test_work_that_cannot_be_sent_is_named(monkeypatch):
+    monkeypatch.setattr(child, "fork", lambda: child.Fork.IMPOSSIBLE)
+    with pytest.raises(CapflowError, match=r"the work: got something that cannot be sent to a process.*before"):
+        result_of(lambda say: None, 60)
 
 
 def test_an_error_of_a_fork_that_was_only_tried_is_the_result(monkeypatch):
