@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from capflow import limits
+from capflow.cli.hub.dashboard import HubAside
 from capflow.errors import CapflowError
 from capflow.protocol import message
 from capflow.protocol.message import Act, ActionOutcome, Hello, Welcome
@@ -90,6 +91,21 @@ def test_actions_on_an_engine_keep_their_order_but_a_freeze_passes_gains(address
     with running_hub(address, Recorder()), scheduler_link(address, at_once=at_once), Client(address) as client:
         client.act(list(actions), 20)
     assert " ".join(kinds) == asked
+
+
+def test_a_freeze_of_a_dashboard_beside_a_hub_waits_for_no_other_action(address):
+    """No step takes the first action; the freeze is answered though."""
+    with (
+        running_hub(address, Recorder()),
+        scheduler_link(address, running=lambda _: "first", at_once=lambda act: ActionApplied(act.id, 1)) as link,
+        HubAside(address, key=None, insecure=True) as aside,
+    ):
+        answers = []
+        aside.act(Steer("r1", ()), lambda answered: answers.append(answered.kind))
+        came(link)
+        aside.act(Freeze(), lambda answered: answers.append(answered.kind))
+        eventually(lambda: answers, 10)
+        assert answers == ["freeze"]
 
 
 def test_an_action_that_expired_is_rejected_and_never_taken(address, link, monkeypatch):

@@ -200,10 +200,13 @@ class HubAside:
         self._heard_at = time.monotonic()
         self._stop = threading.Event()
         self._actions: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        # Freezes and their ends, which wait for no answer to another action.
+        self._freezes: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         # They are not joined: they may wait for an answer that never comes.
         self._threads = [
             threading.Thread(target=self._watch, name="capflow-status", daemon=True),
-            threading.Thread(target=self._send, name="capflow-actions", daemon=True),
+            threading.Thread(target=self._send, args=(self._actions,), name="capflow-actions", daemon=True),
+            threading.Thread(target=self._send, args=(self._freezes,), name="capflow-freezes", daemon=True),
         ]
 
     def __enter__(self) -> Self:
@@ -214,6 +217,7 @@ class HubAside:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._actions.put(None)
+        self._freezes.put(None)
 
     def silent_s(self) -> float:
         """Return for how many seconds the hub has not answered, beyond the time between two questions."""
@@ -225,7 +229,9 @@ class HubAside:
 
     def act(self, action: Action, on_answered: Callable[[Answered], None]) -> None:
         """Send an action to the hub. `on_answered` is called with the answer, or with why there is none."""
-        self._actions.put((action, on_answered))
+        from capflow.steering.action import Freeze, Unfreeze
+
+        (self._freezes if isinstance(action, Freeze | Unfreeze) else self._actions).put((action, on_answered))
 
     def _watch(self) -> None:
         from capflow.errors import CapflowError
@@ -237,16 +243,16 @@ class HubAside:
                     self._heard_at = time.monotonic()
                 self._stop.wait(_ASK_S)
 
-    def _send(self) -> None:
+    def _send(self, actions: queue.SimpleQueue[_Asked | None]) -> None:
         """Send the actions that wait in one message, in their order, and answer each."""
         from capflow.errors import CapflowError
         from capflow.steering.action import Answered, Unknown
 
         with self._connecting() as client:
-            while (first := self._actions.get()) is not None:
+            while (first := actions.get()) is not None:
                 asked = [first]
                 with contextlib.suppress(queue.Empty):
-                    while len(asked) < _ACTIONS_AT_ONCE and (more := self._actions.get_nowait()) is not None:
+                    while len(asked) < _ACTIONS_AT_ONCE and (more := actions.get_nowait()) is not None:
                         asked.append(more)
                 outcomes: Sequence[Outcome]
                 try:
