@@ -144,6 +144,7 @@ def test_what_the_model_does_not_have_is_refused_before_it_is_loaded(tmp_path, p
     assert not list((tmp_path / "rows").glob("[!.]*"))
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_the_consumers_of_a_job_stay_until_a_signal_when_they_are_to(tiny_with_words, tmp_path, prompts):
     path = prompts('{"id": "a", "prompt": "w5 w6 w7 w8"}\n')

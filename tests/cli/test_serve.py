@@ -17,7 +17,8 @@ from tests.kit.servers import environment, healthy, post, process, wait_until
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 
-@pytest.mark.parametrize("first_to_leave", ["hub", pytest.param("server", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("first_to_leave", ["hub", "server"])
 def test_a_server_finds_the_hub_and_either_may_leave_first(tiny_with_words, reference, tmp_path, first_to_leave):
     variables = environment(tmp_path)
     port = free_port()

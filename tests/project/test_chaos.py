@@ -7,6 +7,7 @@ import pytest
 from tests.chaos.run import Options, run
 
 
+@pytest.mark.long
 def test_what_was_acknowledged_is_there_once_though_everything_was_killed():
     options = Options(
         kills={"hub": 3, "engine": 2, "both": 1},

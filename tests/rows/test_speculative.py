@@ -30,6 +30,7 @@ def test_rule_3_rejected_drafts_are_never_delivered_and_accepted_ones_once(tiny,
     assert [a.tokens for a in answers] == [a.tokens for a in run(without)[0]]
 
 
+@pytest.mark.long
 def test_tokens_behind_a_stop_string_in_the_same_step_have_no_rows(tiny_with_words, reference, tmp_path):
     """The answers come to a loop, so that a step gives several tokens: text ends them in the middle of such a step."""
     words = {"skip_tokenizer_init": False, "speculative_config": NGRAM}
