@@ -13,44 +13,17 @@ import zmq
 
 from capflow import limits
 from capflow.cli.hub.dashboard import HubAside
-from capflow.errors import CapflowError
 from capflow.protocol import message
 from capflow.protocol.message import Act, ActionOutcome, Hello, Welcome
 from capflow.protocol.session import PeerSession
 from capflow.steering.action import Abort, ActionApplied, Freeze, Gain, Rejected, SetGate, Steer, Unfreeze, Unknown
 from capflow.transport.client import Client
+from tests.kit.asking import ask, asking, came
 from tests.kit.frames import make_frame, make_hello
 from tests.kit.hubs import Recorder, address, answer, configured, raw_peer, running_hub, scheduler_link, worker_link
 from tests.kit.waiting import eventually
 
 __all__ = ["address"]
-
-
-def ask(address, action, outcomes):
-    """Ask for an action; put the outcome, or the error, into a list."""
-    try:
-        with Client(address) as client:
-            outcomes.append(client.act(action, 20))
-    except CapflowError as e:
-        outcomes.append(e)
-
-
-@contextlib.contextmanager
-def asking(address, action):
-    """Have a client ask for an action; the block has the list that the outcome, or the error, is put into."""
-    outcomes = []
-    thread = threading.Thread(target=ask, args=(address, action, outcomes))
-    thread.start()
-    try:
-        yield outcomes
-    finally:
-        thread.join(30)
-
-
-def came(link):
-    """Wait until an action waits in a scheduler's link, and leave it there."""
-    seen = []
-    eventually(lambda: link.actions(lambda act: bool(seen.append(act))) or seen)
 
 
 @pytest.fixture

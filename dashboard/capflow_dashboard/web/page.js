@@ -286,9 +286,8 @@ export class Page {
   resolve() {
     const { place, store } = this;
     if (place.view === "request") {
-      const shown = this.request;
-      if (!shown || place.id !== shown.id || place.engine !== shown.engine) this.key = 0;
-      const key = this.key || (place.id || place.engine ? store.find(place.engine, place.id) : 0);
+      const key = this.kept(this.key, place.engine, place.id);
+      if (key !== this.key) this.key = 0;
       const stays = key && (place.hold || store.requests.get(key)?.status === "live");
       const next = stays ? key : place.hold && place.id ? 0 : store.newest;
       if (next && next !== this.key) {

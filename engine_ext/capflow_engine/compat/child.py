@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import psutil
 
@@ -44,14 +44,17 @@ _GRPC_THREADS = ("event_engine", "grpc_")
 _FRESH = "import sys\nfrom capflow_engine.compat import child\nchild.serve(int(sys.argv[1]))"
 
 
-class _Process(Protocol):
+class _Child(NamedTuple):
+    """A child that works.
+
+    receiver: what it sends.
+    code: waits until it has ended, and returns its exit code.
+    """
+
+    receiver: Connection
     pid: int
-
-    def kill(self) -> None:
-        """End it at once."""
-
-    def code(self) -> int:
-        """Wait until it has ended, and return its exit code."""
+    kill: Callable[[], None]
+    code: Callable[[], int]
 
 
 class _LostError(CapflowError):
@@ -111,26 +114,31 @@ def fork() -> Fork:
     return Fork.TRIED if any(name.startswith(_GRPC_THREADS) for name in names) else Fork.SAFE
 
 
-def _result(child: tuple[Connection, _Process], name: str, still_s_max: float, *, stages_only: bool = False) -> Any:
-    receiver, process = child
+def _result(child: _Child, name: str, still_s_max: float, *, stages_only: bool = False) -> Any:
     try:
-        outcome = _outcome(receiver, process, name, still_s_max, stages_only=stages_only)
+        outcome = _outcome(child, name, still_s_max, stages_only=stages_only)
     finally:
-        process.kill()
-        process.code()
-        receiver.close()
+        child.kill()
+        child.code()
+        child.receiver.close()
     if isinstance(outcome, _Failed):
         raise (UsageError if outcome.usage else CapflowError)(outcome.message)
     return outcome
 
 
-def _forked(work: Callable[[Report], Any], name: str) -> tuple[Connection, _Process]:
+def _forked(work: Callable[[Report], Any], name: str) -> _Child:
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_forked_work, args=(sender, work, name), name="capflow-forked")
     process.start()
     sender.close()
-    return receiver, _Forked(process)
+
+    def code() -> int:
+        process.join()
+        return int(process.exitcode or 0)
+
+    assert process.pid is not None
+    return _Child(receiver, process.pid, process.kill, code)
 
 
 def _forked_work(sender: Connection, work: Callable[[Report], Any], name: str) -> None:
@@ -138,20 +146,7 @@ def _forked_work(sender: Connection, work: Callable[[Report], Any], name: str) -
     _work(sender, work, name)
 
 
-class _Forked:
-    def __init__(self, process: Any) -> None:
-        self._process = process
-        self.pid = process.pid
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def code(self) -> int:
-        self._process.join()
-        return int(self._process.exitcode)
-
-
-def _fresh(work: Callable[[Report], Any], name: str) -> tuple[Connection, _Process]:
+def _fresh(work: Callable[[Report], Any], name: str) -> _Child:
     here, there = multiprocessing.Pipe()
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", _FRESH, str(there.fileno())]
@@ -167,19 +162,7 @@ def _fresh(work: Callable[[Report], Any], name: str) -> tuple[Connection, _Proce
         here.close()
         got = f"something that cannot be sent to a process: {type(e).__name__}: {e}"
         raise CapflowError(explain(name, got=got, do="do it before the process uses CUDA or gRPC")) from e
-    return here, _Fresh(popen)
-
-
-class _Fresh:
-    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
-        self._popen = popen
-        self.pid = popen.pid
-
-    def kill(self) -> None:
-        self._popen.kill()
-
-    def code(self) -> int:
-        return self._popen.wait()
+    return _Child(here, popen.pid, popen.kill, popen.wait)
 
 
 def serve(descriptor: int) -> None:
@@ -200,25 +183,23 @@ def _work(sender: Connection, work: Callable[[Report], Any], name: str) -> None:
     sender.send(outcome)
 
 
-def _outcome(
-    receiver: Connection, process: _Process, name: str, still_s_max: float, *, stages_only: bool = False
-) -> Any:
+def _outcome(child: _Child, name: str, still_s_max: float, *, stages_only: bool) -> Any:
     """Return what a child sends at its end; raise _LostError if it sends nothing.
 
     stages_only: whether the use of the CPU is no progress.
     """
     stage, used, progress = "starting", 0.0, time.monotonic()
     while True:
-        if receiver.poll(_POLL_S):
+        if child.receiver.poll(_POLL_S):
             try:
-                message = receiver.recv()
+                message = child.receiver.recv()
             except EOFError:
-                got = f"exit code {process.code()} of its process while {stage}"
+                got = f"exit code {child.code()} of its process while {stage}"
                 raise _LostError(explain(name, got=got)) from None
             if not isinstance(message, _Stage):
                 return message
             stage, progress = message.name, time.monotonic()
-        elif not stages_only and (now := _cpu_s(process.pid)) > used + _BUSY_PART_MIN * still_s_max:
+        elif not stages_only and (now := _cpu_s(child.pid)) > used + _BUSY_PART_MIN * still_s_max:
             used, progress = now, time.monotonic()
         elif time.monotonic() - progress > still_s_max:
             got = f"no progress for {still_s_max:g} s while {stage}"

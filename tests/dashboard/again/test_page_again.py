@@ -48,6 +48,16 @@ def answer_in(page, side):
     return page.locator(f"#again [data-side={side}]")
 
 
+def begun(opened, consumer):
+    """Open a page on which both answers of a run have begun."""
+    page = show(opened, consumer).page
+    page.keyboard.press("r")
+    page.locator("#again-run").click()
+    for side in WORDS:
+        expect(answer_in(page, side)).to_contain_text("one")
+    return page
+
+
 def test_both_answers_stream_side_by_side_and_lead_to_the_compare_view(opened, steerable):
     with completions(usual(WORDS)) as server, open_dashboard(**steerable, server=server.url) as consumer:
         window = show(opened, consumer)
@@ -107,11 +117,7 @@ def test_a_module_and_the_whole_prompt_can_be_chosen_by_keys(opened, steerable):
 @pytest.mark.parametrize("by", ["stop", "close", "kill switch", "freeze", "reload"])
 def test_a_run_is_stopped(opened, steerable, by):
     with completions(held) as server, open_dashboard(**steerable, server=server.url) as consumer:
-        page = show(opened, consumer).page
-        page.keyboard.press("r")
-        page.locator("#again-run").click()
-        for side in WORDS:
-            expect(answer_in(page, side)).to_contain_text("one")
+        page = begun(opened, consumer)
         assert server.gone == []
         match by:
             case "stop":
@@ -153,11 +159,7 @@ def test_the_servers_message_is_shown(opened, steerable):
 
 def test_the_way_to_the_compare_view_which_would_stop_the_run_is_there_once_it_is_over(opened, steerable):
     with completions(held) as server, open_dashboard(**steerable, server=server.url) as consumer:
-        page = show(opened, consumer).page
-        page.keyboard.press("r")
-        page.locator("#again-run").click()
-        for side in WORDS:
-            expect(answer_in(page, side)).to_contain_text("one")
+        page = begun(opened, consumer)
         names = [body["capture_id"] for *_, body in server.asked if body]
         for number, name in enumerate(sorted(names)):
             consumer.on_frame(frame_of(name, NORMS, prompt=20, seq=number + 2))
@@ -169,10 +171,7 @@ def test_the_way_to_the_compare_view_which_would_stop_the_run_is_there_once_it_i
 
 def test_a_lost_connection_ends_the_run_on_the_page(opened, steerable):
     with completions(held) as server, open_dashboard(**steerable, server=server.url) as consumer:
-        page = show(opened, consumer).page
-        page.keyboard.press("r")
-        page.locator("#again-run").click()
-        expect(answer_in(page, "plain")).to_contain_text("one")
+        page = begun(opened, consumer)
         for connection in list(consumer.server.connections):
             consumer.server._loop.call_soon_threadsafe(connection.transport.abort)
         expect(page.locator("#again-state")).to_have_text("The connection to capflow was lost, which ends the run.")

@@ -1,6 +1,5 @@
 """Streaming input, whose cache blocks a request keeps to itself, and the reaction to ranks that differ."""
 
-import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,14 +8,13 @@ import pytest
 from capflow.steering.action import Freeze, Rejected, Unfreeze
 from capflow.steering.compiler import program_of
 from capflow.steering.request import Steering
-from capflow.transport.client import Client
 from capflow_engine.hubs import HubLinks, hubs_at
 from capflow_engine.request.options import RequestOptions
 from capflow_engine.scheduler.admission import Admission
 from capflow_engine.scheduler.orders import Divergence
+from tests.kit.asking import asking, came
 from tests.kit.frames import make_hello
 from tests.kit.hubs import Recorder, address, running_hub
-from tests.kit.waiting import eventually
 
 __all__ = ["address"]
 
@@ -51,20 +49,12 @@ def test_more_input_forks_the_cache_of_what_the_prompts_end_changes(fields, fork
 
 def test_a_freeze_for_ranks_that_differ_is_not_ended_by_an_unfreeze_that_waited_before_it(address):
     """The engine steps, so that changes of it wait for the next step."""
-    outcomes, froze = [], []
-
-    def unfreeze():
-        with Client(address) as client:
-            outcomes.append(client.act(Unfreeze(), 20))
-
+    froze = []
     with running_hub(address, Recorder()):
         links = HubLinks(
             hubs_at([address], None, insecure=True), make_hello(role="scheduler", boot="scheduler"), lambda _: ""
         )
-        thread = threading.Thread(target=unfreeze)
-        thread.start()
-        waiting = []
-        eventually(lambda: links.actions(lambda act: bool(waiting.append(act))) or waiting)
+        links.wait_welcomes(20)
         admission = SimpleNamespace(
             decisions=SimpleNamespace(take_diverged=lambda: Divergence(7, ("0.1",), ())),
             settings=SimpleNamespace(on_divergence="freeze"),
@@ -72,8 +62,9 @@ def test_a_freeze_for_ranks_that_differ_is_not_ended_by_an_unfreeze_that_waited_
             actions=SimpleNamespace(at_once=lambda act, step, idle: froze.append(act.action)),
             step=9,
         )
-        Admission.react(admission, None)
-        thread.join(30)
+        with asking(address, Unfreeze()) as outcomes:
+            came(links)
+            Admission.react(admission, None)
         left = links.actions(lambda _: True)
         links.close()
     assert [type(action) for action in froze] == [Freeze]
