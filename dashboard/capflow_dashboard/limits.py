@@ -50,6 +50,8 @@ UPDATES_PER_S_MAX = 8
 # Updates of the list of requests.
 LISTS_PER_S_MAX = 2
 HEARTBEAT_S = 1.0
+# How often the hub's state is looked at; a change is sent at once.
+STATE_S = 0.25
 # Requests in one update; a page that opens gets the newest first.
 REQUESTS_PER_UPDATE = 512
 # A message from a page.
@@ -180,7 +182,7 @@ assert TOKENS_MIN < TOKENS_MAX
 assert OPEN_S_MAX < EXPORT_S_MAX
 assert PING_S < STALL_S_MAX
 assert TICK_S < SILENCE_S / 2
-assert HEARTBEAT_S < SILENCE_S
+assert STATE_S < HEARTBEAT_S < SILENCE_S
 assert 2 * RENEW_S + LEASES_S < LEASE_S
 assert CLIENTS_MAX < PAGES_KNOWN_MAX
 assert LENS_JSON_BYTES_MAX < LENS_BYTES_MAX

@@ -16,6 +16,7 @@ import errno
 import functools
 import itertools
 import logging
+import math
 import threading
 import uuid
 from collections.abc import Callable
@@ -295,10 +296,14 @@ class PageServer:
             await asyncio.sleep(1 / limits.UPDATES_PER_S_MAX)
 
     async def _beat(self, connection: ServerConnection) -> None:
-        """Send a heartbeat each second. Raises TimeoutError when the page does not read them."""
+        """Send a heartbeat each second, and when the hub's state changes. Raises TimeoutError when nobody reads them."""
+        told, told_at = "", -math.inf
         while True:
-            await asyncio.sleep(limits.HEARTBEAT_S)
-            await _send(connection, wire.encode({"heartbeat": self._board.heartbeat()}))
+            now, beat = asyncio.get_running_loop().time(), self._board.heartbeat()
+            if beat["state"] != told or now - told_at >= limits.HEARTBEAT_S:
+                told, told_at = beat["state"], now
+                await _send(connection, wire.encode({"heartbeat": beat}))
+            await asyncio.sleep(limits.STATE_S)
 
     async def _answer_asks(self, connection: ServerConnection, asks: _Asks) -> None:
         """Answer the page's asks for lenses, the newest first, `limits.LENSES_PER_S_MAX` times a second."""

@@ -7,7 +7,7 @@ has these keys; a key without news is left out:
 | key | meaning |
 |---|---|
 | hello | the first message: the versions of protocol and capflow, what the page may do, limits, formats of exports |
-| heartbeat | each second: whether the hub is alive (`live`, `stale`), how long it has been silent, the rows' lag |
+| heartbeat | each second and at a change: whether the hub is alive (`live`, `stale`), its silence, the rows' lag |
 | seq | the number of an update; the page answers `seen` once it has drawn it, and then gets the next |
 | engines | the engines on the board: name, model, sites, probes, problems, whether they are gone |
 | counts | requests open, done and not kept; rows dropped by reason; totals |

@@ -146,9 +146,9 @@ def test_a_hub_that_hangs_is_stale_in_three_seconds_and_a_hub_that_is_killed_tak
                 page.until(lambda p: len(p.heartbeats) >= 3)
                 assert {beat["state"] for beat in page.heartbeats} == {"live"}
                 os.kill(process.pid, signal.SIGSTOP)
-                stopped = time.monotonic()
+                stopped = time.time()
                 page.until(lambda p: p.heartbeats[-1]["state"] == "stale")
-                assert time.monotonic() - stopped < limits.SILENCE_S + limits.TICK_S + 2 * limits.HEARTBEAT_S
+                assert page.heartbeats[-1]["t"] - stopped < 3
                 os.kill(process.pid, signal.SIGCONT)
                 page.until(lambda p: p.heartbeats[-1]["state"] == "live")
                 os.kill(process.pid, signal.SIGKILL)

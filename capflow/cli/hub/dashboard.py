@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     _Asked = tuple[Action, Callable[[Answered], None]]
 
 # How often the hub is asked for its status, and how long it may take to answer.
-_ASK_S = 1.0
+_ASK_S = 0.5
 _ANSWER_S = 3.0
 # How long an action may take to be answered, and how many are sent at once.
 _ACT_S = 15.0
@@ -184,7 +184,7 @@ def _open_if(opens: bool, running: HubRun, made: ConfiguredConsumer) -> None:
 
 
 class HubAside:
-    """Another hub, beside which this process runs: asks for its status each second, and sends it actions.
+    """Another hub, beside which this process runs: asks for its status twice a second, and sends it actions.
 
     Both are done inside a `with` block, on threads of their own.
     """
@@ -220,8 +220,8 @@ class HubAside:
         self._freezes.put(None)
 
     def silent_s(self) -> float:
-        """Return for how many seconds the hub has not answered, beyond the time between two questions."""
-        return max(0.0, time.monotonic() - self._heard_at - _ASK_S)
+        """Return for how many seconds the hub has not answered."""
+        return time.monotonic() - self._heard_at
 
     def hub_status(self) -> dict[str, Any] | None:
         """Return the hub's last status; None before the first."""

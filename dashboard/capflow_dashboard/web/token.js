@@ -2,6 +2,7 @@
 // Token: everything about one token: what it is, what steered it, every probe, every layer. Each part is a section of
 // its own; `SECTIONS` names them in order.
 
+import { acting, actingText } from "./acting.js";
 import { clock, number, show, tokenText, visible } from "./format.js";
 import { Lens } from "./lens.js";
 import { lensSection } from "./lensview.js";
@@ -49,7 +50,7 @@ function facts(page, detail, column) {
   const position = detail.base + column;
   const isPrompt = position < (page.request?.prompt_length ?? 0);
   const id = detail.ids[column];
-  const by = detail.steered[column] ? steeredBy(detail, position) : null;
+  const by = detail.steered[column] ? acting(detail.events, position).map(actingText) : null;
   return html`<h2 id="token-title">Token <bdi class="token-text">${tokenText(detail.texts[column], id)}</bdi></h2>
     <dl class="pairs" id="token-facts">
       <dt>position</dt><dd>${position.toLocaleString("en")}, ${isPrompt ? "prompt" : "generated"}</dd>
@@ -59,26 +60,6 @@ function facts(page, detail, column) {
         by === null ? "no" : html`<b class="steer-ink">yes</b>${by.length ? html`, ${by.join("; ")}` : nothing}`
       }</dd>
     </dl>`;
-}
-
-/**
- * Return what acts at a position, by the events up to it.
- * @param {Detail} detail
- * @param {number} position
- */
-function steeredBy(detail, position) {
-  const acting = new Map();
-  for (const event of detail.events) {
-    if (event.outcome !== "applied" || event.position === null || event.position > position) continue;
-    const name = event.label ?? event.target ?? event.by ?? "";
-    if (event.kind === "unsteer" || event.kind === "lease_end" || event.kind === "freeze") acting.delete(name);
-    else if (event.kind === "steer" || event.kind === "gain") acting.set(name, event);
-  }
-  return [...acting.values()].map((event) => {
-    const scale = event.scale === null ? "" : ` × ${number(event.scale)}`;
-    const sites = event.sites?.length ? ` at ${event.sites.join(", ")}` : "";
-    return `${visible(event.label ?? event.kind)}${scale}${event.by ? ` by ${visible(event.by)}` : ""}${sites}`;
-  });
 }
 
 /** @type {Section} */
