@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ import pytest
 
 from capflow.capture.site import Site
 from capflow.cli import main
-from capflow.probes.probe import save_vector
+from capflow.probes.probe import Probe, save_vector
 from capflow.steering.action import ActionApplied, Freeze, Steer, Unfreeze
 from capflow_dashboard import limits as desk_limits
 from tests.kit.captured import write
@@ -258,6 +259,28 @@ def test_it_shows_a_data_set_whole(tmp_path, layout):
         assert page.heartbeats[-1]["lag_s"] is None
 
 
+def test_stored_rows_with_labels_have_false_positives(tmp_path):
+    write(tmp_path / "rows", {f"r{number}": (4, 30) for number in range(6)})
+    labels = tmp_path / "labels.jsonl"
+    labels.write_text("".join(f'{{"request": "r{n}", "label": {"true" if n < 2 else "false"}}}\n' for n in range(5)))
+    probe = tmp_path / "truth.safetensors"
+    Probe.make(Site(2, "post_block"), np.eye(8)[:1], names=("truth",)).save(probe)
+    with dashboard_of(tmp_path / "rows", "--probe", probe, "--labels", labels) as shown, Pageless(shown) as page:
+        page.until(lambda p: len(p.requests) == 6 and p.engines)
+        page.subscribe(population=page.engines[0]["name"], probe="truth")
+        # Without a label, with the negative one, with the positive one.
+        page.until(lambda p: [sum(bins) for bins in p.population.get("requests", ())] == [1, 3, 2])
+        assert page.population["labels"] == 5
+
+
+def test_alerts_of_a_hub_beside_it_are_metrics(address):
+    arguments = ["--alert", "quiet: silent > 100ms", "--metrics-address", "0"]
+    with dashboard_of(address, *arguments) as shown:
+        while not (url := re.search(r"metrics at (\S+)", "".join(shown.lines))):
+            shown.lines.append(shown.process.stderr.readline())
+        eventually(lambda: 'name="alert_quiet"' in urllib.request.urlopen(url[1], timeout=10).read().decode())
+
+
 def test_it_shows_a_recording_with_its_times(address, tmp_path):
     path = tmp_path / "recording"
     with running_hub(address, record(path)) as hub, worker_link(address) as link:
@@ -282,6 +305,8 @@ def test_it_shows_a_recording_with_its_times(address, tmp_path):
         (["--layers", "most"], "consumers.dashboard"),
         (["--hook", "nowhere"], "consumers.dashboard"),
         (["--token-file", "nowhere"], "consumers.dashboard.token_file"),
+        (["--labels", "nowhere.csv"], "consumers.dashboard.labels: got nowhere.csv"),
+        (["--metrics-address", "no"], "--metrics-address"),
         (["--server", "http://h"], "consumers.dashboard.allow_steering: got false, with server, expected true"),
         (["--allow-steering", "--server", "h"], "consumers.dashboard.server: got h, expected an address such as"),
         (["--port", "70000"], "--port"),

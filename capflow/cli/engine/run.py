@@ -16,6 +16,7 @@ import click
 from capflow import limits
 from capflow.buffers.policy import FALLBACKS, POLICIES_OF_WORKERS
 from capflow.cli.completion import complete_consumer
+from capflow.cli.hub.address import METRICS_OPTION
 from capflow.steering.divergence import ON_DIVERGENCE
 from capflow.text.examples import examples
 
@@ -113,11 +114,7 @@ def _failures_in_its_log(command: Callable[..., None]) -> Callable[..., None]:
     type=click.IntRange(limits.MEMORY_BYTES_MIN, limits.MEMORY_BYTES_MAX),
     help="The memory for what peers send. Default: a quarter of the machine's.",
 )
-@click.option(
-    "--metrics-address",
-    metavar="[HOST:]PORT",
-    help="Serve /metrics, /healthz and /readyz over HTTP; HOST is 127.0.0.1 unless given, PORT 0 is any free one.",
-)
+@METRICS_OPTION
 @click.option(
     "--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Of standard error."
 )

@@ -1,4 +1,4 @@
-"""The options with which every command finds a running hub."""
+"""The options that commands share: how they find a running hub, and where they serve metrics."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from capflow import limits
 from capflow.errors import UsageError, explain
 
 KEY_HELP = "The key of this command: its name in the directory of keys, or a path. Default: CAPFLOW_KEY."
+
+METRICS_OPTION = click.option(
+    "--metrics-address",
+    metavar="[HOST:]PORT",
+    help="Serve /metrics, /healthz and /readyz over HTTP; HOST is 127.0.0.1 unless given, PORT 0 is any free one.",
+)
 
 
 def engine_option(text: str) -> Callable[..., Any]:

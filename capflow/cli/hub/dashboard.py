@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import click
 
-from capflow.cli.hub.address import KEY_HELP
+from capflow.cli.hub.address import KEY_HELP, METRICS_OPTION
 from capflow.text.examples import examples
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ _ACTIONS_AT_ONCE = 256
 @click.option("--allow-steering", is_flag=True, help="Let the page steer and abort requests. Needs the right `steer`.")
 @click.option("--vector", "vectors", multiple=True, metavar="NAME=FILE", help="A vector that the page may use.")
 @click.option("--module", "modules", multiple=True, metavar="NAME", help="A module of the engine that it may scale.")
+@click.option("--labels", metavar="FILE", help="The labels of requests, as `capflow probe fit` reads them.")
 @click.option(
     "--alert", "alerts", multiple=True, metavar="RULE|FILE", help="A rule of an alert, or a file of rules; repeatable."
 )
@@ -63,6 +64,7 @@ _ACTIONS_AT_ONCE = 256
 @click.option(
     "--server-key-file", metavar="FILE", help="A file of mode 600 with the server's key. Default: VLLM_API_KEY."
 )
+@METRICS_OPTION
 @click.option("--token-file", metavar="FILE", help="A file of mode 600 with the token. Default: a new one each time.")
 @click.option("--key", metavar="NAME|PATH", help=KEY_HELP)
 @click.option("--insecure", is_flag=True, help="Allow TCP to another machine without keys.")
@@ -79,9 +81,11 @@ def dashboard(
     allow_steering: bool,
     vectors: tuple[str, ...],
     modules: tuple[str, ...],
+    labels: str | None,
     alerts: tuple[str, ...],
     server: str | None,
     server_key_file: str | None,
+    metrics_address: str | None,
     token_file: str | None,
     key: str | None,
     insecure: bool,
@@ -96,12 +100,14 @@ def dashboard(
     from capflow.buffers.policy import WhenFull
     from capflow.cli.hub.running import HubRun
     from capflow.errors import UsageError, explain
+    from capflow.hub.monitor.endpoint import parse_listen
     from capflow.plugins.configure import configure, load_plugins
     from capflow.transport.address import check_address, default_address, private_address
 
     stored = _stored(target)
     address = check_address(target or default_address(), insecure=insecure, where="HUB") if stored is None else ""
     options: dict[str, Any] = {"port": port, "hook": hook, "layers": layers, "token_file": token_file}
+    options["labels"] = labels
     options |= {"allow_steering": allow_steering or None, "server": server, "server_key_file": server_key_file}
     lists = {"probes": probes, "vectors": vectors, "modules": modules, "alerts": alerts}
     options |= {name: list(values) for name, values in lists.items() if values}
@@ -113,7 +119,9 @@ def dashboard(
         options["policy"] = str(WhenFull.BLOCK)
     given = {name: value for name, value in options.items() if value is not None}
     made = cast("ConfiguredConsumer", configure("dashboard", given, load_plugins()))
-    running = HubRun(private_address("dashboard"), [made], log_format=log_format, drain_s=0, shown=True)
+    metrics = None if metrics_address is None else parse_listen(metrics_address, "--metrics-address")
+    hub = private_address("dashboard")
+    running = HubRun(hub, [made], metrics=metrics, log_format=log_format, drain_s=0, shown=True)
     if stored is not None:
         _show_stored(running, made, stored, opens=opens)
     else:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from capflow.cli.completion import complete_consumer
+from capflow.cli.hub.address import METRICS_OPTION
 from capflow.text.examples import examples
 
 if TYPE_CHECKING:
@@ -56,11 +57,7 @@ _SPEED_MIN, _SPEED_MAX = 1e-3, 1e6
     help="Let each request of a data set ask for its stored sites: for consumers that have no spec of their own.",
 )
 @click.option("--drain-s", type=click.FloatRange(min=0), help="How long consumers may take at the end.")
-@click.option(
-    "--metrics-address",
-    metavar="[HOST:]PORT",
-    help="Serve /metrics, /healthz and /readyz over HTTP; HOST is 127.0.0.1 unless given, PORT 0 is any free one.",
-)
+@METRICS_OPTION
 @click.option("--stay", is_flag=True, help="Run until Ctrl-C after the last frame: for consumers that show something.")
 @click.option(
     "--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Of standard error."
