@@ -188,7 +188,8 @@ def test_it_steers_a_hub_with_the_rights_of_its_key(keys, calm):
         # Its lease is renewed while the page says that it is alive, and no longer.
         for _ in range(6):
             page.send(alive="abcd")
-            page.until(lambda p, count=len(page.heartbeats): len(p.heartbeats) > count)
+            count = len(page.heartbeats)
+            page.until(lambda p, count=count: len(p.heartbeats) > count)
         renewed = len(acts)
         assert renewed >= 3
         assert all(isinstance(act, Steer) for act in acts)

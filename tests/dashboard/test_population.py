@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -253,6 +255,9 @@ def test_the_page_counts_what_a_threshold_would_fire_at(opened, tmp_path):
         page.mouse.up()
         moved = float(line.get_attribute("aria-valuenow"))
         assert moved < 14
+        shown(moved)
+        expect(page).to_have_url(re.compile(f"threshold={line.get_attribute('aria-valuenow')}%40"))
+        page.reload()
         shown(moved)
         eventually(
             lambda: "1,200" in page.locator("canvas[aria-label*='tokens fired']").first.get_attribute("aria-label")

@@ -48,6 +48,7 @@ export class ExportSheet {
   draw() {
     const { page, list } = this;
     const { request, store } = page;
+    page.settle();
     const formats = store.hello?.exports ?? ["csv"];
     const all = store.requests.size;
     const ofView = page.place.view === "request" && request && page.detail;

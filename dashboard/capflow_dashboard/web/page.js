@@ -13,6 +13,8 @@ import { Store } from "./store.js";
 /** @typedef {import("./scale.js").Scale} Scale */
 
 /** The parts that the cursor is drawn in. */
+// How long the address may be behind what is shown.
+const ADDRESS_MS = 250;
 const CURSOR = ["text-cursor", "plots-cursor", "token"];
 /** The parts that colours are drawn in. */
 const COLOURS = ["tools", "text", "plots", "token"];
@@ -37,8 +39,9 @@ export class Page {
     this.hover = null;
     /** The series of norms that is marked: the layer. */
     this.row = -1;
-    /** Thresholds that were moved, by name of the series. @type {Map<string, number>} */
-    this.thresholds = new Map();
+    /** Set while the address is behind the place. @type {ReturnType<typeof setTimeout> | undefined} */
+    this.behind = undefined;
+    this.settledAt = 0;
     /** @type {import("./feed.js").LinkState} */
     this.link = "connecting";
     this.why = "";
@@ -203,7 +206,7 @@ export class Page {
    */
   threshold(row) {
     const one = this.detail?.series[row];
-    return one ? (this.thresholds.get(seriesName(one)) ?? one.threshold) : NaN;
+    return one ? (this.place.thresholds.get(seriesName(one)) ?? one.threshold) : NaN;
   }
 
   /**
@@ -222,6 +225,7 @@ export class Page {
 
   /** Take the place from the address. */
   visit() {
+    this.settled();
     this.place = read(location.hash);
     this.hover = null;
     this.resolve();
@@ -229,14 +233,34 @@ export class Page {
   }
 
   /**
-   * Change the place, and the address with it.
+   * Change the place, and the address with it: soon if it has just changed, because browsers refuse more than 20
+   * changes a second. An entry is made at once.
    * @param {Partial<Place>} changes
    * @param {boolean} [entry] whether the browser's back button returns from it
    */
   go(changes, entry = false) {
+    if (entry && this.behind !== undefined) this.settle();
     Object.assign(this.place, changes);
+    const wait = this.settledAt + ADDRESS_MS - Date.now();
+    if (entry || wait <= 0) this.settle(entry ? "pushState" : "replaceState");
+    else this.behind ??= setTimeout(() => this.settle(), wait);
+  }
+
+  /**
+   * Let the address say the place.
+   * @param {"pushState" | "replaceState"} [how]
+   */
+  settle(how = "replaceState") {
+    this.settled();
     const address = write(this.place);
-    if (address !== location.hash) history[entry ? "pushState" : "replaceState"](null, "", address);
+    if (address === location.hash) return;
+    history[how](null, "", address);
+    this.settledAt = Date.now();
+  }
+
+  settled() {
+    clearTimeout(this.behind);
+    this.behind = undefined;
   }
 
   /**
@@ -434,9 +458,20 @@ export class Page {
   moveThreshold(row, value) {
     const one = this.detail?.series[row];
     if (!one) return;
-    if (value === null || value === one.threshold) this.thresholds.delete(seriesName(one));
-    else this.thresholds.set(seriesName(one), value);
+    this.keepThreshold(seriesName(one), value === one.threshold ? null : value);
     this.frames.draw("plots", "token", ...(row === this.measured ? ["text", "tools"] : []));
+  }
+
+  /**
+   * Keep a threshold that was moved, or that of the file for null.
+   * @param {string} name of the series
+   * @param {number | null} value
+   */
+  keepThreshold(name, value) {
+    const { thresholds } = this.place;
+    if (value === null) thresholds.delete(name);
+    else thresholds.set(name, value);
+    this.go({ thresholds });
   }
 
   /** @param {number} key */
@@ -452,7 +487,7 @@ export class Page {
   }
 }
 
-/** @param {import("./protocol.js").Series} one */
+/** @param {{probe: string, site: string}} one */
 export function seriesName(one) {
   return one.probe ? `probe:${one.probe}@${one.site}` : one.site;
 }

@@ -21,6 +21,7 @@
  * @property {string} sort a column, with a minus sign for descending
  * @property {string} probe the probe of the list
  * @property {boolean} hold whether the selection stays
+ * @property {Map<string, number>} thresholds those that were moved, by name of the series
  * @property {string[]} pins `ENGINE/ID` of each pinned request, both encoded
  */
 
@@ -44,6 +45,7 @@ export function nowhere() {
     sort: "-started",
     probe: "",
     hold: false,
+    thresholds: new Map(),
     pins: [],
   };
 }
@@ -55,6 +57,7 @@ const CHOICES = {
   heat: ["norms", "change", "probes"],
 };
 const PINS_MAX = 16;
+const THRESHOLDS_MAX = 16;
 
 /**
  * Return the name of a request in an address.
@@ -94,6 +97,8 @@ export function write(place) {
     if (place[name] !== usual[name]) query.set(name, wellFormed(String(place[name])));
   }
   if (place.hold) query.set("hold", "1");
+  for (const [name, value] of [...place.thresholds].slice(0, THRESHOLDS_MAX))
+    query.append("threshold", `${value}@${wellFormed(name)}`);
   for (const pin of place.pins.slice(0, PINS_MAX)) query.append("pin", pin);
   let path = place.view === "request" ? "" : place.view;
   if (place.view === "request" && (place.id || place.engine)) path = `r/${nameOf(place.engine, place.id)}`;
@@ -132,6 +137,10 @@ export function read(hash) {
     if (CHOICES[name].includes(text)) Object.assign(place, { [name]: text });
   }
   place.hold = query.get("hold") === "1" || place.view === "compare";
+  for (const text of query.getAll("threshold").slice(0, THRESHOLDS_MAX)) {
+    const [value, name] = cut(text, "@");
+    if (name && value.trim() && Number.isFinite(Number(value))) place.thresholds.set(name, Number(value));
+  }
   place.pins = query.getAll("pin").slice(0, PINS_MAX);
   return place;
 }

@@ -5,6 +5,7 @@
 import { count, number, plural, visible } from "./format.js";
 import { font, ink, pattern, sized } from "./inks.js";
 import { html, nothing, render } from "./lit.js";
+import { seriesName } from "./page.js";
 import { band, compose } from "./picture.js";
 import { levels } from "./span.js";
 import { drawCurve } from "./strip.js";
@@ -57,8 +58,6 @@ export class PopulationView {
     this.legend = find("#population-legend");
     this.canvases = /** @type {HTMLCanvasElement[]} */ ([...box.querySelectorAll("canvas")]);
     this.lines = /** @type {HTMLElement[]} */ ([...box.querySelectorAll(".edge-line")]);
-    /** The edge that was moved to, by engine and probe. @type {Map<string, number>} */
-    this.moved = new Map();
     this.log = false;
     this.widths = [0, 0, 0, 0];
     const look = new ResizeObserver((entries) => {
@@ -82,17 +81,12 @@ export class PopulationView {
     return population && population.engine === engine && population.probe === probe ? population : null;
   }
 
-  get name() {
-    const { engine, probe } = this.page.populated;
-    return JSON.stringify([engine, probe]);
-  }
-
   /** @param {Shown} shown */
-  edgeOf({ edges, threshold }) {
+  edgeOf(shown) {
     // The threshold of the file is an edge.
-    const given = nearest(edges, threshold);
-    const score = this.moved.get(this.name);
-    return { given, edge: score === undefined ? given : nearest(edges, score) };
+    const given = nearest(shown.edges, shown.threshold);
+    const score = this.page.place.thresholds.get(seriesName(shown));
+    return { given, edge: score === undefined ? given : nearest(shown.edges, score) };
   }
 
   /**
@@ -102,9 +96,9 @@ export class PopulationView {
   move(edge) {
     const { shown } = this;
     if (!shown) return;
-    const { given } = this.edgeOf(shown);
-    if (edge === null || edge === given) this.moved.delete(this.name);
-    else this.moved.set(this.name, shown.edges[Math.max(0, Math.min(shown.edges.length - 1, edge))]);
+    const { edges } = shown;
+    const usual = edge === null || edge === this.edgeOf(shown).given;
+    this.page.keepThreshold(seriesName(shown), usual ? null : edges[Math.max(0, Math.min(edges.length - 1, edge))]);
     this.page.frames.draw("extra");
   }
 
@@ -191,7 +185,7 @@ export class PopulationView {
       page.onSubscription();
       page.frames.draw("extra");
     };
-    const moved = shown && this.moved.has(this.name);
+    const moved = shown && page.place.thresholds.has(seriesName(shown));
     render(
       html`<h2 id="population-title">Population</h2>
         ${

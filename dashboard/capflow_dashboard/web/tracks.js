@@ -123,7 +123,7 @@ class Track {
     if (!detail) return;
     const one = detail.series[row];
     const values = detail.values[row];
-    const moved = page.thresholds.get(seriesName(one));
+    const moved = page.place.thresholds.get(seriesName(one));
     const pool = one.pool === "token" ? "each token" : `the request's ${one.pool}`;
     const { column } = page;
     render(

@@ -142,11 +142,16 @@ test("an address gives back the place that wrote it, whatever the names are", ()
       sort: "-max:code",
       probe: "a b",
       hold: true,
+      thresholds: new Map([
+        [`probe:${id}@post_block:1`, -0.25],
+        ["probe:b@post_block:2", 1e-9],
+      ]),
       pins: [nameOf(id, id)],
     };
     const back = read(write(place));
     const whole = id.replace("\ud800", "\ufffd");
-    assert.deepEqual(back, { ...place, id: whole, engine: whole });
+    const thresholds = new Map([...place.thresholds].map(([name, value]) => [name.replace("\ud800", "\ufffd"), value]));
+    assert.deepEqual(back, { ...place, id: whole, engine: whole, thresholds });
     assert.equal(write(back), write(place));
   }
   for (const view of ["requests", "health"]) assert.equal(read(write({ ...nowhere(), view })).view, view);
@@ -162,6 +167,7 @@ test("an address that says nothing sensible is the default", () => {
     "#/nothing",
     "#/?pos=-1&scale=x&from=9&to=2&heat=__proto__",
     "#/r/a/b/c",
+    "#/?threshold=&threshold=1&threshold=@a&threshold=x@a&threshold=Infinity@a&threshold=1@",
   ];
   for (const hash of nonsense) assert.deepEqual(read(hash), nowhere(), hash);
   assert.equal(write(nowhere()), "#/");

@@ -90,3 +90,31 @@ test("requests with one id are compared as they were chosen", () => {
   visit(location.hash);
   assert.deepEqual([page.key, page.otherKey], [1, 9]);
 });
+
+test("a key that is held does not change the address more often than browsers allow, and what is shown is in it at last", (t) => {
+  t.mock.timers.enable({ apis: ["setTimeout", "Date"], now: 1e12 });
+  let changes = 0;
+  t.mock.method(history, "replaceState", (_, __, address) => {
+    changes += 1;
+    location.hash = address;
+  });
+  for (let pos = 0; pos < 300; pos++) {
+    page.go({ pos });
+    t.mock.timers.tick(1000 / 30);
+  }
+  assert.ok(changes <= 10 * 5, `${changes} in 10 s`);
+  t.mock.timers.tick(1000);
+  assert.match(location.hash, /pos=299$/);
+});
+
+test("an entry of the browser's history keeps what was shown last before it", (t) => {
+  const addresses = [];
+  for (const name of ["replaceState", "pushState"])
+    t.mock.method(history, name, (_, __, address) => {
+      addresses.push(address);
+      location.hash = address;
+    });
+  page.go({ pos: 7 });
+  page.go({ view: "health" }, true);
+  assert.deepEqual(addresses, ["#/?pos=7", "#/health?pos=7"]);
+});
