@@ -10,7 +10,7 @@ STAY := $(shell test -t 2 && echo --stay)
 
 .DEFAULT_GOAL := help
 export NO_MKDOCS_2_WARNING := 1
-.PHONY: help demo check test-one test proof simulate fuzz chaos soak soak-requests architectures lint format bench docs docs-serve metrics proto env system compiler page-tools lock sbom audit clean
+.PHONY: help demo check test-one test lane-engines lane-waiting lane-browser lane-others proof simulate fuzz chaos soak soak-requests architectures lint format bench docs docs-serve metrics proto env system compiler page-tools lock sbom audit clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -31,19 +31,26 @@ test-one: env  ## run one test file or test: make test-one T=tests/capture/test_
 	@[ -n "$(T)" ] || { echo "make test-one: no T given; expected a test, such as T=tests/capture/test_spec.py" >&2; exit 2; }
 	$(PYTHON) -m pytest $(T)
 
-# They wait for time to pass rather than for the processor, most of them, so they run beside the others.
+# The lanes of `make test` run side by side, each with its output at its end. These tests wait for time to pass rather
+# than for the processor, most of them, as those of the browser do, so they fill what the engines leave.
 WAITING := tests/hub tests/consumers tests/transport
-test: env system page-tools  ## run the tests except the long ones: those of engines, those that wait and the rest side by side
+LANE := -m pytest --durations 25 -m
+test: env system page-tools  ## run the tests except the long ones: those of engines, of the browser, those that wait and the rest side by side
 	@# Hundreds of tests start a process, which would compile these files again where it may write no bytecode.
 	@$(PYTHON) -m compileall -q capflow consumers dashboard engine_ext tests
-	@waiting=$$(mktemp); $(PYTHON) -m pytest -m "not (engine or long)" $(WAITING) --durations 25 >$$waiting 2>&1 & first=$$!; \
-		rest=$$(mktemp); \
-		$(PYTHON) -m pytest -m "not (engine or long)" $(WAITING:%=--ignore=%) --durations 25 >$$rest 2>&1 & second=$$!; \
-		trap 'kill $$first $$second' INT TERM; \
-		$(PYTHON) -m pytest -m "engine and not long" --durations 25; engines=$$?; \
-		wait $$first; first=$$?; wait $$second; second=$$?; cat $$waiting $$rest; rm -f $$waiting $$rest; \
-		for code in $$engines $$first $$second; do if [ $$code -eq 5 ]; then echo "make test: no test ran" >&2; fi; done; \
-		[ $$engines -eq 0 ] && [ $$first -eq 0 ] && [ $$second -eq 0 ]
+	@$(MAKE) --no-print-directory --jobs --keep-going --output-sync=target lane-engines lane-waiting lane-browser lane-others
+
+lane-engines:
+	@$(PYTHON) $(LANE) "engine and not long"
+
+lane-waiting:
+	@$(PYTHON) $(LANE) "not (engine or long)" $(WAITING)
+
+lane-browser:
+	@$(PYTHON) $(LANE) "browser and not (engine or long)" $(WAITING:%=--ignore=%)
+
+lane-others:
+	@$(PYTHON) $(LANE) "not (browser or engine or long)" $(WAITING:%=--ignore=%)
 
 proof: env system  ## run the long tests, minutes each
 	@# pip accepts no file in which only some packages have hashes. Each of the two packages below is for one test.
