@@ -52,7 +52,8 @@ if [ ! -e "$lock_stamp" ]; then
     echo "make env: .venv with $(grep -c '==' requirements/cpu.lock) packages, a few minutes ($("$python" --version))"
     rm -rf .venv
     "$python" -m venv .venv || fail "$python has no venv module: install python3-venv"
-    pip_install "$(grep -c '==' requirements/cpu.lock)" --require-hashes -r requirements/cpu.lock
+    # Python compiles a module when it is first imported; to compile all of them takes longer than everything else here.
+    pip_install "$(grep -c '==' requirements/cpu.lock)" --no-compile --require-hashes -r requirements/cpu.lock
     # pip takes the CUDA build of torch where it finds no other, and the lock has not what that needs.
     for library in .venv/lib/python3*/site-packages/torch/lib/libtorch_cuda.so; do
         [ ! -e "$library" ] ||

@@ -296,12 +296,12 @@ class PageServer:
             await asyncio.sleep(1 / limits.UPDATES_PER_S_MAX)
 
     async def _beat(self, connection: ServerConnection) -> None:
-        """Send a heartbeat each second, and when the hub's state changes. Raises TimeoutError when nobody reads them."""
-        told, told_at = "", -math.inf
+        """Send a heartbeat each second and at a change of state. Raises TimeoutError when the page does not read."""
+        state, sent_at = "", -math.inf
         while True:
             now, beat = asyncio.get_running_loop().time(), self._board.heartbeat()
-            if beat["state"] != told or now - told_at >= limits.HEARTBEAT_S:
-                told, told_at = beat["state"], now
+            if beat["state"] != state or now - sent_at >= limits.HEARTBEAT_S:
+                state, sent_at = beat["state"], now
                 await _send(connection, wire.encode({"heartbeat": beat}))
             await asyncio.sleep(limits.STATE_S)
 

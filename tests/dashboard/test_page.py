@@ -245,12 +245,12 @@ def test_a_moved_threshold_shows_what_would_fire_and_changes_no_colour(opened, t
         assert "tokens" in line.get_attribute("aria-valuetext")
         assert window.steps() == steps
         # The address has it: whoever opens the link sees the same, and the population of the probe has it too.
-        chosen, said = line.get_attribute("aria-valuenow"), line.get_attribute("aria-valuetext")
+        chosen, words = line.get_attribute("aria-valuenow"), line.get_attribute("aria-valuetext")
         expect(page).to_have_url(re.compile(f"threshold={chosen}%40"))
         page.reload()
         window.wait_coloured()
         expect(line).to_have_attribute("aria-valuenow", chosen)
-        expect(line).to_have_attribute("aria-valuetext", said)
+        expect(line).to_have_attribute("aria-valuetext", words)
         page.locator(".tab", has_text="Population").click()
         expect(page.locator("#population-reset")).to_have_text("Reset to 12.5")
         page.go_back()

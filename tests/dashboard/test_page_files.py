@@ -94,3 +94,13 @@ def test_the_pure_modules_do_what_their_tests_say():
     tests = sorted(str(path) for path in Path(__file__).with_name("web").glob("*.test.js"))
     ran = subprocess.run([node, "--test", *tests], capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_the_help_names_every_key():
+    keys = re.search(r"const KEYS = \{\n(.*?)\n\};", (WEB / "app.js").read_text(encoding="utf-8"), re.DOTALL)[1]
+    handled = {quoted or plain for quoted, plain in re.findall(r'^  (?:"(.+?)"|(\w+)):', keys, re.MULTILINE)}
+    sheet = re.search(r"const KEYS = \[\n(.*?)\n\];", (WEB / "help.js").read_text(encoding="utf-8"), re.DOTALL)[1]
+    named = {key for line in re.findall(r"\[\[(.+?)\], ", sheet) for key in re.findall(r'"(.+?)"', line)}
+    arrows = {"←": "ArrowLeft", "→": "ArrowRight", "↑": "ArrowUp", "↓": "ArrowDown", "\N{MINUS SIGN}": "-"}
+    # `=` is `+` without Shift; the kill switch and Escape are handled elsewhere.
+    assert {arrows.get(key, key) for key in named} - {"Shift", "K", "Esc"} == handled - {"="}

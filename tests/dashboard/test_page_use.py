@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
+from urllib.parse import quote
 
+import msgspec
 import numpy as np
 import pytest
 from playwright.sync_api import expect
 
+from capflow.capture.frame import Frame
 from capflow.capture.site import Site
 from capflow.probes.probe import Probe
 from tests.kit.dashboards import open_dashboard
@@ -200,6 +204,7 @@ def test_the_address_brings_back_all_that_is_shown(opened):
         page.keyboard.press("+")
         page.fill("#filter", "r1")
         page.locator(".request-head .pin").click()
+        expect(page).to_have_url(re.compile("pin=engine-1"))
         address = page.url
         assert "/r/engine-1/r1?" in address
         page.goto("about:blank")
@@ -222,19 +227,40 @@ def test_the_address_brings_back_all_that_is_shown(opened):
         expect(page.locator("#request-id")).to_have_text("r/2 ?#&")
 
 
-def test_a_drag_zooms_and_a_double_click_shows_all(opened):
+def test_a_drag_zooms_the_strip_above_moves_that_and_a_double_click_shows_all(opened):
     with open_dashboard() as consumer:
         window = opened(consumer)
         page = window.page
         show(consumer, "r1")
         window.wait_tokens(120)
-        box = page.locator("#heat").bounding_box()
+        box, strip = page.locator("#heat").bounding_box(), page.locator(".over-canvas").bounding_box()
         x = lambda column: box["x"] + 60 + (column + 0.5) * (box["width"] - 74) / 120  # noqa: E731
-        page.mouse.move(x(30), box["y"] + 40)
-        page.mouse.down()
-        page.mouse.move(x(59), box["y"] + 40, steps=4)
-        page.mouse.up()
+
+        def drag(first, last, y):
+            page.mouse.move(x(first), y)
+            page.mouse.down()
+            page.mouse.move(x(last), y, steps=4)
+            page.mouse.up()
+
+        drag(30, 59, box["y"] + 40)
         expect(page).to_have_url(re.compile("from=30&to=60"))
+        middle = strip["y"] + strip["height"] / 2
+        drag(40, 60, middle)
+        expect(page).to_have_url(re.compile("from=50&to=80"))
+        edge = page.locator(".brush .right").bounding_box()
+        page.mouse.move(edge["x"] + edge["width"] / 2, middle)
+        page.mouse.down()
+        page.mouse.move(edge["x"] + edge["width"] / 2 + x(20) - x(0), middle, steps=4)
+        page.mouse.up()
+        expect(page).to_have_url(re.compile("from=50&to=100"))
+        page.keyboard.press(",")
+        expect(page).to_have_url(re.compile("from=37&to=87"))
+        page.keyboard.press(".")
+        expect(page).to_have_url(re.compile("from=50&to=100"))
+        # Elsewhere in the strip: the part goes there.
+        page.mouse.click(x(20), middle)
+        expect(page).to_have_url(re.compile("from=0&to=50"))
+        drag(0, 10, box["y"] + 40)
         page.mouse.dblclick(x(60), box["y"] + 40)
         expect(page).not_to_have_url(re.compile("from="))
 
@@ -260,6 +286,24 @@ def test_a_hub_that_says_nothing_makes_the_page_stale(opened):
         expect(page.locator("#link")).to_have_text("stale", timeout=LIMIT_MS)
         expect(page.locator("#notice")).to_contain_text("The hub has said nothing for")
         expect(page.locator("#announce")).to_contain_text("The hub has said nothing for")
+
+
+def test_rows_that_come_late_say_how_old_they_are(opened):
+    with open_dashboard() as consumer:
+        page = opened(consumer).page
+        consumer.on_session("engine-1", make_model())
+        frame = frame_of("r1", NORMS, prompt=40)
+
+        def come(age_s):
+            header = msgspec.structs.replace(frame.header, time_ns=time.time_ns() - int(age_s * 1e9))
+            consumer.on_frame(Frame.seal(header, frame.payload))
+
+        come(0.02)
+        expect(page.locator("#lag")).to_have_text(re.compile("ms$"))
+        expect(page.locator(".lag.bad")).to_have_count(0)
+        come(12)
+        expect(page.locator("#lag")).to_have_text("12 s")
+        expect(page.locator(".lag.bad")).to_be_visible()
         consumer.on_idle()
         expect(page.locator("#link")).to_have_text("live")
         expect(page.locator("#notice")).to_be_hidden()
@@ -393,8 +437,10 @@ LONG_IDS = {
 @pytest.mark.parametrize(
     ("width", "height"), [(320, 640), (390, 844), (720, 450), (800, 700), (1440, 900), (3840, 2160)]
 )
-def test_nothing_overflows_whatever_the_names_are(opened, width, height):
-    with open_dashboard() as consumer:
+def test_nothing_overflows_whatever_the_names_are(opened, tmp_path, width, height):
+    path = tmp_path / "probe.safetensors"
+    Probe.make(Site(1, "post_block"), np.eye(8)[3:4], names=("p" * 100,), threshold=12.5).save(path)
+    with open_dashboard(probes=(str(path),)) as consumer:
         window = opened(consumer, viewport={"width": width, "height": height})
         page = window.page
         consumer.on_session("e" * 300, make_model())
@@ -409,6 +455,13 @@ def test_nothing_overflows_whatever_the_names_are(opened, width, height):
             window.click_token(55)
             expect(page.locator("#token-facts")).to_contain_text("55, generated")
             assert window.overflows() == []
+        two = "/".join(f"{'e' * 300}/{quote(LONG_IDS[name], safe='')}" for name in ("letters", "override"))
+        page.evaluate("address => { location.hash = address; }", f"#/compare/{two}")
+        expect(page.locator("#compare-verdict")).to_contain_text("Different at once")
+        assert window.overflows() == []
+        page.evaluate("location.hash = '#/population'")
+        expect(page.locator("#population-threshold")).to_have_text("12.5")
+        assert window.overflows() == []
         page.evaluate("location.hash = '#/requests'")
         expect(page.locator("body")).to_have_attribute("data-view", "requests")
         assert window.overflows() == []
