@@ -241,7 +241,8 @@ export class Page {
   go(changes, entry = false) {
     if (entry && this.behind !== undefined) this.settle();
     Object.assign(this.place, changes);
-    const wait = this.settledAt + ADDRESS_MS - Date.now();
+    // A clock that was set back does not hold it up.
+    const wait = Math.min(ADDRESS_MS, this.settledAt + ADDRESS_MS - Date.now());
     if (entry || wait <= 0) this.settle(entry ? "pushState" : "replaceState");
     else this.behind ??= setTimeout(() => this.settle(), wait);
   }
