@@ -52,8 +52,9 @@ if [ ! -e "$lock_stamp" ]; then
     echo "make env: .venv with $(grep -c '==' requirements/cpu.lock) packages, a few minutes ($("$python" --version))"
     rm -rf .venv
     "$python" -m venv .venv || fail "$python has no venv module: install python3-venv"
-    # Python compiles a module when it is first imported; to compile all of them takes longer than everything else here.
     pip_install "$(grep -c '==' requirements/cpu.lock)" --no-compile --require-hashes -r requirements/cpu.lock
+    # pip would compile one module after another. A few are for other versions of Python and do not compile.
+    .venv/bin/python -m compileall -qq -j 0 .venv/lib || true
     # pip takes the CUDA build of torch where it finds no other, and the lock has not what that needs.
     for library in .venv/lib/python3*/site-packages/torch/lib/libtorch_cuda.so; do
         [ ! -e "$library" ] ||
