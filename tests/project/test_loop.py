@@ -52,7 +52,6 @@ def test_every_test_runs_somewhere():
     """`make test` and `make proof` share the tests; only `make check` leaves slow ones out."""
     lanes = re.findall(r"lane-\w+", recipe("test"))
     assert {lane: selections(lane) for lane in lanes} == {
-        "lane-rows": ["engine and not long"],
         "lane-engines": ["engine and not long"],
         "lane-waiting": ["not (engine or long)"],
         "lane-browser": ["browser and not (engine or long)"],
@@ -60,8 +59,7 @@ def test_every_test_runs_somewhere():
     }
     folders = {lane: recipe(lane).split('"')[-1].strip() for lane in lanes}
     assert folders == {
-        "lane-rows": "tests/rows",
-        "lane-engines": "--ignore=tests/rows",
+        "lane-engines": "",
         "lane-waiting": "$(WAITING)",
         "lane-browser": "$(WAITING:%=--ignore=%)",
         "lane-others": "$(WAITING:%=--ignore=%)",
