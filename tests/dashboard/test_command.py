@@ -23,7 +23,7 @@ from capflow.capture.site import Site
 from capflow.cli import main
 from capflow.probes.probe import Probe, save_vector
 from capflow.steering.action import ActionApplied, Freeze, Steer, Unfreeze
-from capflow_dashboard import limits as desk_limits
+from capflow_dashboard import limits
 from tests.kit.captured import write
 from tests.kit.completions import completions, usual
 from tests.kit.dashboards import Pageless
@@ -183,7 +183,7 @@ def test_it_steers_a_hub_with_the_rights_of_its_key(keys, calm):
         ack = ask(page, 1, kind="steer", request=1, name="calm", ratio=0.25)
         assert (ack["state"], ack["step"], ack["position"]) == ("applied", 7, 5)
         (steer,) = acts
-        assert (steer.request, steer.lease_s) == ("r1", desk_limits.LEASE_S)
+        assert (steer.request, steer.lease_s) == ("r1", limits.LEASE_S)
         assert (steer.vectors[0].scale, steer.vectors[0].relative) == (0.25, True)
         # Its lease is renewed while the page says that it is alive, and no longer.
         for _ in range(6):

@@ -180,7 +180,7 @@ def run(
     if tap is not None and address is None:
         address = private_address("tap")
     address = check_address(address or default_address(), insecure=insecure or key is not None, where="--address")
-    metrics = None if metrics_address is None else parse_listen(metrics_address, "--metrics-address")
+    metrics = parse_listen(metrics_address, "--metrics-address")
     made, controllers = configure_all(consumers, config, load_plugins())
     if not made and not controllers:
         raise UsageError(explain("--consumer", got="none", expected="at least one", do="see `capflow plugins`"))

@@ -130,7 +130,7 @@ def _hub_beside(hub: Namespace, engine: Namespace, signals: Signals) -> HubRun |
         drain_s=hub.drain_s,
         memory_bytes_max=hub.memory_bytes_max,
         ends=True,
-        metrics=None if hub.metrics_address is None else parse_listen(hub.metrics_address, "--metrics-address"),
+        metrics=parse_listen(hub.metrics_address, "--metrics-address"),
         log_format=log_format,
         # The server writes its log to the same terminal: a live line cannot be drawn over it.
         live=False,

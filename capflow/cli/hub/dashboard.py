@@ -106,8 +106,7 @@ def dashboard(
 
     stored = _stored(target)
     address = check_address(target or default_address(), insecure=insecure, where="HUB") if stored is None else ""
-    options: dict[str, Any] = {"port": port, "hook": hook, "layers": layers, "token_file": token_file}
-    options["labels"] = labels
+    options: dict[str, Any] = {"port": port, "hook": hook, "layers": layers, "labels": labels, "token_file": token_file}
     options |= {"allow_steering": allow_steering or None, "server": server, "server_key_file": server_key_file}
     lists = {"probes": probes, "vectors": vectors, "modules": modules, "alerts": alerts}
     options |= {name: list(values) for name, values in lists.items() if values}
@@ -119,9 +118,14 @@ def dashboard(
         options["policy"] = str(WhenFull.BLOCK)
     given = {name: value for name, value in options.items() if value is not None}
     made = cast("ConfiguredConsumer", configure("dashboard", given, load_plugins()))
-    metrics = None if metrics_address is None else parse_listen(metrics_address, "--metrics-address")
-    hub = private_address("dashboard")
-    running = HubRun(hub, [made], metrics=metrics, log_format=log_format, drain_s=0, shown=True)
+    running = HubRun(
+        private_address("dashboard"),
+        [made],
+        metrics=parse_listen(metrics_address, "--metrics-address"),
+        log_format=log_format,
+        drain_s=0,
+        shown=True,
+    )
     if stored is not None:
         _show_stored(running, made, stored, opens=opens)
     else:

@@ -87,7 +87,7 @@ def replay(
     from capflow.transport.address import private_address
 
     factor = _factor(speed)
-    metrics = None if metrics_address is None else parse_listen(metrics_address, "--metrics-address")
+    metrics = parse_listen(metrics_address, "--metrics-address")
     made, controllers = configure_all(consumers, config, load_plugins())
     if controllers:
         do = "a controller acts on an engine, and none runs here"

@@ -41,11 +41,14 @@ _PORT_MAX = 65_535
 _INDEX = b"/metrics  for Prometheus\n/healthz  whether the hub lives\n/readyz   whether it is ready\n"
 
 
-def parse_listen(address: str, where: str) -> tuple[str, int]:
+def parse_listen(address: str | None, where: str) -> tuple[str, int] | None:
     """Return host and port of `PORT`, which is on loopback, `HOST:PORT` or `[HOST]:PORT`; the host is an IP address.
 
-    Raises UsageError for anything else, and where the packages of the extra `metrics` are missing.
+    None if no address is given. Raises UsageError for anything else, and where the packages of the extra `metrics` are
+    missing.
     """
+    if address is None:
+        return None
     require("metrics", where)
     match = _LISTEN.fullmatch(address)
     if match is not None and int(match["port"]) <= _PORT_MAX:

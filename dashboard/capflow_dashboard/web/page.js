@@ -12,9 +12,9 @@ import { Store } from "./store.js";
 /** @typedef {import("./frames.js").Frames} Frames */
 /** @typedef {import("./scale.js").Scale} Scale */
 
-/** The parts that the cursor is drawn in. */
-// How long the address may be behind what is shown.
+/** How long the address may be behind what is shown. */
 const ADDRESS_MS = 250;
+/** The parts that the cursor is drawn in. */
 const CURSOR = ["text-cursor", "plots-cursor", "token"];
 /** The parts that colours are drawn in. */
 const COLOURS = ["tools", "text", "plots", "token"];
@@ -41,6 +41,7 @@ export class Page {
     this.row = -1;
     /** Set while the address is behind the place. @type {ReturnType<typeof setTimeout> | undefined} */
     this.behind = undefined;
+    /** When the address was written last. */
     this.settledAt = 0;
     /** @type {import("./feed.js").LinkState} */
     this.link = "connecting";
@@ -225,7 +226,7 @@ export class Page {
 
   /** Take the place from the address. */
   visit() {
-    this.settled();
+    this.unschedule();
     this.place = read(location.hash);
     this.hover = null;
     this.resolve();
@@ -252,14 +253,14 @@ export class Page {
    * @param {"pushState" | "replaceState"} [how]
    */
   settle(how = "replaceState") {
-    this.settled();
+    this.unschedule();
     const address = write(this.place);
     if (address === location.hash) return;
     history[how](null, "", address);
     this.settledAt = Date.now();
   }
 
-  settled() {
+  unschedule() {
     clearTimeout(this.behind);
     this.behind = undefined;
   }
