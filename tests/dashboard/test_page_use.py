@@ -450,6 +450,7 @@ def test_nothing_overflows_whatever_the_names_are(opened, tmp_path, width, heigh
             consumer.on_request_done(done(name, "length", engine="e" * 300))
         for name in LONG_IDS.values():
             page.evaluate("id => { location.hash = `#/r/${'e'.repeat(300)}/${encodeURIComponent(id)}?hold=1`; }", name)
+            eventually(lambda name=name: page.title().split() == f"{name[:60]} · capflow".split())
             window.wait_tokens(120)
             expect(page.locator("#heat")).to_have_attribute("aria-valuemax", "119")
             window.click_token(55)

@@ -41,7 +41,8 @@ export class Page {
     this.row = -1;
     /** Set while the address is behind the place. @type {ReturnType<typeof setTimeout> | undefined} */
     this.behind = undefined;
-    /** When the address was written last. */
+    /** The address that was written or read last, and when it was written. */
+    this.address = "";
     this.settledAt = 0;
     /** @type {import("./feed.js").LinkState} */
     this.link = "connecting";
@@ -227,7 +228,8 @@ export class Page {
   /** Take the place from the address. */
   visit() {
     this.unschedule();
-    this.place = read(location.hash);
+    this.address = location.hash;
+    this.place = read(this.address);
     this.hover = null;
     this.resolve();
     this.frames.draw("shell", "list", "empty", "head", "fresh", ...COLOURS, ...CURSOR);
@@ -245,7 +247,8 @@ export class Page {
     // A clock that was set back does not hold it up.
     const wait = Math.min(ADDRESS_MS, this.settledAt + ADDRESS_MS - Date.now());
     if (entry || wait <= 0) this.settle(entry ? "pushState" : "replaceState");
-    else this.behind ??= setTimeout(() => this.settle(), wait);
+    // If the address is another one by then, a visit is about to come.
+    else this.behind ??= setTimeout(() => location.hash === this.address && this.settle(), wait);
   }
 
   /**
@@ -257,6 +260,7 @@ export class Page {
     const address = write(this.place);
     if (address === location.hash) return;
     history[how](null, "", address);
+    this.address = location.hash;
     this.settledAt = Date.now();
   }
 

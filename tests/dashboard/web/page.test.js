@@ -118,3 +118,18 @@ test("an entry of the browser's history keeps what was shown last before it", (t
   page.go({ view: "health" }, true);
   assert.deepEqual(addresses, ["#/?pos=7", "#/health?pos=7"]);
 });
+
+test("an address that someone opened is not written over by what was shown before it", (t) => {
+  t.mock.timers.enable({ apis: ["setTimeout", "Date"], now: 1e12 });
+  page.go({ pos: 1 });
+  page.go({ pos: 2 });
+  // The browser tells of it later.
+  location.hash = "#/health";
+  t.mock.timers.tick(1000);
+  assert.equal(location.hash, "#/health");
+  page.visit();
+  assert.equal(page.place.view, "health");
+  page.go({ probe: "a" });
+  t.mock.timers.tick(1000);
+  assert.equal(location.hash, "#/health?probe=a");
+});
