@@ -17,7 +17,7 @@ from capflow.version import __version__
 if TYPE_CHECKING:
     from capflow.buffers.queue import ByteQueue
     from capflow.buffers.spool import Spool
-    from capflow.capture.frame import Block, Chunk, Frame, FrameHeader, Rank, RequestRows, Span
+    from capflow.capture.frame import Block, Chunk, Frame, FrameHeader, Rank, RequestRows, Span, Weights
     from capflow.capture.model import ModelInfo
     from capflow.capture.positions import Positions
     from capflow.capture.result import CaptureResult, RequestDone, Status
@@ -121,6 +121,7 @@ __all__ = [
     "Unknown",
     "Unsteer",
     "UsageError",
+    "Weights",
     "__version__",
     "check_address",
     "configure",
@@ -142,7 +143,7 @@ __all__ = [
 _PLACES = {
     "capflow.buffers.queue": ("ByteQueue",),
     "capflow.buffers.spool": ("Spool",),
-    "capflow.capture.frame": ("Block", "Chunk", "Frame", "FrameHeader", "Rank", "RequestRows", "Span"),
+    "capflow.capture.frame": ("Block", "Chunk", "Frame", "FrameHeader", "Rank", "RequestRows", "Span", "Weights"),
     "capflow.capture.model": ("ModelInfo",),
     "capflow.capture.positions": ("Positions",),
     "capflow.capture.result": ("CaptureResult", "RequestDone", "Status"),

@@ -36,6 +36,7 @@ CHECKSUM_PARTS_MAX = 256  # steps of which a rank can tell its requests apart
 CHECKSUM_STEPS = 64  # after so many steps, ranks compare their checksums
 CHECKSUM_S = 1.0  # and at least so often
 CHECKSUM_ANSWERS_S = 5.0  # how long a rank waits for the sums of single requests
+WEIGHTS_TOLD_MAX = 64  # states of the weights that the end of one request has
 GAPS_MAX = 256  # gaps of one request and reason; rows beyond these are only counted
 HIDDEN_SIZE_MAX = 65_536
 POSITIONS_LISTED_MAX = 1_024  # positions in one spec, which travels with every frame of its request

@@ -82,6 +82,19 @@ class Block(NamedTuple):
         return brief(self)
 
 
+class Weights(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A state of an engine's weights.
+
+    version: how often the weights changed since the engine started; changes between two steps count once.
+    label: the name that the last change was given, such as `set_weight_version` of vLLM; empty if it was given none.
+    start: at the end of a request: the first captured position that was computed with these weights.
+    """
+
+    version: Count
+    label: Name = ""
+    start: Position = 0
+
+
 class RequestRows(msgspec.Struct, frozen=True):
     """One request's part of a step.
 
@@ -93,6 +106,7 @@ class RequestRows(msgspec.Struct, frozen=True):
     steered: the steered positions among these, as runs: `first, end, first, end, …`, in ascending order. A position is
         steered if an operation acted there in this forward pass, at any site of the model. None in frames of earlier
         versions, which do not say it.
+    adapter: the name of the LoRA adapter that the request runs with; empty for none.
     """
 
     id: Name
@@ -103,6 +117,7 @@ class RequestRows(msgspec.Struct, frozen=True):
     capture: Capture | None = None
     incarnation: Name = ""
     steered: tuple[Position, ...] | None = None
+    adapter: Name = ""
 
     __repr__ = brief
 
@@ -185,6 +200,9 @@ class Finished(msgspec.Struct, frozen=True):
     capture: the capture that the request itself asked for, if any.
     acted: the changes to its steering, in order, as workers of earlier versions send them: with the request's end.
     incarnation: differs between requests that use the same id one after another.
+    adapter: the name of the LoRA adapter that the request ran with; empty for none.
+    weights: the weights that computed its rows, in order; at most the first and the latest. Empty without rows, and in
+        frames of earlier versions.
     """
 
     id: Name
@@ -196,6 +214,8 @@ class Finished(msgspec.Struct, frozen=True):
     capture: Capture | None = None
     acted: Annotated[tuple[Acted, ...], msgspec.Meta(max_length=limits.ACTED_MAX)] = ()
     incarnation: Name = ""
+    adapter: Name = ""
+    weights: Annotated[tuple[Weights, ...], msgspec.Meta(max_length=limits.WEIGHTS_TOLD_MAX)] = ()
 
     __repr__ = brief
 
@@ -225,6 +245,7 @@ class FrameHeader(msgspec.Struct, frozen=True, tag="frame", kw_only=True):
     acted: the requests with events of their steering in the step.
     step_tokens: the number of tokens that the whole step computed, captured or not.
     step_requests: the number of requests in the step, captured or not.
+    weights: the weights that computed the rows; None in a frame without rows, and in frames of earlier versions.
     xxh3: the hash of the payload.
     """
 
@@ -243,6 +264,7 @@ class FrameHeader(msgspec.Struct, frozen=True, tag="frame", kw_only=True):
     acted: Annotated[tuple[ActedOn, ...], msgspec.Meta(max_length=limits.FINISHED_PER_FRAME_MAX)] = ()
     step_tokens: Count = 0
     step_requests: Count = 0
+    weights: Weights | None = None
     payload_bytes: int = 0
     xxh3: int = 0
 

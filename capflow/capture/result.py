@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 
-from capflow.capture.frame import Dropped, Finished
+from capflow.capture.frame import Dropped, Finished, Weights
 from capflow.capture.losses import Losses, described
 from capflow.text.brief import brief
 
@@ -25,6 +26,8 @@ class CaptureResult(msgspec.Struct, frozen=True):
     budget_reached: the request had more of the wanted positions than `max_rows` allows; this loses no row.
     dropped: the rows that did not reach the consumer, by reason, with their sites and positions. The hub fills it in.
     tag: the tag of the request's spec for this consumer. The hub fills it in.
+    adapter: the name of the LoRA adapter that the request ran with; empty for none. The hub fills it in.
+    weights: the weights that computed the rows, in order, each with its first position. The hub fills it in.
     """
 
     status: Status
@@ -33,6 +36,8 @@ class CaptureResult(msgspec.Struct, frozen=True):
     budget_reached: bool = False
     dropped: tuple[Dropped, ...] = ()
     tag: str = ""
+    adapter: str = ""
+    weights: tuple[Weights, ...] = ()
 
     __repr__ = brief
 
@@ -70,6 +75,25 @@ class RequestDone(msgspec.Struct, frozen=True):
         lost = [described(dropped) for dropped in self.dropped]
         return [*lost, "the request did not end"] if self.status == "error" else lost
 
+    @property
+    def adapter(self) -> str:
+        """The name of the LoRA adapter that the request ran with; empty for none."""
+        return next((finished.adapter for finished in self.finished if finished.adapter), "")
+
+    @property
+    def weights(self) -> tuple[Weights, ...]:
+        """The weights that computed its rows, in order, each with its first position."""
+        return joined_weights(finished.weights for finished in self.finished)
+
+
+def joined_weights(parts: Iterable[Sequence[Weights]]) -> tuple[Weights, ...]:
+    """Return the weights of a request, in order, from those of its pipeline stages or samples."""
+    joined: dict[int, Weights] = {}
+    for weights in itertools.chain.from_iterable(parts):
+        if weights.start < joined.setdefault(weights.version, weights).start:
+            joined[weights.version] = weights
+    return tuple(joined[version] for version in sorted(joined))
+
 
 _WORST_FIRST: tuple[Status, ...] = ("error", "partial_error", "pending", "ok", "not_requested")
 
@@ -92,8 +116,10 @@ def joined(results: Mapping[str, Mapping[str, CaptureResult]]) -> dict[str, Capt
             {name: result.payload for name, result in samples.items() if result.payload},
             any(result.budget_reached for result in samples.values()),
             _added_up(samples.values()),
-            # The samples of one request share its spec.
+            # The samples of one request share its spec and its adapter.
             next(iter(samples.values())).tag,
+            next(iter(samples.values())).adapter,
+            joined_weights(result.weights for result in samples.values()),
         )
     return joined
 

@@ -8,7 +8,7 @@ and texts are the stored ones. The stored events of a request come before its fi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,7 +18,7 @@ import xxhash
 
 from capflow import limits
 from capflow.capture.dtypes import DTYPES
-from capflow.capture.frame import Block, Dropped, Finished, Frame, FrameHeader, Rank, RequestRows, Span
+from capflow.capture.frame import Block, Dropped, Finished, Frame, FrameHeader, Rank, RequestRows, Span, Weights
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site, layers_by_hook
 from capflow.capture.spec import CaptureSpec
@@ -110,7 +110,8 @@ def _steps(capture: Any, incarnation: str, dtype: str, *, ask: bool) -> Iterator
     sidecar = capture.sidecar
     groups, ids = _groups(capture)
     row_bytes = sidecar.hidden_size * DTYPES[dtype].itemsize * max(1, len(capture.sites))
-    runs = list(_runs(sorted(ids), sidecar.prompt_length, max(1, _STEP_BYTES_MAX // row_bytes)))
+    changes = {weights.start for weights in sidecar.weights}
+    runs = list(_runs(sorted(ids), sidecar.prompt_length, max(1, _STEP_BYTES_MAX // row_bytes), changes))
     texts = capture.texts
     spec = _spec(capture.sites, sidecar.tag) if ask else None
     rows_total = sum(len(group.positions) * len(group.sites) for group in groups)
@@ -123,6 +124,8 @@ def _steps(capture: Any, incarnation: str, dtype: str, *, ask: bool) -> Iterator
         dropped=tuple(Dropped(rows, reason) for rows, reason in sidecar.dropped),
         capture=spec,
         incarnation=incarnation,
+        adapter=sidecar.adapter,
+        weights=tuple(sidecar.weights[: limits.WEIGHTS_TOLD_MAX]),
     )
     events = _events(sidecar, incarnation)
     for start, stop in runs or [(0, 0)]:
@@ -136,6 +139,7 @@ def _steps(capture: Any, incarnation: str, dtype: str, *, ask: bool) -> Iterator
             capture=spec,
             incarnation=incarnation,
             steered=_clipped(sidecar.steered, start, stop),
+            adapter=sidecar.adapter,
         )
         blocks, payload = _blocks(groups, start, stop, dtype)
         header = FrameHeader(
@@ -152,6 +156,7 @@ def _steps(capture: Any, incarnation: str, dtype: str, *, ask: bool) -> Iterator
             finished=(finished,) if not runs or stop == runs[-1][1] else (),
             step_tokens=len(places),
             step_requests=1,
+            weights=_weights_at(sidecar.weights, start) if places else None,
         )
         yield _Step(Frame.seal(header, payload), events)
         events = []
@@ -192,6 +197,12 @@ def _events(sidecar: Any, incarnation: str) -> list[Answered]:
     return events
 
 
+def _weights_at(weights: list[Weights], position: int) -> Weights | None:
+    """Return the weights that computed a position; None in data sets of earlier versions."""
+    at = [each for each in weights if each.start <= position]
+    return msgspec.structs.replace(at[-1], start=0) if at else None
+
+
 def _clipped(runs: list[int] | None, start: int, stop: int) -> tuple[int, ...] | None:
     """Return the parts of runs `first, end, first, end, …` that lie in `start .. stop`."""
     if runs is None:
@@ -214,11 +225,16 @@ def _groups(capture: Any) -> tuple[list[_Group], dict[int, int]]:
     return list(groups.values()), ids
 
 
-def _runs(positions: list[int], prompt_length: int, length_max: int) -> Iterator[tuple[int, int]]:
-    """Yield the run of positions of each step: prompt runs of up to `length_max`, then one position a step."""
+def _runs(
+    positions: list[int], prompt_length: int, length_max: int, changes: Collection[int]
+) -> Iterator[tuple[int, int]]:
+    """Yield the run of positions of each step: prompt runs of up to `length_max`, then one position a step.
+
+    changes: positions at which a step begins.
+    """
     start = stop = -1
     for position in positions:
-        if position == stop and position < prompt_length and stop - start < length_max:
+        if position == stop and position < prompt_length and stop - start < length_max and position not in changes:
             stop += 1
             continue
         if stop > start:

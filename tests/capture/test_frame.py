@@ -7,11 +7,24 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from capflow import limits
 from capflow.capture import frame_cost
 from capflow.capture.dtypes import DTYPES
-from capflow.capture.frame import Acted, Block, Dropped, Frame, FrameHeader, Rank, RequestRows, Span, mask_of, runs_of
+from capflow.capture.frame import (
+    Acted,
+    Block,
+    Dropped,
+    Frame,
+    FrameHeader,
+    Rank,
+    RequestRows,
+    Span,
+    Weights,
+    mask_of,
+    runs_of,
+)
 from capflow.capture.positions import Positions
 from capflow.capture.site import HOOKS, Site
 from capflow.capture.spec import CaptureSpec, Want
@@ -25,7 +38,15 @@ GOLDEN_HEADER = (
 )
 
 
-def golden(steered: tuple[int, ...] | None = (3, 4)) -> Frame:
+GOLDEN_WEIGHTS = Weights(2, "step-2")
+
+
+def golden(
+    steered: tuple[int, ...] | None = (3, 4), adapter: str = "lora", weights: Weights | None = GOLDEN_WEIGHTS
+) -> Frame:
+    end = make_finished("r0", 3, 4, dropped=(Dropped(1, "queue_full"),))
+    if weights is not None:
+        end = replace(end, adapter=adapter, weights=(Weights(1), replace(weights, start=3)))
     header = FrameHeader(
         engine="e",
         boot="b",
@@ -37,13 +58,21 @@ def golden(steered: tuple[int, ...] | None = (3, 4)) -> Frame:
         hidden_size=2,
         requests=(
             RequestRows(
-                "r1", 3, 2, (5, 6), ("x", "é"), CaptureSpec({"post_block": [1]}, {"last": 2}, 9), steered=steered
+                "r1",
+                3,
+                2,
+                (5, 6),
+                ("x", "é"),
+                CaptureSpec({"post_block": [1]}, {"last": 2}, 9),
+                steered=steered,
+                adapter=adapter,
             ),
         ),
         blocks=(Block((Site(1, "post_block"),), 2, (Span(0, 2, 2, 0),)),),
-        finished=(make_finished("r0", 3, 4, dropped=(Dropped(1, "queue_full"),)),),
+        finished=(end,),
         step_tokens=4,
         step_requests=2,
+        weights=weights,
     )
     return Frame.seal(header, np.array([[1, 2], [3, 4]], np.float16).view(np.uint8))
 
@@ -60,7 +89,7 @@ EARLIER_HEADER_HEX = (
     "656490ab737465705f746f6b656e7304ad737465705f726571756573747302ad7061796c6f61645f627974657308a4787868"
     "33cf41c67facec6b5567"
 )
-HEADER_HEX = (
+STEERED_HEADER_HEX = (
     "de0012a474797065a56672616d65a776657273696f6e01a6656e67696e65a165a4626f6f74a162a472616e6b93010200a373"
     "657107a47374657009a774696d655f6e73cf17979cfe362a0000a56474797065a7666c6f61743136ab68696464656e5f7369"
     "7a6502a872657175657374739188a26964a27231ad70726f6d70745f6c656e67746803a5737461727402a9746f6b656e5f69"
@@ -71,6 +100,20 @@ HEADER_HEX = (
     "65649182a4726f777301a6726561736f6eaa71756575655f66756c6ca763617074757265c0a5616374656490ab696e636172"
     "6e6174696f6ea0a5616374656490ab737465705f746f6b656e7304ad737465705f726571756573747302ad7061796c6f6164"
     "5f627974657308a478786833cf41c67facec6b5567"
+)
+HEADER_HEX = (
+    "de0013a474797065a56672616d65a776657273696f6e01a6656e67696e65a165a4626f6f74a162a472616e6b93010200a373"
+    "657107a47374657009a774696d655f6e73cf17979cfe362a0000a56474797065a7666c6f61743136ab68696464656e5f7369"
+    "7a6502a872657175657374739189a26964a27231ad70726f6d70745f6c656e67746803a5737461727402a9746f6b656e5f69"
+    "6473920506a5746578747392a178a2c3a9a76361707475726583a5686f6f6b7381aa706f73745f626c6f636b9101a9706f73"
+    "6974696f6e7381a46c61737402a86d61785f726f777309ab696e6361726e6174696f6ea0a773746565726564920304a76164"
+    "6170746572a46c6f7261a6626c6f636b739193919201aa706f73745f626c6f636b02919400020200a866696e697368656491"
+    "8ba26964a27230a6737461747573a473746f70ad70726f6d70745f6c656e67746803af636f6d70757465645f6c656e677468"
+    "04a4726f777304a764726f707065649182a4726f777301a6726561736f6eaa71756575655f66756c6ca763617074757265c0"
+    "a5616374656490ab696e6361726e6174696f6ea0a761646170746572a46c6f7261a7776569676874739281a776657273696f"
+    "6e0183a776657273696f6e02a56c6162656ca6737465702d32a5737461727403a5616374656490ab737465705f746f6b656e"
+    "7304ad737465705f726571756573747302a77765696768747382a776657273696f6e02a56c6162656ca6737465702d32ad70"
+    "61796c6f61645f627974657308a478786833cf41c67facec6b5567"
 )
 EVENT_HEX = (
     "85a26279af636f6e74726f6c6c65722067617465a46b696e64a57374656572a57369746573919202aa706f73745f626c6f63"
@@ -97,8 +140,10 @@ class TestTheWire:
 
     def test_bytes_of_earlier_versions_decode(self):
         frame = Frame.decode(bytes.fromhex(EARLIER_HEADER_HEX), bytes.fromhex(PAYLOAD_HEX))
-        assert frame.header == golden(steered=None).header
+        assert frame.header == golden(steered=None, adapter="", weights=None).header
         assert [chunk.steered for chunk in frame.chunks()] == [None]
+        frame = Frame.decode(bytes.fromhex(STEERED_HEADER_HEX), bytes.fromhex(PAYLOAD_HEX))
+        assert frame.header == golden(adapter="", weights=None).header
 
     def test_a_chunk_says_which_of_its_positions_were_steered(self):
         frame = make_frame([("a", 3, 0, 6), ("b", 3, 2, 2)], steered={"a": (1, 3, 5, 6)})

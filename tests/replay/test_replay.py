@@ -16,7 +16,7 @@ import pytest
 
 import capflow
 from capflow.buffers.spool import Lost
-from capflow.capture.frame import Acted, ActedOn, Frame
+from capflow.capture.frame import Acted, ActedOn, Frame, Weights
 from capflow.capture.result import RequestDone
 from capflow.capture.spec import CaptureSpec
 from capflow.errors import CapflowError, UsageError
@@ -421,6 +421,31 @@ class TestADataSetReplayed:
                 if "positions" in options:
                     del sidecar["texts"]  # those of positions without rows are not said
             assert after == before, name
+
+    def test_frames_and_results_keep_the_adapter_and_the_weights_of_each_position(self, tmp_path):
+        used = (Weights(3, "a"), Weights(4, start=2))
+        watcher = Watcher()
+        with MemoryHub(filesystem(tmp_path / "live"), watcher) as hub:
+            engine = hub.engine()
+            for weights, (start, length) in zip(used, [(0, 2), (2, 3)], strict=True):
+                frame = engine.made([("r1", 8, start, length)])
+                parts = tuple(msgspec.structs.replace(part, adapter="lora") for part in frame.header.requests)
+                header = msgspec.structs.replace(
+                    frame.header, requests=parts, weights=msgspec.structs.replace(weights, start=0)
+                )
+                engine.send(Frame.seal(header, frame.payload))
+            end = make_finished("r1", 8, 5, rows=5 * len(engine.sites))
+            end = msgspec.structs.replace(end, adapter="lora", weights=used)
+            engine.send(make_frame([], finished=[end], hidden=engine.model.hidden_size, seq=3, step=3))
+            engine.settle()
+            assert hub.stop()
+        assert (watcher.done["r1"].adapter, watcher.done["r1"].weights) == ("lora", used)
+        frames = [entry for entry in entries_of(capflow.open(tmp_path / "live")) if isinstance(entry, Frame)]
+        seen = [(p.start, len(p.token_ids), p.adapter, f.header.weights) for f in frames for p in f.header.requests]
+        assert seen == [(0, 2, "lora", Weights(3, "a")), (2, 3, "lora", Weights(4))]
+        replay(tmp_path / "live", filesystem(tmp_path / "again"))
+        again = capflow.open(tmp_path / "again")["r1"]
+        assert (again.adapter, again.weights) == ("lora", used)
 
     def test_ends_of_engines_are_told(self, tmp_path):
         with MemoryHub(filesystem(tmp_path / "live")) as hub:

@@ -15,7 +15,7 @@ import msgspec
 from capflow.capture.frame import Dropped, Frame, FrameHeader, RequestRows
 from capflow.capture.losses import Losses, described, narrowed
 from capflow.capture.positions import Positions
-from capflow.capture.result import CaptureResult, RequestDone
+from capflow.capture.result import CaptureResult, RequestDone, joined_weights
 from capflow.capture.spec import Wanted
 from capflow.hub.requests.index import Arrival
 from capflow.hub.requests.request import Request
@@ -71,6 +71,11 @@ class Tally:
         result = own or CaptureResult("ok")
         if tag := self.request.tags[self.consumer]:
             result = msgspec.structs.replace(result, tag=tag)
+        ends = self.request.finished.values()
+        if adapter := next((finished.adapter for finished in ends if finished.adapter), ""):
+            result = msgspec.structs.replace(result, adapter=adapter)
+        if weights := joined_weights(finished.weights for finished in ends):
+            result = msgspec.structs.replace(result, weights=weights)
         if self._budget_reached():
             result = msgspec.structs.replace(result, budget_reached=True)
         if dropped := self._lost():

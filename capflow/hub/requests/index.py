@@ -44,6 +44,8 @@ _SPECS_BYTES_MAX = 16 * limits.MIB
 _TALLY_BYTES, _NAME_BYTES = 256, 96
 # The memory of the parts of a loss, and of their part in results.
 _DROPPED_BYTES, _GAP_BYTES, _GAP_SITE_BYTES = 320, 480, 96
+# The memory of a change of the weights, without its label.
+_WEIGHTS_BYTES = 160
 # The memory of a spec with its key, besides its shares.
 _SPEC_BYTES = 512
 _opened_at_of = operator.attrgetter("opened_at")
@@ -461,17 +463,20 @@ class RequestIndex:
         return request
 
     def _with_room(self, request: Request, finished: Finished, engine: KnownEngine) -> Finished:
-        """Return the end of a request without the places of lost rows, if these have no room."""
+        """Return the end of a request, with less about lost rows and changed weights if these have no room."""
         sites = sum(len(gap.sites) for dropped in finished.dropped for gap in dropped.gaps)
         gaps = sum(len(dropped.gaps) for dropped in finished.dropped)
-        if not gaps:
+        nbytes = sum(_WEIGHTS_BYTES + 4 * len(weights.label) for weights in finished.weights[1:])
+        if gaps:
+            nbytes += _DROPPED_BYTES * len(finished.dropped) + _GAP_BYTES * gaps + _GAP_SITE_BYTES * sites
+        if not nbytes:
             return finished
-        nbytes = _DROPPED_BYTES * len(finished.dropped) + _GAP_BYTES * gaps + _GAP_SITE_BYTES * sites
         if self.state.offer(engine.owner, nbytes):
             request.nbytes += nbytes
             return finished
         dropped = tuple(Dropped(each.rows, each.reason) for each in finished.dropped)
-        return msgspec.structs.replace(finished, dropped=dropped)
+        weights = (finished.weights[0], finished.weights[-1]) if len(finished.weights) > 1 else finished.weights
+        return msgspec.structs.replace(finished, dropped=dropped, weights=weights)
 
     def _add(self, request: Request, engine: KnownEngine) -> None:
         request.opened_at = self._clock()

@@ -13,7 +13,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from capflow.capture.frame import Weights
 from capflow.capture.intervals import Intervals
+from capflow.capture.result import joined_weights
 from capflow.capture.site import Site
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.text.brief import brief
@@ -113,6 +115,19 @@ class RequestCapture(ABC):
     def tag(self) -> str:
         """The tag of the request's spec; empty if it had none."""
         return self.sidecar.tag
+
+    @property
+    def adapter(self) -> str:
+        """The name of the LoRA adapter that the request ran with; empty for none."""
+        return self.sidecar.adapter
+
+    @property
+    def weights(self) -> tuple[Weights, ...]:
+        """The weights that computed the rows, in order, each with its first position.
+
+        Empty in data sets of earlier versions.
+        """
+        return tuple(self.sidecar.weights)
 
     @property
     def texts(self) -> dict[int, str]:
@@ -325,6 +340,7 @@ def _joined_sidecar(sidecars: Sequence[layout.Sidecar]) -> layout.Sidecar:
         steered=_joined_runs([sidecar.steered for sidecar in sidecars]),
         events=sorted(events.values(), key=lambda event: event.time_ns),
         events_lost=sum(sidecar.events_lost for sidecar in sidecars),
+        weights=list(joined_weights(sidecar.weights for sidecar in sidecars)),
     )
 
 

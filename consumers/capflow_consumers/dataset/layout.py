@@ -37,7 +37,7 @@ import msgspec
 import xxhash
 
 from capflow.capture.dtypes import DTYPES, SAFETENSORS_DTYPES
-from capflow.capture.frame import Rank
+from capflow.capture.frame import Rank, Weights
 from capflow.capture.result import Status
 from capflow.capture.site import HOOKS, Site
 from capflow.errors import UsageError, explain
@@ -156,6 +156,8 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
         sidecars of earlier versions.
     events: the events of its steering, in order; empty in sidecars of earlier versions.
     events_lost: further events, for which there was no room.
+    adapter: the name of the LoRA adapter that the request ran with; empty for none.
+    weights: the weights that computed its rows, in order; empty in sidecars of earlier versions.
     """
 
     format: int = FORMAT
@@ -182,6 +184,8 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     steered: list[Total] | None = None
     events: list[SteeringEvent] = []
     events_lost: Total = 0
+    adapter: str = ""
+    weights: list[Weights] = []
 
 
 _encoder = msgspec.json.Encoder()

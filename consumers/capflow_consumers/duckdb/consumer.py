@@ -277,6 +277,7 @@ class DuckdbConsumer(Consumer):
             problems.append(explain("rows seen", got=request.rows, expected=f"{done.rows} as delivered"))
         status: Status = "ok" if not problems else "partial_error" if request.rows and not request.error else "error"
         model = self._models.get(done.engine)
+        versions = [weights.version for weights in done.weights] or None
         line = {
             "capture": [request.capture],
             "engine": [done.engine],
@@ -290,6 +291,9 @@ class DuckdbConsumer(Consumer):
             "finished_at": [_time(now_ns)],
             "capture_status": [status],
             "tag": pa.array([done.tag or None], pa.string()),
+            "adapter": pa.array([done.adapter or None], pa.string()),
+            "weights": pa.array([versions], pa.list_(pa.int64())),
+            "weights_label": pa.array([done.weights[-1].label or None if done.weights else None], pa.string()),
         }
         incarnation = next((finished.incarnation for finished in done.finished), request.incarnation)
         early = (*key, incarnation)

@@ -13,6 +13,8 @@ Each table has one row for each:
 
 `capture` numbers the captured requests of the file. A request id may return when an engine is restarted; a capture's
 number never does. Times are UTC. `phase` is `prompt` or `generated`. `text` is NULL if the engine has no tokenizer.
+`adapter` is the name of the request's LoRA adapter; NULL for none. `weights` has the versions of the weights that
+computed the request's rows, in order, and `weights_label` the name of the last, NULL if it has none.
 `steered` says whether an operation acted at the token's position; NULL if the engine did not say it.
 `VIEWS` answer the most common questions about finished requests; a probe's threshold and pool are the latest that the
 file was opened with.
@@ -42,6 +44,9 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         ("finished_at", "TIMESTAMP"),
         ("capture_status", "VARCHAR"),
         ("tag", "VARCHAR"),
+        ("adapter", "VARCHAR"),
+        ("weights", "BIGINT[]"),
+        ("weights_label", "VARCHAR"),
     ],
     "tokens": [
         *_KEY,
@@ -103,7 +108,7 @@ TABLES: dict[str, list[tuple[str, str]]] = {
 }
 
 ADDED: dict[str, tuple[str, ...]] = {
-    "requests": ("tag",),
+    "requests": ("tag", "adapter", "weights", "weights_label"),
     "tokens": ("steered",),
     "actions": ("position", "score", "threshold", "label", "incarnation", "target", "scale"),
 }

@@ -133,6 +133,8 @@ class Publisher:
             steered=request.steered_runs,
             events=request.events.take(request.incarnation),
             events_lost=request.events.lost,
+            adapter=done.adapter,
+            weights=list(done.weights),
         )
         return store.put(files, sidecar, layout.write_sidecar(sidecar), on_collision)
 

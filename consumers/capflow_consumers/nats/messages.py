@@ -157,7 +157,8 @@ def done_message(prefix: str, done: RequestDone, result: dict[str, Any], place: 
     root: the path with which `capflow.open` finds the rows; empty if there is none.
     """
     about = {name: getattr(done, name) for name in ("engine", "request", "status", "prompt_length", "computed_length")}
-    extra = {name: value for name, value in {"root": root, "tag": done.tag}.items() if value}
+    optional = {"root": root, "tag": done.tag, "adapter": done.adapter, "weights": done.weights}
+    extra = {name: value for name, value in optional.items() if value}
     body = _encode({**about, **result, "dropped": done.dropped, **extra})
     subject = f"{prefix}.done.{token(done.engine)}.{token(done.request)}"
     # Without rows there is no place to make the id of.
@@ -186,6 +187,8 @@ def rows_messages(prefix: str, header: FrameHeader, chunks: list[Chunk], scores:
     }
     if root:
         about["root"] = root
+    if header.weights is not None:
+        about["weights"] = header.weights
     pieces = ((msgspec.Raw(piece), len(piece)) for chunk in chunks for piece in _pieces(chunk, scores))
     return [
         message(subject, RowsPlace.of(header, number), _encode({**about, "chunks": part}))
@@ -236,6 +239,8 @@ def _pieces(chunk: Chunk, scores: Scores) -> Iterator[bytes]:
     }
     if chunk.texts:
         fields["texts"] = chunk.texts
+    if chunk.request.adapter:
+        fields["adapter"] = chunk.request.adapter
     if (steered := chunk.steered) is not None:
         fields["steered"] = runs_of(steered, chunk.start)
     fields["scores"] = scores(chunk)

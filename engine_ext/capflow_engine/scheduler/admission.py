@@ -8,6 +8,7 @@ Invariants:
 * A request computes every prompt position that is captured of it. It never reads such a position from the cache.
 * A request computes every position that a latched gate scores, also again after it was preempted.
 * Cache blocks that were filled while a request was steered are keyed by that steering.
+* A request reads no cache block that was filled under weights that had changed when it was admitted.
 * Every worker applies a change in the same step.
 * A worker knows which rows of a step belong to no request when that step is settled, or earlier.
 """
@@ -26,6 +27,7 @@ from typing import Any
 
 import msgspec
 
+from capflow import limits
 from capflow.capture.frame import Rank
 from capflow.capture.positions import Positions
 from capflow.capture.spec import Wanted, join
@@ -47,6 +49,7 @@ from capflow.steering.program import SteeringProgram
 from capflow_engine.compat import cache as compat_cache
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import step as compat_step
+from capflow_engine.compat import weights as compat_weights
 from capflow_engine.hubs import HubLinks
 from capflow_engine.request.dynamic import Reports
 from capflow_engine.request.options import KEY, RequestOptions
@@ -59,6 +62,7 @@ from capflow_engine.scheduler.decisions import Decisions
 from capflow_engine.scheduler.drafting import Drafting
 from capflow_engine.scheduler.orders import Admitted, Ended, Orders, Rejection, Unscheduled, Wants
 from capflow_engine.scheduler.stops import Stops
+from capflow_engine.scheduler.weights import WeightsNow
 from capflow_engine.settings import Settings
 from capflow_engine.steering.budget import Holdings, Need, Size, needs_of
 from capflow_engine.steering.fit import Fit
@@ -110,6 +114,7 @@ class Admission:
         self._ended: dict[str, Ended] = {}
         # Requests that ended before they were scheduled, for the next step's orders.
         self._never: dict[str, Unscheduled] = {}
+        self.weights = WeightsNow()
         self.reports = Reports()
         self.decisions = Decisions(self._fork_for_itself)
         # The aborts that are answered with the next step: their ids, and the positions after the requests' ends.
@@ -176,7 +181,12 @@ class Admission:
             program, needs = self._brought[hub].compose(options.program, needs, controllers, name, split)
             options = msgspec.structs.replace(options, program=program)
         self._options[key] = options
-        self._unscheduled[key] = Admitted(name, self._wants_number, self._incarnations[name], options)
+        adapter = compat_weights.adapter_of(request)[: limits.REQUEST_ID_LENGTH_MAX]
+        incarnation = self._incarnations[name]
+        self._unscheduled[key] = Admitted(name, self._wants_number, incarnation, options, adapter)
+        if self.weights.now.version:
+            salt = f"weights:{self._boot}:{self.weights.now.version}"
+            compat.fork_cache_from(request, 0, salt, self.hash_block_size)
         controllers = [spec for spec in controllers if spec.runs]
         sets = _position_sets(options, controllers, wants.wanted)
         if self.drafting is not None and not controllers:
@@ -364,6 +374,8 @@ class Admission:
         step = UnderWay(*compat_step.scheduled_tokens(scheduler_output, requests))
         if step.requests:
             self._under_way[self.step] = step
+            self.weights.take()
+        orders.weights = self.weights.last
         if self._unscheduled:
             for key, _ in compat_step.new_requests(scheduler_output):
                 if (admitted := self._unscheduled.pop(key, None)) is not None:

@@ -11,6 +11,7 @@ from typing import Any
 from capflow_engine.compat import cache as compat_cache
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import step as compat_step
+from capflow_engine.compat import weights as compat_weights
 from capflow_engine.scheduler.admission import Admission
 from capflow_engine.scheduler.calls import answer
 
@@ -22,6 +23,7 @@ class Captured:
         super().__init__(*args, vllm_config=vllm_config, **kwargs)  # type: ignore[call-arg]
         compat.let_workers_end()
         compat.take_calls(answer)
+        compat_weights.watch(_change_weights)
         compat_cache.limit_reads(self)
         self.capflow = Admission(vllm_config, hash_block_size=kwargs.get("hash_block_size") or kwargs["block_size"])
 
@@ -105,6 +107,10 @@ class Captured:
         """Leave the hubs, then stop."""
         self.capflow.close()
         super().shutdown()  # type: ignore[misc]
+
+
+def _change_weights(scheduler: Any, name: str | None) -> None:
+    scheduler.capflow.weights.change(name)
 
 
 _classes: dict[type[Any], type[Any]] = {}

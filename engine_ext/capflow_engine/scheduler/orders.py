@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from capflow.capture.frame import Weights
 from capflow.capture.spec import Wanted
 from capflow.limits import Name, Position
 from capflow.protocol.message import ControllerSpec
@@ -19,6 +20,9 @@ from capflow.steering.action import Abort, Gain, SetGate, Steer, Unsteer
 from capflow_engine.request.options import RequestOptions
 
 _ATTRIBUTE = "capflow_orders"
+
+FIRST_WEIGHTS = Weights(0)
+"""The weights that an engine starts with."""
 
 
 @dataclass(frozen=True)
@@ -122,12 +126,14 @@ class Admitted(NamedTuple):
     wants: the number of the `Wants` that it was admitted under.
     incarnation: tells it from others of its name.
     options: what it asks for, its steering compiled.
+    adapter: the name of the LoRA adapter that it runs with; empty for none.
     """
 
     name: str
     wants: int
     incarnation: str
     options: RequestOptions
+    adapter: str = ""
 
 
 @dataclass(frozen=True)
@@ -227,6 +233,7 @@ class Orders:
         `settled`.
     leases: leases that ended; they apply before `freezes`.
     freezes: freezes of the engine and their ends, in order; they apply before `actions`.
+    weights: the weights that compute the step.
     """
 
     step: int
@@ -242,6 +249,7 @@ class Orders:
     marked: list[Marked] = field(default_factory=list)
     leases: list[LeaseEnd] = field(default_factory=list)
     freezes: list[FreezeOrder] = field(default_factory=list)
+    weights: Weights = FIRST_WEIGHTS
 
     def attach(self, scheduler_output: Any) -> None:
         """Put the orders on a step's scheduler output."""

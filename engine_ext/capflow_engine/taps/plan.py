@@ -139,6 +139,7 @@ class Tracked:
     noted: whether consumers get the events of its steering.
     gates: the gates of its program.
     latched: whether one of them is latched.
+    adapter: the name of the LoRA adapter that it runs with; empty for none.
     """
 
     key: str
@@ -156,6 +157,7 @@ class Tracked:
     noted: bool = False
     gates: tuple[ProgramGate, ...] = ()
     latched: bool = False
+    adapter: str = ""
     ship_progress: RequestProgress | None = field(init=False, repr=False)
     view_progress: RequestProgress | None = field(init=False, repr=False)
 

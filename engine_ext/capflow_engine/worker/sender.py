@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from capflow import limits
 from capflow.capture.dtypes import DTYPES
-from capflow.capture.frame import Acted, ActedOn, Block, Finished, FrameHeader, Rank, RequestRows, Span
+from capflow.capture.frame import Acted, ActedOn, Block, Finished, FrameHeader, Rank, RequestRows, Span, Weights
 from capflow.capture.losses import Losses, LossLog
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site
@@ -75,6 +75,7 @@ class Computed:
     events_lost: by request, how many events of the step had no room.
     opened: where hard gates were open in the step; None where that is unknown.
     marks: by vLLM's id, what controllers and gates of other pipeline stages steered, as in `orders.Marked`.
+    weights: the weights that computed it; None for a step without rows.
     """
 
     number: int
@@ -92,6 +93,7 @@ class Computed:
     events_lost: Counter[Tracked] = field(default_factory=Counter)
     opened: Callable[[Tracked], Opened] | None = None
     marks: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    weights: Weights | None = None
 
     def note(self, noted: Noted) -> None:
         """Add an event; count it only if the request has too many in this step."""
@@ -188,6 +190,8 @@ class Sender:
         self._row_bytes = info.hidden_size * DTYPES[info.dtype].itemsize
         # The rows sent of each running request, by vLLM's id.
         self._sent: dict[str, int] = {}
+        # The weights that computed the rows sent of each running request, by vLLM's id.
+        self._weights: dict[str, tuple[Weights, ...]] = {}
         # The rows lost of each running request, by vLLM's id.
         self._lost: dict[str, Losses] = {}
         self._log = LossLog(logger, f"worker {tuple(rank)}", engine=engine, rank=list(rank))
@@ -240,6 +244,7 @@ class Sender:
             link.send(self._header(hub, step, (), (), (), {}, some), b"")
         if step.rows is not None and counts:
             blocks, requests = self._describe(step, shipped, spans)
+            self._note_weights(step, counts, spans)
             header = self._header(hub, step, requests, blocks, ended[: limits.FINISHED_PER_FRAME_MAX], counts, events)
             reason = link.send(header, self._payload(step.rows, shipped))
             if reason is None:
@@ -257,8 +262,27 @@ class Sender:
             link.send(self._header(hub, step, (), (), ends, {}), b"")
         for request, _ in ended:
             self._sent.pop(request.key, None)
+            self._weights.pop(request.key, None)
             if (lost := self._lost.pop(request.key, None)) is not None:
                 self._log.tell(request.id, lost.dropped)
+
+    def _note_weights(self, step: Computed, counts: Mapping[str, int], trimmed: Sequence[tuple[Span, ...]]) -> None:
+        """Note the weights of a step that is sent, for each request with rows in it."""
+        weights = step.weights
+        if weights is None:
+            return
+        used = self._weights
+        changed = [key for key in counts if key not in used or used[key][-1].version != weights.version]
+        if not changed:
+            return
+        first: dict[str, int] = {}
+        for spans in trimmed:
+            for number, start, _, _ in spans:
+                key = step.plan.batch[number].request.key
+                first[key] = min(first.get(key, start), start)
+        for key in changed:
+            every = (*used.get(key, ()), msgspec.structs.replace(weights, start=first[key]))
+            used[key] = every if len(every) <= limits.WEIGHTS_TOLD_MAX else (every[0], *every[2:])
 
     def _lose(self, plan: Plan, shipped: Sequence[PlannedBlock], trimmed: list[tuple[Span, ...]], reason: str) -> None:
         """Count the rows of a step that are not sent."""
@@ -314,6 +338,7 @@ class Sender:
             request.capture,
             request.incarnation,
             runs,
+            request.adapter,
         )
 
     def _finished(self, ended: Sequence[tuple[Tracked, Ended]], counts: Mapping[str, int]) -> tuple[Finished, ...]:
@@ -328,6 +353,8 @@ class Sender:
                 dropped=lost.dropped if (lost := self._lost.get(request.key)) is not None else (),
                 capture=request.capture,
                 incarnation=request.incarnation,
+                adapter=request.adapter,
+                weights=self._weights.get(request.key, ()),
             )
             for request, end in ended
             if request.watched
@@ -364,6 +391,7 @@ class Sender:
             acted=tuple(events),
             step_tokens=step.plan.tokens,
             step_requests=len(step.plan.batch),
+            weights=step.weights if blocks else None,
         )
 
 

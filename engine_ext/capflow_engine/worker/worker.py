@@ -35,6 +35,7 @@ from capflow_engine.compat import step as compat_step
 from capflow_engine.ranks.agreement import Agreement
 from capflow_engine.ranks.checksums import Checksums
 from capflow_engine.scheduler.orders import (
+    FIRST_WEIGHTS,
     Admitted,
     Ended,
     Orders,
@@ -142,6 +143,8 @@ class WorkerCapture:
         self._planned = EMPTY_PLAN
         # What the taps do, which is less if there is no room; None in a dummy run.
         self._plan: Plan | None = None
+        # The weights that compute it.
+        self._weights = FIRST_WEIGHTS
         # The memory that its rows are copied to.
         self._buffer: Any = None
         # Why its rows for consumers are lost.
@@ -229,6 +232,7 @@ class WorkerCapture:
             assert self.outlets is not None
             self.outlets.put(step)
         self._events.number = orders.step
+        self._weights = orders.weights
         self.changes.end_controllers_leases()
         for decided in (*decisions, *orders.decided):
             self.changes.decide(decided)
@@ -280,6 +284,7 @@ class WorkerCapture:
             incarnation=request.incarnation,
             watched=self.sends and bool(wanted),
             noted=self.sends and (bool(wanted) or wants.actions),
+            adapter=request.adapter,
         )
         self.requests[key] = tracked
         self.deciding.change()
@@ -325,7 +330,7 @@ class WorkerCapture:
     def _end_unscheduled(self, requests: Mapping[str, Unscheduled]) -> None:
         """Report the end of requests that were never scheduled, if a consumer wants rows of them."""
         for key, never in requests.items():
-            name, wants, incarnation, options = never.request
+            name, wants, incarnation, options, adapter = never.request
             hub = self.settings.hub_of(name)
             if self.sends and (options.capture is not None or self.wants[wants][hub].wants.wanted):
                 nothing = self.planner.nothing
@@ -338,6 +343,7 @@ class WorkerCapture:
                     options.capture,
                     hub=hub,
                     incarnation=incarnation,
+                    adapter=adapter,
                 )
                 self._pending.end(tracked, Ended(never.status, 0))
 
@@ -524,6 +530,7 @@ class WorkerCapture:
             now = time.time_ns()
             lent = self.ring.size_of(self._rows_copied(plan) * self.row_bytes) if plan.ship_rows else 0
             step = Computed(number, now, self._planned, rows, token_ids, ready, self._lost, lent=lent)
+            step.weights = self._weights
             step.events, step.events_lost = noted.events, noted.events_lost
             step.opened = None if self.gated_step is None else self.gated_step.opened
             step.marks = {} if (marks := self.marks) is None else dict(marks.runs)

@@ -12,6 +12,7 @@ def served(tiny_with_words, tmp_path_factory):
     import grpc
     import openai
 
+    from tests.kit.adapters import save_adapter
     from tests.kit.doors import BODY_BYTES_MAX, KEY, LENGTH_MAX, MODULE, STEERING_KEY, Served
     from tests.kit.hubs import free_port
     from tests.kit.servers import environment, healthy, process, wait_until
@@ -19,13 +20,16 @@ def served(tiny_with_words, tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     (home / "one.json").write_text(json.dumps(MODULE))
     (home / "chat.jinja").write_text("{% for message in messages %}{{ message.content }} {% endfor %}")
+    # The last slot stays empty: see `tests/rows/test_adapters.py`.
+    lora = f"adapted={save_adapter(tiny_with_words, home / 'lora', seed=1)}"
+    adapter = ["--enable-lora", "--max-loras", "2", "--lora-modules", lora]
     port, rpc = free_port(), free_port()
     command = [
         "serve", tiny_with_words, "--port", str(port), "--dtype", "float32", "--enforce-eager",
         "--hf-overrides", json.dumps({"max_position_embeddings": LENGTH_MAX}), "--max-model-len", str(LENGTH_MAX),
         "--served-model-name", "tiny", "--api-key", KEY, "--chat-template", str(home / "chat.jinja"),
         "--steering-api-key", STEERING_KEY, "--steering-modules", f"one={home}/one.json",
-        "--steering-body-bytes-max", str(BODY_BYTES_MAX), "--grpc-port", str(rpc),
+        "--steering-body-bytes-max", str(BODY_BYTES_MAX), "--grpc-port", str(rpc), *adapter,
     ]  # fmt: skip
     variables = environment(home)
     address = f"127.0.0.1:{rpc}"

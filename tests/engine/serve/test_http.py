@@ -14,7 +14,10 @@ from capflow.capture.site import Site
 from capflow.steering.action import ActionApplied, Steer
 from capflow.steering.vector import SteeringVector
 from capflow.transport.client import Client
+from tests.kit.adapters import AdaptedReference
 from tests.kit.doors import CAPTURE, KEY, PROMPT, PROMPTS, post
+from tests.kit.engines import vector
+from tests.kit.rows import ALL, check_rows
 from tests.kit.waiting import eventually
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -59,6 +62,19 @@ def test_fields_change_nothing_of_the_answer_but_what_they_add(served):
     client, _, _ = served
     assert plain(ask(client, extra_body={"capture": CAPTURE})) == plain(ask(client))
     assert "capture_results" not in ask(client).model_extra
+
+
+def test_an_adapters_name_as_the_model_gives_its_rows_steered_too(served, tiny_with_words):
+    client, _, root = served
+    vectors = {"post_block": {"1": vector(7).tolist()}}
+    body = {"capture": ALL, "capture_id": "adapted", "capture_wait": True, "return_token_ids": True}
+    answer = ask(client, model="adapted", extra_body={**body, "steering_vectors": vectors})
+    (choice,) = answer.choices
+    tokens = [*choice.model_extra["prompt_token_ids"], *choice.model_extra["token_ids"]]
+    reference = AdaptedReference(tiny_with_words, root.parent / "lora")
+    check_rows(capflow.open(root)["adapted"], tokens, reference, {1: 7})
+    result = answer.model_extra["capture_results"]["filesystem"]
+    assert (result["adapter"], [weights["version"] for weights in result["weights"]]) == ("adapted", [0])
 
 
 @pytest.mark.parametrize("usage", [None, {"include_usage": True}], ids=["without usage", "with usage"])

@@ -422,20 +422,34 @@ class CaptureResults(_message.Message):
     def __init__(self, results: _Optional[_Mapping[str, CaptureResult]] = ...) -> None: ...
 
 class CaptureResult(_message.Message):
-    __slots__ = ("status", "error", "payload", "budget_reached", "dropped", "tag")
+    __slots__ = ("status", "error", "payload", "budget_reached", "dropped", "tag", "adapter", "weights")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     BUDGET_REACHED_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
     TAG_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     status: str
     error: str
     payload: _struct_pb2.Struct
     budget_reached: bool
     dropped: _containers.RepeatedCompositeFieldContainer[Dropped]
     tag: str
-    def __init__(self, status: _Optional[str] = ..., error: _Optional[str] = ..., payload: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., budget_reached: _Optional[bool] = ..., dropped: _Optional[_Iterable[_Union[Dropped, _Mapping]]] = ..., tag: _Optional[str] = ...) -> None: ...
+    adapter: str
+    weights: _containers.RepeatedCompositeFieldContainer[Weights]
+    def __init__(self, status: _Optional[str] = ..., error: _Optional[str] = ..., payload: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., budget_reached: _Optional[bool] = ..., dropped: _Optional[_Iterable[_Union[Dropped, _Mapping]]] = ..., tag: _Optional[str] = ..., adapter: _Optional[str] = ..., weights: _Optional[_Iterable[_Union[Weights, _Mapping]]] = ...) -> None: ...
+
+class Weights(_message.Message):
+    __slots__ = ("version", "label", "start")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    label: str
+    start: int
+    def __init__(self, version: _Optional[int] = ..., label: _Optional[str] = ..., start: _Optional[int] = ...) -> None: ...
 
 class Dropped(_message.Message):
     __slots__ = ("rows", "reason", "gaps")

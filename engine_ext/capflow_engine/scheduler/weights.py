@@ -1,0 +1,43 @@
+"""The weights of an engine: how often they changed, and what the last change was called.
+
+Invariant: the number rises with the first step after a change. So two steps with one number had the same weights, and
+several calls of one update count once.
+"""
+
+from __future__ import annotations
+
+from capflow import limits
+from capflow.capture.frame import Weights
+
+
+class WeightsNow:
+    """The weights that compute the next step.
+
+    They belong to the thread of the scheduler.
+    """
+
+    def __init__(self) -> None:
+        self.last = Weights(0)
+        # Those of the next step, if they changed since the last one.
+        self._next: Weights | None = None
+
+    def change(self, name: str | None) -> None:
+        """Note that the weights change.
+
+        name: of the new weights; None where the change does not name them.
+        """
+        label = "" if name is None else name[: limits.REQUEST_ID_LENGTH_MAX]
+        if self._next is None and name is not None and label == self.last.label:
+            return
+        if self._next is None or name is not None:
+            self._next = Weights(self.last.version + 1, label)
+
+    @property
+    def now(self) -> Weights:
+        """The weights that compute the next step."""
+        return self.last if self._next is None else self._next
+
+    def take(self) -> Weights:
+        """Return the weights of a step that begins."""
+        self.last, self._next = self.now, None
+        return self.last
