@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from capflow.hub.hub import Hub
     from capflow.plugins.configure import configure, configure_all, load_plugins
     from capflow.plugins.consumer import (
+        Backlog,
         Consumer,
         Context,
         Controller,
@@ -75,6 +76,7 @@ __all__ = [
     "ActionApplied",
     "Answered",
     "AsyncLLM",
+    "Backlog",
     "Block",
     "ByteQueue",
     "CapflowError",
@@ -153,6 +155,7 @@ _PLACES = {
     "capflow.hub.hub": ("Hub",),
     "capflow.plugins.configure": ("configure", "configure_all", "load_plugins"),
     "capflow.plugins.consumer": (
+        "Backlog",
         "Consumer",
         "Context",
         "Controller",

@@ -180,6 +180,8 @@ class Hub:
             return self._stopped_well
         self.state = HubState.DRAINING
         deadline = time.monotonic() + drain_s
+        for lane in self.lanes:
+            lane.ends_at = deadline
         drained = threading.Event()
 
         def drain() -> None:

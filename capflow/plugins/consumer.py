@@ -56,6 +56,24 @@ class Context(Protocol):
     def hub_status(self) -> dict[str, Any]:
         """Return what `capflow status --json` prints of this hub."""
 
+    def left_s(self) -> float | None:
+        """Return how many seconds the hub that stops still waits for `close`; None while it does not stop."""
+
+    def working(self) -> None:
+        """Note that a long call makes progress: it does not hang, however long it takes."""
+
+
+class Backlog(NamedTuple):
+    """What a consumer has taken and stored, and not delivered yet.
+
+    items, nbytes: how many things wait, such as files, and their size.
+    trouble: why they cannot be delivered now, for anyone to read: it names nothing that is captured; empty if they can.
+    """
+
+    items: int = 0
+    nbytes: int = 0
+    trouble: str = ""
+
 
 class Named:
     """The names of a plugin and of its instance.
@@ -164,6 +182,10 @@ class Consumer(Named, ABC):
 
     def look(self) -> tuple[str, str] | None:
         """Return the place of the data and a command that shows it, for the table at the end of a run."""
+        return None
+
+    def backlog(self) -> Backlog | None:
+        """Return what waits to be delivered elsewhere; None for a consumer that delivers nothing. On any thread."""
         return None
 
     def on_idle(self) -> None:

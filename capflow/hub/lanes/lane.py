@@ -40,7 +40,7 @@ from capflow.hub.lanes.tally import Delivery, Tally
 from capflow.hub.requests.index import Arrival, Wish
 from capflow.hub.requests.request import Request, RequestName
 from capflow.plugins.configure import ConfiguredConsumer, rename
-from capflow.plugins.consumer import Consumer
+from capflow.plugins.consumer import Backlog, Consumer
 from capflow.steering.action import Action, Answered
 from capflow.text.engine_name import is_of
 
@@ -115,6 +115,8 @@ class Lane(abc.ABC):
         self.results: Counter[str] = Counter()
         # Written by the thread.
         self.pace = ConsumerPace()
+        # Until when a hub that stops waits for the consumer; written by the hub's owner.
+        self.ends_at: float | None = None
         # The consumer's own; guarded by `_lock`.
         self.counts: Counter[str] = Counter()
         # Rows by reason; by the hub's thread, at shutdown by the lane's.
@@ -237,7 +239,12 @@ class Lane(abc.ABC):
             since = next(iter(self._unsettled.values()), now)
         if now - since > limits.CALL_S_MAX:
             return f"a request has been without a result for more than {limits.CALL_S_MAX:g} s"
-        return self.backoff.trouble() or self.pace.trouble(now)
+        return self.backoff.trouble() or self.pace.trouble(now) or self.backlog.trouble or None
+
+    @property
+    def backlog(self) -> Backlog:
+        """What the consumer has yet to deliver elsewhere; empty while it is not open."""
+        return (self.consumer.backlog() if self._is_open else None) or Backlog()
 
     def status(self) -> dict[str, Any]:
         """Return the lane's counters."""
@@ -264,6 +271,7 @@ class Lane(abc.ABC):
             "retrying": self.backoff.status(now),
             "restarts": self.restarts,
             "counts": dict(self.counts),
+            "backlog": self.backlog._asdict(),
         }
 
     def stored(self) -> LaneFiles | None:
@@ -293,6 +301,14 @@ class Lane(abc.ABC):
     def hub_status(self) -> dict[str, Any]:
         """Return the hub's counters."""
         return self._hub_status()
+
+    def left_s(self) -> float | None:
+        """Return how long the hub that stops still waits for the consumer; None while it does not stop."""
+        return None if self.ends_at is None else max(0.0, self.ends_at - time.monotonic())
+
+    def working(self) -> None:
+        """Note that the call under way makes progress."""
+        self.pace.working()
 
     # The thread.
 
@@ -491,8 +507,10 @@ class Lane(abc.ABC):
             self.errors += 1
             is_logged = kind in self._logged
             self._logged.add(kind)
-        if not is_logged:
-            event = {"event": "consumer_failed", "consumer": self.name, "method": method}
+        event = {"event": "consumer_failed", "consumer": self.name, "method": method}
+        if not is_logged and method == "close" and isinstance(e, CapflowError):
+            logger.error("consumer %s: %s", self.name, e, extra=event)
+        elif not is_logged:
             text = "consumer %s: %s failed; more of this kind are counted only"
             logger.error(text, self.name, method, exc_info=e, extra=event)
         return f"{self.name}.{method}: {type(e).__name__}: {e}"

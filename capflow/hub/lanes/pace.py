@@ -18,6 +18,8 @@ class ConsumerPace:
         self.waited_since: float | None = None
         # When the call that is running began; None between calls.
         self.called_at: float | None = None
+        # When that call last made progress, as far as the consumer says it.
+        self._worked_at = 0.0
         # The seconds that all finished calls took.
         self.busy_s = 0.0
         # How many frames in a row it raised on.
@@ -44,9 +46,13 @@ class ConsumerPace:
         return busy_s if since is None else busy_s + max(0.0, now - since)
 
     def call_s(self, now: float) -> float:
-        """Return for how long the call under way has lasted, in seconds; 0 between calls."""
+        """Return for how long the call under way has made no progress, in seconds; 0 between calls."""
         since = self.called_at
-        return 0.0 if since is None else max(0.0, now - since)
+        return 0.0 if since is None else max(0.0, now - max(since, self._worked_at))
+
+    def working(self) -> None:
+        """Note that the call under way makes progress."""
+        self._worked_at = time.monotonic()
 
     def trouble(self, now: float) -> str | None:
         """Return why the consumer is taken to have failed; None when it has not."""

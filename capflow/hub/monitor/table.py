@@ -208,6 +208,12 @@ CONSUMER = (
         "Time that it spent in calls; 1 in a second is all.",
         lambda lane: lane.pace.busy_so_far_s(time.monotonic()),
     ),
+    gauge(
+        "consumer_backlog_items",
+        "What it has stored and not delivered yet: shards that wait for their upload.",
+        "backlog.items",
+    ),
+    gauge("consumer_backlog_bytes", "Their size.", "backlog.nbytes"),
     counter("consumer_counts", "What the consumer counts itself, by its names.", "counts", "name"),
 )
 
