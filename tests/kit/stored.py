@@ -39,6 +39,11 @@ class Counts:
     def count(self, name: str, amount: int = 1) -> None:
         self.counts[name] += amount
 
+    def left_s(self) -> float:
+        return 60.0
+
+    def working(self) -> None: ...
+
 
 class Waiting(FilesystemConsumer):
     """The consumer, with every request's result at once."""

@@ -6,7 +6,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import msgspec
@@ -51,7 +51,7 @@ class Damage(NamedTuple):
     of_capture: whether exactly one capture is damaged.
     """
 
-    path: Path
+    path: PurePath
     error: CapflowError
     of_capture: bool
 
@@ -62,7 +62,7 @@ class RequestCapture(ABC):
     path: the request's directory, or the shard that it is in.
     """
 
-    def __init__(self, path: Path, sidecar: layout.Sidecar) -> None:
+    def __init__(self, path: PurePath, sidecar: layout.Sidecar) -> None:
         self.path = path
         self.sidecar = sidecar
         self._entries = {entry.site: entry for entry in sidecar.sites}
@@ -299,7 +299,7 @@ def site_of(value: object) -> Site:
     raise UsageError(explain("site", got=value, expected='(layer, hook) or "hook:layer"'))
 
 
-def damaged(file: Path, got: str, expected: str) -> CapflowError:
+def damaged(file: PurePath, got: str, expected: str) -> CapflowError:
     """Return the error for a file whose content is not what was written."""
     return CapflowError(explain(str(file), got=got, expected=expected, do="restore it from a copy or capture it again"))
 

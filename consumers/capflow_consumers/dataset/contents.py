@@ -7,7 +7,7 @@ some.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import PurePath
 
 import msgspec
 
@@ -38,7 +38,7 @@ class Contents:
     It reads the sidecars, and opens no other file.
     """
 
-    def __init__(self, path: Path, wanted: Iterable[Site] = ()) -> None:
+    def __init__(self, path: PurePath, wanted: Iterable[Site] = ()) -> None:
         self._path = path
         self._wanted = frozenset(wanted)
         self._seen: set[Site] = set()

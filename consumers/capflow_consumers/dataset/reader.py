@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Iterator
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -23,6 +23,7 @@ import xxhash
 from capflow import limits
 from capflow.capture.dtypes import DTYPES
 from capflow.errors import CapflowError, UsageError, explain
+from capflow.extras import require
 from capflow.files import open_regular, read_regular
 from capflow.text.brief import brief
 from capflow.text.engine_name import is_of, name_of
@@ -30,6 +31,7 @@ from capflow_consumers.dataset import layout
 from capflow_consumers.dataset.capture import Damage, JoinedCapture, RequestCapture, Rows, damaged, joined, site_of
 from capflow_consumers.dataset.disk import mapped
 from capflow_consumers.dataset.names import Numbered, slug, split
+from capflow_consumers.dataset.objects.address import ObjectRoot, is_url, parse
 from capflow_consumers.dataset.running import RunningCapture, running
 from capflow_consumers.dataset.shards.index import ShardSet
 
@@ -62,6 +64,8 @@ class RowBatch(NamedTuple):
 
 class DirectoryCapture(RequestCapture):
     """A request with a directory of its own."""
+
+    path: Path
 
     @cached_property
     def _packed_header(self) -> tuple[bytes, int]:
@@ -137,7 +141,7 @@ class DirectoryCapture(RequestCapture):
 
 
 class Dataset:
-    """A root directory; `ds.requests()` lists its requests, `ds[request_id]` opens one.
+    """A root directory or a place in an object store; `ds.requests()` lists its requests, `ds[request_id]` opens one.
 
     Requests that end while the data set is open are seen, also those in shards that are not sealed yet. An id may be
     captured several times (`on_collision=suffix`); then it stands for the last capture, and `captures` returns all.
@@ -146,10 +150,13 @@ class Dataset:
     Methods that read several captures skip damaged ones and log a warning. `damaged` lists all damage.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: PurePath, shards: ShardSet | None = None) -> None:
         self.path = path
-        self._shards = ShardSet(path)
-        self._directories = Numbered(path)
+        # What `open_dataset` takes for this data set.
+        self.source = str(path)
+        self._shards = ShardSet(path) if shards is None else shards
+        # None in an object store, where there are only shards.
+        self._directories = Numbered(Path(path)) if shards is None else None
         # Errors that were logged.
         self._warned: set[str] = set()
         self._look()
@@ -184,7 +191,12 @@ class Dataset:
 
     def running(self) -> list[RunningCapture]:
         """Return the running requests that have rows in files; see the option `tail_s`."""
-        return list(running(self.path))
+        return list(running(Path(self.path))) if self._directories is not None else []
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the data set takes in its directory or its object store."""
+        return self._shards.nbytes if self._directories is None else sum(_sizes(Path(self.path)))
 
     def batches(self, site: tuple[int, str] | str, rows_max: int) -> Iterator[RowBatch]:
         """Yield the rows of all requests at a site in batches of `rows_max`, request after request.
@@ -308,9 +320,11 @@ class Dataset:
     def _look(self) -> Iterator[Path]:
         """Look for new captures; return the directories of requests, by name and number."""
         self._shards.refresh()
-        return filter(_has_sidecar, self._directories.look())
+        return filter(_has_sidecar, self._directories.look() if self._directories is not None else ())
 
     def _paths(self, request_id: str) -> list[Path]:
+        if self._directories is None:
+            return []
         return list(filter(_has_sidecar, self._directories.of(slug(request_id))))
 
     def _warn(self, capture: RequestCapture | Damage) -> None:
@@ -320,12 +334,14 @@ class Dataset:
             logger.warning("%s; it is left out", capture.error)
 
 
-def open_dataset(path: str | Path) -> Dataset:
-    """Open the data set that the filesystem consumer wrote to `path`.
+def open_dataset(path: str | PurePath) -> Dataset:
+    """Open the data set that the filesystem consumer wrote to `path`, a directory or `s3://BUCKET/PREFIX`.
 
-    Raises UsageError when there is no such directory, or it is no data set. Damage raises no error here: see
-    `Dataset.damaged`.
+    Raises UsageError when there is no such directory, or it is no data set; and RetryError when an object store cannot
+    be reached. Damage raises no error here: see `Dataset.damaged`.
     """
+    if is_url(path):
+        return _open_objects(parse(path, "data set"))
     root = Path(path).absolute()
     if not root.is_dir():
         got = "a file" if root.exists() else "nothing"
@@ -337,6 +353,33 @@ def open_dataset(path: str | Path) -> Dataset:
         return Dataset(root)
     expected = f"directories with a {layout.SIDECAR_NAME}, or shards, as the filesystem consumer writes"
     raise UsageError(explain(f"{root} is not a captured data set", expected=expected))
+
+
+def _open_objects(root: ObjectRoot) -> Dataset:
+    require("files", str(root))
+    from capflow_consumers.dataset.objects.shards import ObjectShards
+    from capflow_consumers.dataset.objects.store import Objects
+
+    objects = Objects(root)
+    if not objects.is_dataset():
+        expected = "shards, as filesystem:layout=sharded writes"
+        do = "rows that a hub still holds are in its staging directory; see the option staging"
+        raise UsageError(explain(f"{root} is not a captured data set", expected=expected, do=do))
+    dataset = Dataset(root.path, ObjectShards(objects))
+    dataset.source = str(root)
+    return dataset
+
+
+def _sizes(directory: Path) -> Iterator[int]:
+    """Yield the sizes of the files below a directory; files that are removed meanwhile are skipped."""
+    try:
+        for path in directory.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                yield from _sizes(path)
+            else:
+                yield path.lstat().st_size
+    except OSError:
+        return
 
 
 def _has_sidecar(path: Path) -> bool:

@@ -92,8 +92,10 @@ class TorchRows(IterableDataset[TorchBatch]):
         self._seed = _at_least(seed, 0, "seed")
         self._dtype = dtype
         dataset = open_dataset(path)
-        self._path = dataset.path
-        contents = Contents(self._path, (Site.parse(site) if isinstance(site, str) else Site(*site) for site in sites))
+        self._path = dataset.source
+        contents = Contents(
+            dataset.path, (Site.parse(site) if isinstance(site, str) else Site(*site) for site in sites)
+        )
         counts: dict[str, Counter[Site]] = {}
         for capture in dataset:
             counts.setdefault(capture.id, Counter()).update(contents.add(capture))

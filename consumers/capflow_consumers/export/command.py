@@ -11,6 +11,7 @@ from capflow.capture.site import Site
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.extras import require
 from capflow.text.examples import examples
+from capflow_consumers.dataset.objects.address import is_url
 from capflow_consumers.dataset.reader import open_dataset
 
 _CONTEXT_SIZE = 128
@@ -53,7 +54,8 @@ def export(
     if format == "saelens":
         require("saelens", "--to saelens")
     dataset = open_dataset(path)
-    _check_apart(dataset.path, dest)
+    if not is_url(path):
+        _check_apart(path, dest)
     if damaged := dataset.damaged():
         raise CapflowError(damaged[0])
     captures = len(dataset)
@@ -75,7 +77,7 @@ def export(
     if format == "saelens":
         check_fits(sites, size)
         options |= {"context_size": size, "captures": captures}
-    destination = Destination(dest.absolute(), Export(str(dataset.path), format, list(map(str, sites)), options))
+    destination = Destination(dest.absolute(), Export(dataset.source, format, list(map(str, sites)), options))
     destination.open()
     if format == "safetensors":
         with progress("captures", captures) as step:

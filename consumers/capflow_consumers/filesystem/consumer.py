@@ -21,14 +21,15 @@ import shlex
 import tempfile
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from pathlib import Path, PurePath
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
 from capflow import limits
 from capflow.buffers.newest import keep_newest
 from capflow.buffers.policy import WhenFull
+from capflow.buffers.spool import default_root
 from capflow.capture.frame import Chunk, Frame, FrameHeader, RequestRows
 from capflow.capture.model import ModelInfo
 from capflow.capture.positions import Form
@@ -36,9 +37,11 @@ from capflow.capture.result import CaptureResult, RequestDone
 from capflow.capture.spec import CaptureSpec, StoredDtype, Wanted, join, read_layers
 from capflow.errors import FatalError, RetryError, UsageError, explain, kind_of
 from capflow.extras import require
-from capflow.plugins.consumer import Consumer, Context, hookimpl
+from capflow.plugins.consumer import Backlog, Consumer, Context, hookimpl
 from capflow.steering.action import Answered
 from capflow_consumers.dataset import disk, layout
+from capflow_consumers.dataset.names import slug
+from capflow_consumers.dataset.objects.address import OBJECT_BYTES_MAX, ObjectRoot, endpoint_in_use, is_url, parse
 from capflow_consumers.dataset.running import About
 from capflow_consumers.dataset.stored_dtype import name_of
 from capflow_consumers.filesystem.files import PackedFile, RequestFiles
@@ -52,7 +55,7 @@ from capflow_consumers.filesystem.writing import Endings
 class FilesystemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options of `--consumer filesystem:`.
 
-    root: the directory of the data set; it is made when missing.
+    root: the directory of the data set, which is made when missing; or `s3://BUCKET/PREFIX`, with `sharded`.
     hooks, layers, positions, max_rows, dtype: what to capture of every request, as in `CaptureSpec`; max_rows 0 sets no
         bound.
     capture: `requests` to write only what requests ask for themselves.
@@ -64,6 +67,9 @@ class FilesystemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tail_s: with `per_file`, how often the rows of running requests are written, seconds; 0 is never.
     compression, shard_bytes: with `sharded`.
     threads: with `per_file`, the number of threads that write beside the consumer's own.
+    staging: with a root in an object store, the local directory in which shards are written; by default below
+        `$XDG_STATE_HOME/capflow/uploads`.
+    staging_bytes_max: how many bytes of sealed shards may wait there for their upload.
     mode: of the files below the root; those who may read them may enter the directories that are made.
     """
 
@@ -81,6 +87,8 @@ class FilesystemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tail_s: float = 1.0
     compression: Literal["none", "zstd"] = "none"
     shard_bytes: int = 1024 * limits.MIB
+    staging: str = ""
+    staging_bytes_max: int = 16 * 1024 * limits.MIB
     threads: int = 0
     mode: Literal["0600", "0640", "0644", "0660", "0664"] = "0600"
 
@@ -89,6 +97,7 @@ _DEFAULTS = FilesystemConfig("")
 # Requests without rows whose events are kept.
 _EARLY_MAX = 4096
 _LAYOUT_OF = {"compression": "sharded", "shard_bytes": "sharded", "tail_s": "per_file", "threads": "per_file"}
+_OBJECTS_ONLY = ("staging", "staging_bytes_max")
 """The options that only one layout uses."""
 
 
@@ -111,6 +120,9 @@ class FilesystemConsumer(Consumer):
     def __init__(self, config: FilesystemConfig) -> None:
         super().__init__(config)
         self.config: FilesystemConfig = config
+        # The root in an object store; None for a directory. Set by `check`, or by `open`.
+        self._objects: ObjectRoot | None = None
+        # The directory in which requests are written.
         self._root = Path(config.root).absolute()
         # Set from `open` to `close`.
         self._open: _Open | None = None
@@ -143,23 +155,33 @@ class FilesystemConsumer(Consumer):
 
     def claim(self) -> tuple[str, str]:
         """Return the root."""
-        return "root", str(self._root.resolve())
+        return "root", str(self.config.root if is_url(self.config.root) else self._root.resolve())
+
+    def backlog(self) -> Backlog | None:
+        """Return what waits to be uploaded."""
+        opened = self._open
+        return opened.store.backlog if opened is not None else None
 
     def check(self) -> None:
         """Raise UsageError for options out of range and for a root that cannot be written."""
         config = self.config
+        if is_url(config.root):
+            self._locate()
         if config.layout == "sharded":
             require("files", f"consumers.{self.instance}.layout=sharded")
-        bounds = {"buffer_bytes_max": 0, "tail_s": 0, "shard_bytes": limits.MIB, "threads": 0}
+        bounds = {
+            "buffer_bytes_max": 0,
+            "tail_s": 0,
+            "shard_bytes": limits.MIB,
+            "threads": 0,
+            "staging_bytes_max": limits.MIB,
+        }
         for name, least in bounds.items():
             if not least <= getattr(config, name) < math.inf:
                 raise self._refused(name, f"{least} or more", "remove it to use the default")
         if not config.root:
             raise self._refused("root", "the path of a directory")
-        for name, only in _LAYOUT_OF.items():
-            default = getattr(_DEFAULTS, name)
-            if getattr(config, name) != default and config.layout != only:
-                raise self._refused(name, f"{default} with {config.layout}", f"set layout={only}, or remove it")
+        self._check_uses()
         if config.fsync == "seal" and config.layout != "sharded":
             do = "set layout=sharded, whose files are sealed"
             raise self._refused("fsync", f"true or false with {config.layout}", do)
@@ -175,6 +197,33 @@ class FilesystemConsumer(Consumer):
         except OSError as e:
             raise self._bad_root(f"{existing}: {e.strerror}") from e
 
+    def _check_uses(self) -> None:
+        """Raise UsageError for options that the layout or the root does not use."""
+        config = self.config
+        for name in _OBJECTS_ONLY:
+            if getattr(config, name) != getattr(_DEFAULTS, name) and self._objects is None:
+                raise self._refused(
+                    name, "none with a directory as root", "it is for root=s3://BUCKET/PREFIX; remove it"
+                )
+        if self._objects is not None and config.shard_bytes > OBJECT_BYTES_MAX:
+            raise self._refused("shard_bytes", f"{OBJECT_BYTES_MAX} or less in an object store")
+        for name, only in _LAYOUT_OF.items():
+            default = getattr(_DEFAULTS, name)
+            if getattr(config, name) != default and config.layout != only:
+                raise self._refused(name, f"{default} with {config.layout}", f"set layout={only}, or remove it")
+
+    def _locate(self) -> None:
+        """Find the root in an object store, and the directory for what is not there yet. Raises UsageError."""
+        config, where = self.config, f"consumers.{self.instance}.root"
+        self._objects = parse(config.root, where)
+        if config.layout != "sharded":
+            do = "set layout=sharded; only whole shards are uploaded"
+            got = f"{self._objects.path} with layout={config.layout}"
+            raise UsageError(explain(where, got=got, expected="a directory with this layout", do=do))
+        endpoint_in_use(self._objects)
+        below = default_root().parent / "uploads" / slug(str(self._objects))
+        self._root = Path(config.staging).absolute() if config.staging else below
+
     def _refused(self, option: str, expected: str, do: str = "") -> UsageError:
         got = getattr(self.config, option)
         return UsageError(explain(f"consumers.{self.instance}.{option}", got=got, expected=expected, do=do))
@@ -185,30 +234,52 @@ class FilesystemConsumer(Consumer):
         Raises UsageError when the root cannot be made or written. Raises RetryError, without making a root, when the
         consumer was open before and its root is unreachable.
         """
+        if is_url(self.config.root) and self._objects is None:
+            self._locate()
         if self._context is not None and disk.is_away(self._root):
             raise RetryError(disk.refused(self._root, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))))
-        self._context = context
+        again, self._context = self._context is not None, context
         config = self.config
         workers = ThreadPoolExecutor(config.threads, "capflow-filesystem") if config.threads else None
         work = WorkDir(self._root, fsync=bool(config.fsync), mode=int(config.mode, 8))
         if config.layout == "sharded":
-            from capflow_consumers.filesystem.shard_store import ShardStore
-
-            store: Store = ShardStore(
-                work,
-                compressed=config.compression == "zstd",
-                shard_bytes=config.shard_bytes,
-                sync_requests=config.fsync is True,
-            )
+            store: Store = self._shard_store(work, context)
         else:
             store = Store(work, PackedFile if config.layout == "packed" else RequestFiles, workers)
         try:
             store.open()
         except OSError as e:
             raise self._bad_root(f"{e.filename or self._root}: {e.strerror or e}") from e
+        except RetryError as e:
+            if again:
+                raise
+            raise UsageError(f"consumers.{self.instance}.root: {e}") from e
         publisher = Publisher(store, config.on_collision, lambda: self._count("requests_failed"))
         self._open = _Open(workers, store, publisher, Endings(publisher.write, publisher.publish))
         self._open.endings.open()
+
+    def _shard_store(self, work: WorkDir, context: Context) -> Store:
+        from capflow_consumers.filesystem.shard_store import ShardStore
+
+        config = self.config
+        options: dict[str, Any] = {
+            "compressed": config.compression == "zstd",
+            "shard_bytes": config.shard_bytes,
+            "sync_requests": config.fsync is True,
+        }
+        if self._objects is None:
+            return ShardStore(work, **options)
+        from capflow_consumers.dataset.objects.store import Objects
+        from capflow_consumers.filesystem.object_store import ObjectShardStore
+
+        return ObjectShardStore(
+            work,
+            Objects(self._objects),
+            waiting_bytes_max=config.staging_bytes_max,
+            left_s=context.left_s,
+            working=context.working,
+            **options,
+        )
 
     def on_session(self, engine: str, model: ModelInfo) -> None:
         """Remember the model's name for the sidecars."""
@@ -230,6 +301,7 @@ class FilesystemConsumer(Consumer):
         for rows in frame.header.requests:
             if (frame.header.engine, rows.id) not in self._requests:
                 self._parts.endings.wait(rows.id)
+                self._parts.store.prepare(frame.header.engine, rows.id)
         chunks = list(frame.chunks())
         try:
             self._take(frame, chunks)
@@ -302,7 +374,8 @@ class FilesystemConsumer(Consumer):
         self._buffered_bytes -= nbytes
         if request.published is not None:
             self._count("requests_again")
-            return result_of(*request.published)
+            path, sidecar = request.published
+            return result_of(self._parts.store.place(path), sidecar)
         if request.error is not None:
             self._count("requests_failed")
             return CaptureResult("error", request.error)
@@ -358,7 +431,7 @@ class FilesystemConsumer(Consumer):
             self._fail(request, explain("rows of another model", got=got, expected=expected))
         return request
 
-    def _published(self, header: FrameHeader, request: str) -> tuple[Path, layout.Sidecar] | None:
+    def _published(self, header: FrameHeader, request: str) -> tuple[PurePath, layout.Sidecar] | None:
         """Return the path and sidecar of a request that was made with this frame; None when there is none."""
         for path, sidecar in self._parts.store.captures(header.engine, request):
             ranges = [s for s in sidecar.sources if (s.boot, s.rank) == (header.boot, header.rank)]
@@ -450,7 +523,8 @@ class FilesystemConsumer(Consumer):
 
     def _bad_root(self, got: str) -> UsageError:
         expected = "a directory that can be made and written"
-        return UsageError(explain(f"consumers.{self.instance}.root", got=got, expected=expected))
+        option = "root" if self._objects is None else "staging"
+        return UsageError(explain(f"consumers.{self.instance}.{option}", got=got, expected=expected))
 
     def _count(self, name: str, amount: int = 1) -> None:
         if self._context is not None:

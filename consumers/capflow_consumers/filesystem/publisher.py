@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import capflow
 from capflow.capture.result import CaptureResult, RequestDone, Status
@@ -78,7 +78,7 @@ class Publisher:
         if isinstance(outcome, Path):
             self._placed.pop(files.path, None)
             files.release()
-            return result_of(outcome, written.sidecar)
+            return result_of(self._store.place(outcome), written.sidecar)
         error = self._kind(outcome)
         if isinstance(error, FatalError):
             return error
@@ -144,11 +144,14 @@ class Publisher:
         return "suffix" if begun else self._on_collision
 
 
-def result_of(path: Path, sidecar: layout.Sidecar) -> CaptureResult:
-    """Return the result of a request that lies at `path`."""
+def result_of(place: Mapping[str, Any], sidecar: layout.Sidecar) -> CaptureResult:
+    """Return the result of a request.
+
+    place: as `Store.place` returns it.
+    """
     size = sum(entry.bytes for entry in sidecar.sites)
     files = len({entry.file for entry in sidecar.sites})
-    payload = {"path": str(path), "rows": sidecar.rows, "bytes": size, "files": files}
+    payload = {**place, "rows": sidecar.rows, "bytes": size, "files": files}
     return CaptureResult(sidecar.capture_status, sidecar.error, payload)
 
 

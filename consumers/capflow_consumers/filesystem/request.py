@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import PurePath
 
 from capflow import limits
 from capflow.capture.frame import Chunk
@@ -92,7 +92,7 @@ class FiledRequest:
         self.incarnation = incarnation
         self.error: str | None = None
         self.frames = FrameLog()
-        self.published: tuple[Path, layout.Sidecar] | None = None
+        self.published: tuple[PurePath, layout.Sidecar] | None = None
         # By a chunk's sites: the indices of the sites stored in each dtype.
         self.dtypes: dict[tuple[Site, ...], dict[str, list[int]]] = {}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from capflow.capture.site import Site
@@ -24,15 +24,29 @@ logger = logging.getLogger("capflow.consumer")
 
 
 class ShardStore(Store):
-    """Shards of many requests."""
+    """Shards of many requests.
 
-    def __init__(self, work: WorkDir, *, compressed: bool, shard_bytes: int, sync_requests: bool) -> None:
+    name_bytes, names: as in `ShardWriter`.
+    """
+
+    def __init__(
+        self,
+        work: WorkDir,
+        *,
+        compressed: bool,
+        shard_bytes: int,
+        sync_requests: bool,
+        name_bytes: int = 3,
+        names: Callable[[], Iterable[str]] = tuple,
+    ) -> None:
         super().__init__(work, ShardRows, None)
         # Held while a shard moves from the open to the sealed ones, and while both are searched.
         self._lock = threading.Lock()
         self._compressed = compressed
         self._shard_bytes = shard_bytes
         self._sync_requests = sync_requests
+        self._name_bytes = name_bytes
+        self._names = names
 
     def open(self) -> None:
         """Make the root, and clean up after dead writers; raises OSError."""
@@ -45,6 +59,8 @@ class ShardStore(Store):
             sync=self._sync_requests,
             sync_seals=self.work.fsync,
             mode=self.work.mode,
+            name_bytes=self._name_bytes,
+            names=self._names,
         )
 
     def files(self, dtype: str, hidden_size: int, dtypes: Mapping[Site, str]) -> RequestFiles:
@@ -95,4 +111,8 @@ class ShardStore(Store):
 
     def _captures(self, request: str) -> Captures:
         with self._lock:
-            return super()._captures(request) + list(self._writer.captures(request))
+            return self._local_captures(request)
+
+    def _local_captures(self, request: str) -> Captures:
+        """Return the captures of a request in shards of the root, sealed or not. The lock is held."""
+        return super()._captures(request) + list(self._writer.captures(request))

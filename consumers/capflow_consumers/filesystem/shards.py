@@ -14,7 +14,7 @@ import logging
 import re
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -49,6 +49,8 @@ class ShardWriter:
     sync: whether requests are synced to disk.
     sync_seals: whether sealed shards are.
     mode: of the files.
+    name_bytes: the random bytes in the name of a shard.
+    names: returns the names of shards in other places than the root; numbers go on from the highest.
     """
 
     def __init__(
@@ -61,6 +63,8 @@ class ShardWriter:
         sync: bool,
         sync_seals: bool,
         mode: int,
+        name_bytes: int,
+        names: Callable[[], Iterable[str]],
     ) -> None:
         self.root = root
         self.directory = directory
@@ -69,6 +73,8 @@ class ShardWriter:
         self.sync = sync
         self.sync_seals = sync_seals
         self.mode = mode
+        self.name_bytes = name_bytes
+        self._other_names = names
         # The captures in shards that are not sealed, by request id.
         self._held: dict[str, list[tuple[ShardFile, layout.Sidecar]]] = {}
         self._open: dict[Kind, ShardFile] = {}
@@ -83,7 +89,7 @@ class ShardWriter:
         if shard is None:
             numbers = (int(match[1]) for name in self._names() if (match := _NUMBER.match(name)))
             number = 1 + max(numbers, default=0)
-            path = self.directory / f"shard~{number:06d}-{secrets.token_hex(3)}.parquet"
+            path = self.directory / f"shard~{number:06d}-{secrets.token_hex(self.name_bytes)}.parquet"
             shard = ShardFile(path, kind, self.mode)
             shard.create()
             if self.sync:
@@ -208,6 +214,7 @@ class ShardWriter:
     def _names(self) -> Iterator[str]:
         for directory in (self.root, self.directory):
             yield from (path.name for path in directory.glob(layout.SHARD_PATTERN))
+        yield from self._other_names()
 
 
 class ShardRows(RequestFiles):

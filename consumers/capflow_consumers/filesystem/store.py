@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from pathlib import Path
-from typing import NamedTuple
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
 
 from capflow import limits
 from capflow.capture.site import Site
 from capflow.errors import CapflowError
 from capflow.files import read_regular
+from capflow.plugins.consumer import Backlog
 from capflow_consumers.dataset import disk, layout
 from capflow_consumers.dataset.capture import Damage
 from capflow_consumers.dataset.names import slug
@@ -21,7 +22,7 @@ from capflow_consumers.filesystem.workdir import OnCollision, WorkDir
 
 logger = logging.getLogger("capflow.consumer")
 
-Captures = list[tuple[Path, layout.Sidecar]]
+Captures = list[tuple[PurePath, layout.Sidecar]]
 
 
 class Written(NamedTuple):
@@ -68,6 +69,18 @@ class Store:
     def captures(self, engine: str, request: str) -> Captures:
         """Return the captures of an engine's request, as paths and sidecars."""
         return [capture for capture in self._captures(request) if capture[1].engine == engine]
+
+    def prepare(self, engine: str, request: str) -> None:
+        """Fetch what `captures` needs. Raises RetryError where that cannot be had now."""
+
+    def place(self, path: PurePath) -> dict[str, Any]:
+        """Return where a request is, for its result."""
+        return {"path": str(path)}
+
+    @property
+    def backlog(self) -> Backlog | None:
+        """What waits to be taken elsewhere; None for a store that takes nothing elsewhere."""
+        return None
 
     def number(self, engine: str, request: str, on_collision: OnCollision) -> int | None:  # noqa: ARG002  for shards
         """Return which capture of its id a request's next one is; None where the directory's name will say it.

@@ -49,7 +49,7 @@ def inspect(path: Path, png: Path | None, *, as_json: bool, quick: bool) -> None
     else:
         _show(survey, Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH))
     if png is not None and (surveyor.norms or not survey.damaged):
-        plot_norms(surveyor.norms, png, f"{path.resolve().name}: {survey.captures} captures, {survey.rows:,} rows")
+        plot_norms(surveyor.norms, png, f"{dataset.path.name}: {survey.captures} captures, {survey.rows:,} rows")
     if survey.damaged:
         counts = f"{survey.captures_damaged} of {max(survey.captures, survey.captures_damaged)}"
         raise CapflowError(f"{path}: {counts} captures are damaged; the first: {survey.damaged[0]}")

@@ -8,15 +8,15 @@ Invariant: memory does not grow with the data set. One request is read at a time
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
+from pathlib import PurePath
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from capflow.capture.site import Site
-from capflow.errors import CapflowError
+from capflow.errors import CapflowError, RetryError
 from capflow_consumers.dataset.capture import shown
 from capflow_consumers.dataset.contents import in_order
 from capflow_consumers.dataset.reader import Damage, Dataset, RequestCapture, Rows
@@ -125,7 +125,7 @@ class Surveyor:
         self._statuses: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
         self._events: Counter[str] = Counter()
-        self._damaged: set[Path] = set()
+        self._damaged: set[PurePath] = set()
 
     def survey(self, on_capture: Callable[[], object] = lambda: None) -> Survey:
         """Read every capture; return the survey.
@@ -144,7 +144,7 @@ class Surveyor:
             # Damage that no capture has shown.
             if damage.path not in self._damaged:
                 self._damage(str(damage.error), damage.path)
-        survey.bytes_on_disk = sum(_sizes(self._dataset.path))
+        survey.bytes_on_disk = self._dataset.nbytes
         for counts, name in (
             (self._models, "models"),
             (self._ended, "ended"),
@@ -173,6 +173,8 @@ class Surveyor:
             if survey.checked:
                 capture.verify()
             positions = {site: self._look_at(capture, site) for site in capture.sites}
+        except RetryError:  # an object store that is away is no damage
+            raise
         except CapflowError as e:
             self._damage(f"request {capture.id!r}: {e}", capture.path)
             return
@@ -223,7 +225,7 @@ class Surveyor:
             if len(self._survey.gaps) < LISTED_MAX:
                 self._survey.gaps.append(CaptureGap(capture.id, capture.status, capture.error, missing, dict(dropped)))
 
-    def _damage(self, line: str, path: Path) -> None:
+    def _damage(self, line: str, path: PurePath) -> None:
         self._damaged.add(path)
         self._survey.captures_damaged += 1
         if len(self._survey.damaged) < LISTED_MAX:
@@ -235,15 +237,3 @@ def _set_norms(entry: SiteSurvey, norms: NormStats) -> None:
     if norms.rows > norms.rows_not_finite:
         entry.norm_mean, entry.norm_median = norms.mean, norms.median
         entry.norm_min, entry.norm_max = norms.min, norms.max
-
-
-def _sizes(directory: Path) -> Iterator[int]:
-    """Yield the sizes of the files below a directory; files that are removed meanwhile are skipped."""
-    try:
-        for path in directory.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                yield from _sizes(path)
-            else:
-                yield path.lstat().st_size
-    except OSError:
-        return

@@ -119,7 +119,8 @@ class StoredRows:
         self, root: str, owner: RecordOwner, position: int, shown: dict[Site, float], *, running: bool
     ) -> dict[str, Any]:
         """Return where a token's rows lie in a data set, or a note that says why they are not there."""
-        if not Path(root).is_dir():
+        in_bucket = "://" in root
+        if not in_bucket and not Path(root).is_dir():
             key = f"capflow.open({root!r})[{owner.engine!r}, {owner.request!r}]"
             return {"expression": key, "note": "This directory is not on the dashboard's machine."}
         dataset = self._open.pop(root, None) or capflow.open(root)
@@ -129,6 +130,7 @@ class StoredRows:
         captures = dataset.captures(owner.request, engine=owner.engine)
         if not captures:
             when = "It is written when the request is over." if running else "Its consumer may capture other requests."
+            when = "Its shard may wait for its upload." if in_bucket and not running else when
             return {"note": f"The data set does not have this request. {when}"}
         note = "The data set does not have this request of this engine."
         for key, capture in _ways(dataset, owner, captures):

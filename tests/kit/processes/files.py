@@ -1,7 +1,7 @@
 """A filesystem consumer that gets the same requests in every life, and kills itself at a chosen call to the disk.
 
 Run as `files.py ROOT CALL OPTIONS`: OPTIONS is JSON. CALL numbers the calls that change the disk, from 1; 0 is never.
-If the call is a write, it writes only half. Prints each acknowledged request.
+`rename:1` numbers the calls of one name. If the call is a write, it writes only half. Prints each acknowledged request.
 """
 
 import json
@@ -20,8 +20,8 @@ def rows_of(number):
     return 3 + number * 7 % 20
 
 
-def dying(at):
-    """Make the call number `at` of those that change the disk the last."""
+def dying(at, only=""):
+    """Make the call number `at` of those that change the disk, or of those named `only`, the last."""
     calls = 0
 
     def wrap(name, half):
@@ -29,8 +29,8 @@ def dying(at):
 
         def counted(*args, **more):
             nonlocal calls
-            calls += 1
-            if calls == at:
+            calls += only in ("", name)
+            if calls == at and only in ("", name):
                 half(*args)
                 os.kill(os.getpid(), signal.SIGKILL)
             return call(*args, **more)
@@ -44,8 +44,9 @@ def dying(at):
 
 
 def main():
-    root, at, options = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
-    dying(at)
+    root, call, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    only, _, at = call.rpartition(":")
+    dying(int(at), only)
     consumer = opened(root, SITES, **{"fsync": True, "on_collision": "suffix", **options})
     for number in range(REQUESTS):
         rows = rows_of(number)

@@ -6,11 +6,11 @@ Invariant: the packages of the extra `files` are imported with the first shard, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
-from capflow.errors import CapflowError
+from capflow.errors import CapflowError, RetryError
 from capflow.extras import require
 from capflow_consumers.dataset import layout
 from capflow_consumers.dataset.capture import Damage, damaged
@@ -29,7 +29,7 @@ class ShardSet:
     Damage raises no error here; a `Damage` takes the place of what cannot be read.
     """
 
-    def __init__(self, root: Path, *, sealed_only: bool = False) -> None:
+    def __init__(self, root: PurePath, *, sealed_only: bool = False) -> None:
         self.root = root
         self.sealed_only = sealed_only
         self._shards: dict[str, Shard] = {}
@@ -41,13 +41,11 @@ class ShardSet:
 
     def refresh(self) -> None:
         """Look for shards that are new, sealed since or grown; raises OSError when the root cannot be listed."""
-        writers = () if self.sealed_only else self.root.glob(f"{layout.PARTIAL_PREFIX}*")
+        root = Path(self.root)
+        writers = () if self.sealed_only else root.glob(f"{layout.PARTIAL_PREFIX}*")
         paths = {path.name: path for writer in writers for path in found_in(writer, layout.SHARD_PATTERN)}
-        paths |= {path.name: path for path in self.root.glob(layout.SHARD_PATTERN)}
-        if self._shards.keys() - paths.keys():
-            self._shards = {name: shard for name, shard in self._shards.items() if name in paths}
-            self._by_id = None
-        self._unread = {}
+        paths |= {path.name: path for path in root.glob(layout.SHARD_PATTERN)}
+        self._keep(paths)
         for name, path in paths.items():
             shard = self._shards.get(name)
             if shard is None or not shard.sealed or shard.path != path:
@@ -55,14 +53,16 @@ class ShardSet:
 
     def find(self, request_id: str) -> Iterator[ShardCapture | Damage]:
         """Yield the captures of an id that the last refresh found."""
-        for shard, entry in self._entries_of(request_id):
+        for shard, entry in self.entries_of(request_id):
             try:
                 yield shard.capture(entry)
+            except RetryError:
+                raise
             except CapflowError as e:
                 yield Damage(shard.path, e, of_capture=True)
 
     def __contains__(self, request_id: str) -> bool:
-        return bool(self._entries_of(request_id))
+        return bool(self.entries_of(request_id))
 
     def ids(self) -> Iterator[str]:
         """Yield the id of each capture."""
@@ -82,10 +82,26 @@ class ShardSet:
         for shard in self._shards.values():
             try:
                 shard.verify()
+            except RetryError:
+                raise
             except CapflowError as e:
                 yield Damage(shard.path, e, of_capture=False)
 
-    def _entries_of(self, request_id: str) -> Sequence[tuple[Shard, Entry]]:
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the shards that the last refresh found."""
+        return sum(shard.file.size for shard in self._shards.values())
+
+    def names(self) -> Collection[str]:
+        """Return the names of the shards."""
+        return tuple(self._shards)
+
+    def get(self, name: str) -> Shard | None:
+        """Return the shard of a name."""
+        return self._shards.get(name)
+
+    def entries_of(self, request_id: str) -> Sequence[tuple[Shard, Entry]]:
+        """Return the captures of an id that the last refresh found, each with its shard."""
         if self._by_id is None:
             self._by_id = {}
             for shard, entry in self._entries():
@@ -95,6 +111,13 @@ class ShardSet:
     def _entries(self) -> Iterator[tuple[Shard, Entry]]:
         for name in sorted(self._shards):
             yield from zip(itertools.repeat(self._shards[name]), self._shards[name].entries)
+
+    def _keep(self, names: Collection[str]) -> None:
+        """Forget the shards that are gone, and what could not be read."""
+        if self._shards.keys() - names:
+            self._shards = {name: shard for name, shard in self._shards.items() if name in names}
+            self._by_id = None
+        self._unread = {}
 
     def _open(self, name: str, path: Path, before: Shard | None) -> None:
         if not self._shards:
@@ -111,7 +134,7 @@ class ShardSet:
                 self._unread[name] = Damage(path, e, of_capture=False)
             return
         except FileNotFoundError:  # sealed meanwhile, and moved to the root
-            sealed = self.root / name
+            sealed = Path(self.root, name)
             if path != sealed and sealed.exists():
                 self._open(name, sealed, before)
             return

@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import msgspec
@@ -42,19 +42,20 @@ class Shard:
     entries: its captures.
     damage: the errors of parts that cannot be read; captures that the index lists are not among them.
     sealed: whether it is a whole Parquet file.
-    end: where the last commit ends, in a shard that is not sealed.
+    begin, end: where the first batch begins, and, in a shard that is not sealed, where the last commit ends.
+    located, index: of a sealed shard; None where they are damaged.
     """
 
-    def __init__(self, path: Path, last: LastRows | None = None) -> None:
+    def __init__(self, path: PurePath, last: LastRows | None = None) -> None:
         self.path = path
         self._last: LastRows = {} if last is None else last
         self.entries: list[Entry] = []
         self.damage: list[CapflowError] = []
         self.sealed = False
         self.end = 0
-        self._begin = 0
-        self._located: seal.Located | None = None
-        self._index: seal.Index | None = None
+        self.begin = 0
+        self.located: seal.Located | None = None
+        self.index: seal.Index | None = None
 
     def open(self) -> None:
         """Map the file and read its index; scan the stream where the index is missing or damaged.
@@ -62,11 +63,11 @@ class Shard:
         Raises CapflowError when no capture can be read, and OSError when the file is gone.
         """
         self.map()
-        self._located = seal.locate(self.file)
-        self.sealed = self._located is not None
+        self.located = seal.locate(self.file)
+        self.sealed = self.located is not None
         try:
-            if self._located is not None:
-                self._read_index(*self._located.index_at)
+            if self.located is not None:
+                self._read_index(*self.located.index_at)
                 return
             if not self.path.parent.name.startswith(layout.PARTIAL_PREFIX):
                 raise damaged(self.path, "no index at its end", "a whole shard")
@@ -78,29 +79,37 @@ class Shard:
 
     def map(self) -> None:
         """Map the file; raises CapflowError when it is no shard, and OSError."""
-        fd = open_regular(self.path)
+        fd = open_regular(Path(self.path))
         try:
             size = os.fstat(fd).st_size
             self.file = pa.py_buffer(mmap.mmap(fd, size, access=mmap.ACCESS_READ) if size else b"")
         finally:
             os.close(fd)
         try:
-            self.kind, self.schema, self._begin = opened(self.file)
+            self.kind, self.schema, self.begin = opened(self.file)
         except ValueError as e:
             error = damaged(self.path, str(e), "a shard")
             kind = _kind_within(self.file)
             if kind is None:
                 raise error from e
-            self.kind, self.schema, self._begin = kind, kind.schema(), len(HEAD)
+            self.kind, self.schema, self.begin = kind, kind.schema(), len(HEAD)
             self.damage.append(error)
 
     def capture(self, entry: Entry) -> ShardCapture:
         """Return a capture; raises CapflowError when it is damaged."""
         try:
-            sidecar = _sidecar(decode(self.file, entry.batches[-1], self.kind, self.schema))
+            sidecar = _sidecar(self.batch(entry.batches[-1]))
         except ValueError as e:
             raise damaged(self.path, f"{e} at byte {entry.batches[-1]}", f"the sidecar of {entry.request}") from e
         return ShardCapture(self, entry, sidecar)
+
+    def batch(self, begin: int) -> StoredBatch:
+        """Return the batch that begins at a place; raises ValueError when none does."""
+        return decode(self.file, begin, self.kind, self.schema)
+
+    def part(self, batch: StoredBatch, low: int, high: int) -> npt.NDArray[Any]:
+        """Return rows `low..high` of a batch `[n, row_bytes]`; raises ValueError when they cannot be decompressed."""
+        return self.rows(batch)[low:high]
 
     def rows(self, batch: StoredBatch) -> npt.NDArray[Any]:
         """Return a batch's rows `[n, row_bytes]`; raises ValueError when they cannot be decompressed."""
@@ -120,15 +129,19 @@ class Shard:
         """
         if self.damage:
             raise self.damage[0]
-        if self._index is None or self._located is None:
+        if self.index is None or self.located is None:
             return
-        _, footer = self._located
-        blocks = seal.blocks_of(self.file, self._located.index_at[0], self._index.rows)
-        for (begin, block), digest in zip(blocks, self._index.blocks, strict=True):
+        _, footer = self.located
+        blocks = self._blocks(self.located.index_at[0], self.index.rows)
+        for (begin, block), digest in zip(blocks, self.index.blocks, strict=True):
             if xxhash.xxh3_64_intdigest(block) != digest:
                 raise damaged(self.path, f"a wrong checksum of bytes {begin}..{begin + len(block)}", "what was written")
         if xxhash.xxh3_64_intdigest(self.file.slice(*footer[:2])) != footer[2]:
             raise damaged(self.path, "a wrong checksum of the footer", "that of the bytes that were written")
+
+    def _blocks(self, end: int, rows: list[tuple[int, int]]) -> Iterator[tuple[int, Any]]:
+        """Yield the bytes before `end` that are no rows, in blocks, each with its place."""
+        return seal.blocks_of(self.file, end, rows)
 
     def _read_index(self, begin: int, length: int, digest: int) -> None:
         text = self.file.slice(begin, length)
@@ -139,20 +152,20 @@ class Shard:
             if number != seal.FORMAT:
                 do = "read it with the capflow that wrote it, or a newer one"
                 raise UsageError(explain(f"{self.path} format", got=number, expected=str(seal.FORMAT), do=do))
-            self._index = _index_decoder.decode(text)
+            self.index = _index_decoder.decode(text)
         except (msgspec.MsgspecError, UnicodeDecodeError) as e:
             raise damaged(self.path, str(e), "an index") from e
-        self.entries = self._index.requests
+        self.entries = self.index.requests
 
     def scan(self) -> None:
         """Find the captures in the stream, without the index. `damage` gets an error for each that is not whole."""
-        self.end = self._begin
+        self.end = self.begin
         self.entries = []
         # Of the request that is not committed yet: where its batches begin, its rows, and its damage.
         begins: list[int] = []
         rows = 0
         holes: list[CapflowError] = []
-        for place, batch in batches(self.file, self.kind, self.schema, self._begin):
+        for place, batch in batches(self.file, self.kind, self.schema, self.begin):
             if batch is None:
                 holes.append(damaged(self.path, f"no batch at byte {place}", "one of a request"))
                 begins, rows = [], 0
@@ -214,7 +227,7 @@ class ShardCapture(RequestCapture):
             begin = end - len(batch.positions)
             low, high = max(first - begin, 0), min(last, end) - begin
             if low < high:
-                rows = self._bytes(batch)[low:high].view(DTYPES[kind.dtype]).reshape(high - low, kind.hidden_size)
+                rows = self._bytes(batch, low, high).view(DTYPES[kind.dtype]).reshape(high - low, kind.hidden_size)
                 positions = batch.positions[low:high].astype(np.int64)
                 yield _read_only(Rows(rows, positions, batch.token_ids[low:high]))
 
@@ -223,7 +236,7 @@ class ShardCapture(RequestCapture):
         batches = self._decoded()
         for number, batch in enumerate(batches):
             hashes = np.empty(len(batch.hashes), np.uint64)
-            hashes_of(self._bytes(batch), hashes)
+            hashes_of(self._bytes(batch, 0, len(hashes)), hashes)
             if (bad := np.flatnonzero(hashes != batch.hashes)).size:
                 got = f"a wrong checksum of row {bad[0]} of batch {number} of {self.id}"
                 raise damaged(self.path, got, "that of the row that was written")
@@ -233,9 +246,9 @@ class ShardCapture(RequestCapture):
             if site_digest(*(column[part] for column in columns)) != entry.xxh3_64:
                 raise damaged(self.path, f"a wrong checksum of {entry.site} of {self.id}", entry.xxh3_64)
 
-    def _bytes(self, batch: StoredBatch) -> npt.NDArray[np.uint8]:
+    def _bytes(self, batch: StoredBatch, low: int, high: int) -> npt.NDArray[np.uint8]:
         try:
-            return self._shard.rows(batch)
+            return self._shard.part(batch, low, high)
         except ValueError as e:
             raise damaged(self.path, str(e), f"rows of {self.id}") from e
 
@@ -243,9 +256,7 @@ class ShardCapture(RequestCapture):
         shard = self._shard
         if self._batches is None:
             try:
-                self._batches = [
-                    decode(shard.file, begin, shard.kind, shard.schema) for begin in self.entry.batches[:-1]
-                ]
+                self._batches = [shard.batch(begin) for begin in self.entry.batches[:-1]]
             except ValueError as e:
                 raise damaged(self.path, str(e), f"the rows of {self.id}") from e
         return self._batches

@@ -84,9 +84,10 @@ def publish(path: Path, end: int, entries: Sequence[Entry], root: Path, *, sync:
 
 def _copy(shard: Shard, entries: Sequence[Entry]) -> ShardFile:
     """Copy some requests to a new shard of the same name, in a directory beside the old one; raises OSError."""
-    directory = shard.path.parent / _COPIES_NAME
+    path = Path(shard.path)
+    directory = path.parent / _COPIES_NAME
     directory.mkdir(0o700, exist_ok=True)
-    copy = ShardFile(directory / shard.path.name, shard.kind, stat.S_IMODE(shard.path.stat().st_mode))
+    copy = ShardFile(directory / path.name, shard.kind, stat.S_IMODE(path.stat().st_mode))
     copy.path.unlink(missing_ok=True)
     copy.create()
     try:

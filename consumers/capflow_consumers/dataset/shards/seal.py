@@ -141,10 +141,16 @@ def locate(file: Any) -> Located | None:
 def blocks_of(file: Any, end: int, rows: Sequence[tuple[int, int]]) -> Iterator[tuple[int, memoryview]]:
     """Yield the bytes of a file before `end` that are no rows, in blocks, each with its place."""
     view = memoryview(file)
+    for begin, stop in ranges_of(end, rows):
+        yield begin, view[begin:stop]
+
+
+def ranges_of(end: int, rows: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield where each of `blocks_of` begins and ends."""
     ends = [0, *(begin + length for begin, length in rows)]
     for first, last in zip(ends, [*(begin for begin, _ in rows), end], strict=True):
         for begin in range(first, last, BLOCK_BYTES):
-            yield begin, view[begin : min(last, begin + BLOCK_BYTES)]
+            yield begin, min(last, begin + BLOCK_BYTES)
 
 
 def _groups(
