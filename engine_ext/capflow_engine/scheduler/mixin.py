@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from capflow_engine.compat import cache as compat_cache
+from capflow_engine.compat import connectors
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import step as compat_step
 from capflow_engine.compat import weights as compat_weights
@@ -25,11 +26,14 @@ class Captured:
         compat.take_calls(answer)
         compat_weights.watch(_change_weights)
         compat_cache.limit_reads(self)
+        connectors.limit_loads(self)
         self.capflow = Admission(vllm_config, hash_block_size=kwargs.get("hash_block_size") or kwargs["block_size"])
 
     def add_request(self, request: Any) -> None:
         """Admit a request; vLLM's scheduler takes it from here."""
         new = request.request_id not in self.requests  # type: ignore[attr-defined]
+        if new:
+            connectors.follow_forks(self, request)
         taken = self.capflow.admit(request) if new else True
         if not new and compat_step.ends_input(request):
             self.capflow.input_over.add(request.request_id)
