@@ -17,13 +17,16 @@ _ANSWER = (
 class Refusing:
     """A proxy between `with` and its end.
 
+    only: writes to other paths pass.
     full: while it is set, writes get the answer 403 QuotaExceeded.
     full_later: the same, but only for the parts and the end of uploads that are begun.
+    refused: set with the first write that is refused.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, only: bytes = b"") -> None:
         self.full = threading.Event()
         self.full_later = threading.Event()
+        self.refused = threading.Event()
         refusing = self
 
         class Handler(socketserver.BaseRequestHandler):
@@ -37,7 +40,8 @@ class Refusing:
                     head += data
                 method, path, rest = head.split(b" ", 2)
                 later = refusing.full_later.is_set() and b"uploadId=" in path
-                if method in (b"PUT", b"POST") and (refusing.full.is_set() or later):
+                if method in (b"PUT", b"POST") and only in path and (refusing.full.is_set() or later):
+                    refusing.refused.set()
                     client.sendall(_ANSWER % (len(_FULL), _FULL))
                     client.shutdown(socket.SHUT_WR)
                     while client.recv(65536):

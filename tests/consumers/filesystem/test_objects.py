@@ -142,11 +142,14 @@ def test_other_programs_read_a_bucket(server, tmp_path):
     assert run.invoke(cli, ["inspect", server.url("rows/hurt")]).exit_code == 1
 
 
+def command_of(url, staging, call):
+    options = {"layout": "sharded", "shard_bytes": SHARD_BYTES, "staging": str(staging)}
+    return [sys.executable, PROCESSES / "files.py", url, str(call), json.dumps(options)]
+
+
 def live(url, staging, call):
     """Run a writer until its end or its death; return whether it died."""
-    options = {"layout": "sharded", "shard_bytes": SHARD_BYTES, "staging": str(staging)}
-    command = [sys.executable, PROCESSES / "files.py", url, str(call), json.dumps(options)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    run = subprocess.run(command_of(url, staging, call), capture_output=True, text=True, check=False)
     assert run.returncode in {0, -signal.SIGKILL}, run.stderr
     return run.returncode != 0
 
@@ -169,6 +172,22 @@ def killed_at(server, staging, call):
 def test_a_writer_killed_around_an_upload_loses_and_repeats_nothing(server, tmp_path, call):
     """Before a sealed shard has its name, and before an uploaded one is removed."""
     assert killed_at(server, tmp_path / "staging", call)
+
+
+def test_a_writer_killed_in_the_middle_of_an_upload_loses_and_repeats_nothing(server, tmp_path):
+    with Refusing(server.port, b"shard~") as proxy:
+        url = f"s3://rows/middle?endpoint={proxy.endpoint}"
+        proxy.full_later.set()
+        with subprocess.Popen(command_of(url, tmp_path, 0), stdout=subprocess.DEVNULL) as killed:
+            # The upload is begun, and its first part does not get through.
+            assert proxy.refused.wait(60)
+            killed.kill()
+        assert server.names("rows/middle") == []
+        assert list(tmp_path.glob(SHARD_PATTERN))
+        proxy.full_later.clear()
+        assert not live(url, tmp_path, 0)
+    assert not list(tmp_path.glob(SHARD_PATTERN))
+    assert_has(server.url("rows/middle"), range(REQUESTS))
 
 
 @pytest.mark.long
