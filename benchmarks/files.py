@@ -14,6 +14,8 @@ Reading: every byte of a sharded set is read through `capflow.open`, against `ca
     dropped before each. Then one site of a random request is read, in a set that was just opened and in one that is
     open. All take turns; a line has the medians and their ratio.
 
+Uploading, with `--bucket`: the same requests go into shards of 32 MiB that stay in a directory, or that are uploaded.
+
 Predicted, on two cores and a disk of 150 to 400 MB/s:
 
 * Synced, packed and sharded wait for the disk: 0.9.
@@ -195,6 +197,51 @@ def small(directory: Path, turns: int) -> None:
             print(f"{'  ' + layout:34} {count} files, {count / seconds[layout]:.0f} files/s of its own", flush=True)
 
 
+class Ending:
+    """A context of a hub that stops, and waits as long as it takes."""
+
+    def left_s(self) -> float:
+        """Return enough time for every upload."""
+        return 600.0
+
+    def working(self) -> None:
+        """Take note of progress."""
+
+
+def uploading(directory: Path, turns: int, megabytes: int, url: str) -> None:
+    """Compare shards that stay in a directory with shards that are uploaded, until all have results and to the end."""
+    requests = list(frames(max(4, megabytes * limits.MIB // (18 * 160 * HIDDEN * 2)), 18, 160))
+    nbytes = sum(len(frame.payload) for frame, _ in requests)
+    times: dict[str, list[tuple[float, float]]] = {"directory": [], "bucket": []}
+    for _ in range(turns):
+        for label, took in times.items():
+            with tempfile.TemporaryDirectory(dir=directory) as place:
+                root = f"{url.partition('?')[0]}/{Path(place).name}?{url.partition('?')[2]}".rstrip("?")
+                options = {"staging": place, "root": root} if label == "bucket" else {"root": place}
+                options |= {"layout": "sharded"}
+                config = FilesystemConfig(shard_bytes=32 * limits.MIB, **options)  # type: ignore[arg-type]
+                consumer = FilesystemConsumer(config)
+                consumer.open(Ending())  # type: ignore[arg-type]
+                sites = requests[0][0].header.blocks[0].sites
+                consumer.on_session("engine", ModelInfo("model", len(sites), HIDDEN, MODEL_DTYPE, sites))
+                os.sync()
+                begun = time.perf_counter()
+                results = []
+                for frame, done in requests:
+                    consumer.on_frame(frame)
+                    results.append(consumer.on_request_done(done))
+                for result in results:
+                    assert isinstance(result, Future)
+                    assert result.result().status == "ok"
+                written = time.perf_counter() - begun
+                consumer.close()
+                took.append((written, time.perf_counter() - begun))
+    for number, until in enumerate(("until all have results", "until the end")):
+        local, bucket = (statistics.median(seconds[number] for seconds in took) for took in times.values())
+        rates = f"{nbytes / 1e6 / local:.0f} MB/s in a directory, {nbytes / 1e6 / bucket:.0f} to a bucket"
+        print(f"{until:24} {rates}, {local / bucket:.2f}", flush=True)
+
+
 def drop(root: Path) -> None:
     """Drop a data set from the page cache."""
     for path in root.iterdir():
@@ -267,8 +314,12 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=120, help="that each turn writes")
     parser.add_argument("--set-megabytes", type=int, default=4000, help="of the set that is read")
     parser.add_argument("--only", choices=("write", "small", "read"), action="append")
+    parser.add_argument("--bucket", help="measure only uploads, to this address: s3://BUCKET/PREFIX?endpoint=URL")
     args = parser.parse_args()
     args.directory.mkdir(parents=True, exist_ok=True)
+    if args.bucket:
+        uploading(args.directory, args.turns, args.megabytes, args.bucket)
+        return
     wanted = args.only or ["write", "small", "read"]
     if "write" in wanted:
         writing(args.directory, args.turns, args.megabytes)
