@@ -49,7 +49,7 @@ def test_every_token_has_its_text_and_its_scores(tmp_path):
     ]
     np.testing.assert_allclose([score[4] for score in scores], expected.ravel(), rtol=1e-5)
     (line,) = query(tmp_path, "SELECT * EXCLUDE (started_at, finished_at) FROM requests")
-    assert line == (1, "engine-1", "r1", "test-model", 4, 5, "stop", 15, "ok", None)
+    assert line == (1, "engine-1", "r1", "test-model", 4, 5, "stop", 15, "ok", None, None, None, None)
     ((seconds,),) = query(tmp_path, "SELECT date_diff('second', started_at, finished_at) FROM requests")
     assert seconds > 0
 
