@@ -1,7 +1,10 @@
 """The settings of an engine: its taps and where its rows go. They travel in vLLM's `additional_config`.
 
-vLLM puts the hash of `additional_config` into the key of its compile cache. `Settings.compute_hash`
-covers what changes the compiled graph, such as the taps. It leaves out all else, such as an address.
+vLLM and its models read entries of `additional_config`, and ask whether it is a dict. So `Settings` is the dict that
+the user gave, with one entry more.
+
+vLLM puts the entries into the key of its compile cache. The one more is a hash of what changes the compiled graph, such
+as the taps. It leaves out all else, such as an address.
 """
 
 from __future__ import annotations
@@ -31,6 +34,9 @@ SITES_DEFAULT = ("post_block:*",)
 
 STEERING_BANK_BYTES = 256 * limits.MIB
 """The memory of the steering bank by default: 16,384 different vectors of width 4096."""
+
+GRAPH_KEY = "capflow"
+"""The entry of `additional_config` that is capflow's."""
 
 # Rises with every change to what a tap puts into the graph.
 _GRAPH_VERSION = 4
@@ -88,8 +94,10 @@ class Outbound(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(dict[str, Any]):
     """The settings that all processes of an engine share.
+
+    As a dict, it is the user's own `additional_config`, to which vLLM may add, and the entry `GRAPH_KEY`.
 
     engine: the engine's name, new at each start.
     hubs: the hubs that its workers connect to, by number.
@@ -117,8 +125,12 @@ class Settings:
     on_divergence: str = ON_DIVERGENCE_DEFAULT
     user: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.update(self.user)
+        self[GRAPH_KEY] = self.compute_hash()
+
     def compute_hash(self) -> str:
-        """Return the part of vLLM's compile-cache key that depends on what the taps put into the graph."""
+        """Return a hash of what the taps put into the graph, and of the user's `additional_config`."""
         factors = json.dumps(
             [_GRAPH_VERSION, [str(site) for site in self.sites], self.steering_bank_bytes, dict(self.user)],
             sort_keys=True,
@@ -129,17 +141,6 @@ class Settings:
     def hub_of(self, request: str) -> int:
         """Return the number of the hub that has a request, by its id outside of vLLM."""
         return hub_of(request, len(self.hubs))
-
-    # vLLM and its platforms read and write `additional_config` as the dict that it is elsewhere.
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the user's own entry, as `dict.get` does."""
-        return self.user.get(key, default)
-
-    def __getitem__(self, key: str) -> Any:
-        return self.user[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.user
 
 
 class Tapped(NamedTuple):

@@ -62,7 +62,7 @@ def _structures(engine_args: Any, report: child.Report) -> tuple[Structure, ...]
     single = copy.copy(engine_args)
     single.tensor_parallel_size = single.pipeline_parallel_size = single.data_parallel_size = 1
     single.distributed_executor_backend = single.speculative_config = None
-    single.additional_config, single.worker_cls, single.scheduler_cls = {}, "auto", None
+    single.worker_cls, single.scheduler_cls = "auto", None
     single.enforce_eager = True
     report("reading its configuration")
     with explaining(engine_args.model):

@@ -61,7 +61,7 @@ def arm(
         raise UsageError(explain("LLM: both hub and consumers", do="give consumers to the hub with `capflow run`"))
     user: Mapping[str, Any] = arguments.pop("additional_config", None) or {}
     with compat_model.explaining(model):
-        engine_args = kind(model=model, **arguments)
+        engine_args = kind(model=model, additional_config=dict(user), **arguments)
     tapped = compat_model.check_model(engine_args, sites)
     process = None
     named = [hub] if isinstance(hub, str) else list(hub or ())
