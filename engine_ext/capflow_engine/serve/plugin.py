@@ -23,13 +23,13 @@ from vllm.entrypoints.openai.chat_completion.api_router import create_batch_chat
 from vllm.entrypoints.openai.completion.api_router import create_completion
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.api_router import create_responses
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.utils import random_uuid
 
 from capflow.errors import UsageError, explain
 from capflow.text import jsontext
 from capflow_engine.compat import engine as compat
+from capflow_engine.compat.protocol import ErrorResponse
 from capflow_engine.request.beams import searching
 from capflow_engine.serve.ask import ParsedRequest
 from capflow_engine.serve.ending import Door

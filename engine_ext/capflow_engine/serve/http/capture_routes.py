@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, HTTPException, Request, Response
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 
 from capflow.errors import CapflowError, UsageError, explain
+from capflow_engine.compat.protocol import ErrorResponse
 from capflow_engine.serve.front import Front
 from capflow_engine.serve.later import Question, UnknownCaptureError, later
 from capflow_engine.serve.refusals import refused

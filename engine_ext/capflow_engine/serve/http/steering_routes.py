@@ -15,12 +15,12 @@ from fastapi import APIRouter, Depends, HTTPException, Request, Security
 from fastapi.concurrency import run_in_threadpool
 from fastapi.routing import APIRoute
 from fastapi.security import APIKeyHeader, HTTPBearer
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.serve_options import STEERING_KEY
 from capflow.steering.action import Freeze, Gain, Unfreeze
 from capflow.text.jsontext import check_keys
+from capflow_engine.compat.protocol import ErrorResponse
 from capflow_engine.hubs import HubAt
 from capflow_engine.scheduler.calls import ask
 from capflow_engine.serve.api_keys import ENVIRONMENT_VARIABLE, Keys

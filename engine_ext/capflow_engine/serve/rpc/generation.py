@@ -8,9 +8,9 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from capflow.errors import UsageError, explain
+from capflow_engine.compat.protocol import ErrorResponse
 from capflow_engine.serve.ask import ParsedRequest
 from capflow_engine.serve.ending import REFUSAL
 from capflow_engine.serve.front import Front
