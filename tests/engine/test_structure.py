@@ -467,6 +467,48 @@ def test_the_refusal_names_the_class():
         compat_model.structure_of(Branching(), torch.float32)
 
 
+class KernelNorm(nn.Module):
+    """vLLM's own operation, which prefers the kernel of another device."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x, residual=None):
+        from vllm import ir
+
+        if residual is None:
+            return ir.ops.rms_norm(x, self.weight, 1e-6)
+        return ir.ops.fused_add_rms_norm(x, residual, self.weight, 1e-6)
+
+
+def test_a_norm_whose_kernel_is_for_another_device_is_tried_in_pytorch(monkeypatch):
+    from vllm import ir
+
+    from capflow_engine.compat import model as compat_model
+
+    def elsewhere(
+        x: torch.Tensor,
+        x_residual: torch.Tensor,
+        weight: torch.Tensor | None,
+        epsilon: float,
+        variance_size: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError("not on a CPU")
+
+    monkeypatch.setattr(compat_model, "mixes_tokens", lambda module: isinstance(module, Core))
+    norm = ir.ops.fused_add_rms_norm
+    norm.register_impl("elsewhere")(elsewhere)
+    try:
+        with norm.set_priority(["elsewhere"]):
+            with pytest.raises(NotImplementedError):
+                KernelNorm()(torch.ones(1, WIDTH), torch.ones(1, WIDTH))
+            structure = compat_model.structure_of(Split(KernelNorm), torch.float32)
+    finally:
+        del norm.impls["elsewhere"]
+    assert set(structure.places) == HOOKS
+
+
 def test_a_slice_of_the_layers_is_no_second_list_of_them(monkeypatch):
     from capflow_engine.compat import model as compat_model
 

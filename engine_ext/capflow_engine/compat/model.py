@@ -235,9 +235,25 @@ def structure_of(layer: Any, dtype: Any) -> Structure:
     import torch
 
     try:
-        return resolve(layer, dtype, mixes_tokens, divided_by if dtype == torch.float16 else lambda _: 1.0)
+        with _native_operations():
+            return resolve(layer, dtype, mixes_tokens, divided_by if dtype == torch.float16 else lambda _: 1.0)
     except UnclearError as e:
         raise CapflowError(explain(f"{type(layer).__name__}: unknown structure of a decoder layer", got=str(e))) from e
+
+
+@contextlib.contextmanager
+def _native_operations() -> Iterator[None]:
+    """Have vLLM's own operations run as PyTorch while norms are tried on the CPU.
+
+    An engine for a GPU that does not compile prefers CUDA kernels, which a tensor of the CPU cannot have.
+    """
+    from vllm import ir
+
+    with contextlib.ExitStack() as stack:
+        for operation in vars(ir.ops).values():
+            if hasattr(operation, "set_priority"):
+                stack.enter_context(operation.set_priority(["native"]))
+        yield
 
 
 def in_one_scale(layers: tuple[Structure, ...]) -> tuple[Structure, ...]:

@@ -212,7 +212,7 @@ class Bank:
         if not target.is_cuda:
             target.numpy()[lines] = values
             return
-        source, index = torch.from_numpy(np.ascontiguousarray(values)), torch.tensor(lines)
+        source, index = torch.from_numpy(np.require(values, requirements=("C", "W"))), torch.tensor(lines)
         # A copy from memory that is not page-locked waits for the device.
         source = source.pin_memory().to(target.device, non_blocking=True)
         target.index_copy_(0, index.pin_memory().to(target.device, non_blocking=True), source)
