@@ -146,7 +146,7 @@ def async_scheduling():
     """
     from vllm.platforms import current_platform
 
-    platform = type(current_platform)
+    platform = next(each for each in type(current_platform).__mro__ if "check_and_update_config" in vars(each))
     # The descriptor itself: a bound method in its place would lack the class when it is bound again.
     original = platform.__dict__["check_and_update_config"]
 
