@@ -252,7 +252,8 @@ class TestWhereTheTagLands:
         with MemoryHub(*consumers) as hub:
             run(hub, None, "old")
         with duckdb.connect(str(path)) as store:
-            store.execute("ALTER TABLE requests DROP COLUMN tag")
+            for column in ("tag", "adapter", "weights", "weights_label"):
+                store.execute(f"ALTER TABLE requests DROP COLUMN {column}")
         for name in ("r1", "r2"):  # added once, then there
             consumers = configure_all([f"duckdb:path={path},site=post_block:3"], None, load_plugins())[0]
             with MemoryHub(*consumers) as hub:

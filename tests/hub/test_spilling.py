@@ -388,7 +388,7 @@ def test_the_ends_of_more_requests_than_half_of_an_inbox_holds_are_given(address
     """In one frame, which has no room, and whose ends are owed."""
     recorder = Recorder()
     names = [f"r{number}" for number in range(100)]
-    with running_hub(address, spills(recorder, spool_bytes=16_000)) as hub, worker_link(address) as link:
+    with running_hub(address, spills(recorder, spool_bytes=20_000)) as hub, worker_link(address) as link:
         worker = Sender(link)
         for name in names:
             worker.rows(name)

@@ -378,7 +378,7 @@ class TestARecordingThatWasCutShort:
         assert "1 records of" in " ".join(capsys.readouterr().err.split())
 
     def test_a_full_recording_says_so_and_keeps_what_it_has(self, tmp_path):
-        with MemoryHub(record(tmp_path / "rec", bytes_max=20_000)) as hub:
+        with MemoryHub(record(tmp_path / "rec", bytes_max=24_000)) as hub:
             engine = hub.engine()
             engine.step([("r1", 4, 0, 4)])
             engine.finish("r1")
