@@ -75,10 +75,7 @@ def reference(tiny):
 @pytest.fixture
 def keeper(tmp_path_factory):
     """A consumer on a hub of this process, its address in `keeper.address`."""
-    from tests.kit.hubs import running_hub
-    from tests.kit.rows import Keeper
+    from tests.kit.rows import Keeper, kept
 
-    keeper = Keeper()
-    keeper.address = f"ipc://{tmp_path_factory.mktemp('h')}/h"
-    with running_hub(keeper.address, keeper):
+    with kept(Keeper(), tmp_path_factory) as keeper:
         yield keeper

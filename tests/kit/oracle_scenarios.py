@@ -1,6 +1,8 @@
 """Scenarios of the oracle: what requests ask for, when they come, what acts on them, and when they are aborted."""
 
+import hypothesis
 import numpy as np
+from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
 from capflow.capture.site import HOOKS, Site
@@ -79,6 +81,24 @@ def requests(draw):
 
 
 scenarios = st.lists(requests(), min_size=6, max_size=12)
+
+
+def draw_scenarios(prove, count, number):
+    """Call `prove` with `count` scenarios, those of the seed `number`."""
+
+    @hypothesis.seed(number)
+    @hypothesis.settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @hypothesis.given(scenarios)
+    def proved(scenario):
+        prove(scenario)
+
+    proved()
 
 
 def fields_of(request):

@@ -1,11 +1,14 @@
 """Captured rows held against Transformers' and against what was promised."""
 
+import contextlib
+
 import numpy as np
 
 from capflow.capture.result import CaptureResult
 from capflow.capture.site import Site
 from capflow.plugins.consumer import Consumer
 from tests.kit.engines import LAYERS, relative_error, vector
+from tests.kit.hubs import running_hub
 
 FLOAT32_BOUND = 1e-5
 SITES = [Site(layer, "post_block") for layer in range(LAYERS)]
@@ -95,3 +98,11 @@ class Keeper(Consumer):
             for site, kept in self.rows[name].items()
         }
         _hold(rows, tokens, reference, steering, positions, FLOAT32_BOUND)
+
+
+@contextlib.contextmanager
+def kept(keeper, tmp_path_factory):
+    """Yield a keeper on a hub of this process, its address in `keeper.address`."""
+    keeper.address = f"ipc://{tmp_path_factory.mktemp('h')}/h"
+    with running_hub(keeper.address, keeper):
+        yield keeper

@@ -5,9 +5,10 @@ and patched at single positions, acted on, aborted and preempted while drafts ar
 computes wrong tokens when a request has drafts in a step and none in the next, also without capflow.
 """
 
+import functools
+
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from capflow.capture.site import Site
 from capflow.capture.spec import CaptureSpec
@@ -15,7 +16,7 @@ from capflow_engine.scheduler.drafting import Drafting
 from capflow_engine.worker.pending import Pending
 from tests.kit.engines import save_drafter
 from tests.kit.oracle import Live
-from tests.kit.oracle_scenarios import scenarios
+from tests.kit.oracle_scenarios import draw_scenarios
 
 pytestmark = pytest.mark.engine
 
@@ -28,19 +29,7 @@ def drafter(tiny, tmp_path_factory):
 
 
 def _many(live, llm, count, number):
-    @seed(number)
-    @settings(
-        max_examples=count // 6,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(scenarios)
-    def prove(scenario):
-        live.prove(llm, scenario)
-
-    prove()
+    draw_scenarios(functools.partial(live.prove, llm), count // 6, number)
 
 
 def _crowd():

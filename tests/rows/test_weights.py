@@ -8,8 +8,7 @@ import torch
 import capflow
 from capflow.capture.frame import Weights
 from tests.kit.engines import GREEDY, LAYERS, Reference, engine, prompts, relative_error, save_drafter
-from tests.kit.hubs import running_hub
-from tests.kit.rows import ALL, FLOAT32_BOUND, SITES, Keeper, check_rows
+from tests.kit.rows import ALL, FLOAT32_BOUND, SITES, Keeper, check_rows, kept
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -35,9 +34,7 @@ class Versions(Keeper):
 
 @pytest.fixture
 def versions(tmp_path_factory):
-    keeper = Versions()
-    keeper.address = f"ipc://{tmp_path_factory.mktemp('h')}/h"
-    with running_hub(keeper.address, keeper):
+    with kept(Versions(), tmp_path_factory) as keeper:
         yield keeper
 
 
