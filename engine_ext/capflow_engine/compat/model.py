@@ -21,6 +21,7 @@ from capflow.capture.model import ModelInfo
 from capflow.capture.site import HOOKS, Site
 from capflow.errors import CapflowError, UsageError, explain
 from capflow_engine.compat import child, connectors
+from capflow_engine.compat import engine as compat
 from capflow_engine.settings import Tapped
 from capflow_engine.structure import HookPlace, Structure, UnclearError, large_on_meta, resolve
 
@@ -29,10 +30,11 @@ def check_model(engine_args: Any, patterns: Iterable[str]) -> Tapped:
     """Return the tapped sites of a model, from its configuration alone, before anything starts.
 
     Raises UsageError for a model that is not found or has an unknown structure, for sites that it lacks, and for
-    arguments that `connectors.check_arguments` refuses.
+    arguments that `compat.check_arguments` or `connectors.check_arguments` refuses.
 
     patterns: the sites to tap, as in `--sites`.
     """
+    compat.check_arguments(engine_args)
     connectors.check_arguments(engine_args)
     return Tapped.of(patterns, structures(engine_args))
 

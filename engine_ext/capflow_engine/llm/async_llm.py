@@ -16,8 +16,10 @@ from capflow.steering.divergence import ON_DIVERGENCE_DEFAULT
 from capflow.text.engine_name import start_of
 from capflow.transport.hub_process import HubProcess
 from capflow_engine.compat import engine as compat
+from capflow_engine.compat.surface import ASYNC_LLM
 
 compat.require()
+compat.need(ASYNC_LLM)
 
 from vllm import AsyncLLMEngine, RequestOutput, SamplingParams  # noqa: E402 - after the version check
 from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402

@@ -16,6 +16,7 @@ from capflow.steering.program import SteeringProgram
 from capflow.steering.request import Steering
 from capflow.text.engine_name import start_of
 from capflow_engine.compat import engine as compat
+from capflow_engine.compat.surface import BEAM_SEARCH
 
 compat.require()
 
@@ -133,10 +134,10 @@ class LLM(VLLM):  # type: ignore[misc]
         params = self._prepared(sampling_params, 1 if _is_one_prompt(prompts) else len(prompts))
         return self._with_results(super().generate(prompts, [one.params for one in params], **kwargs), params)
 
-    def chat(self, messages: Any, sampling_params: Any = None, **kwargs: Any) -> list[RequestOutput]:
+    def chat(self, messages: Any, sampling_params: Any = None, *args: Any, **kwargs: Any) -> list[RequestOutput]:
         """Chat as `vllm.LLM.chat` does; each output has `capture_results` and `steering_applied`."""
         params = self._prepared(sampling_params, _conversations(messages))
-        return self._with_results(super().chat(messages, [one.params for one in params], **kwargs), params)
+        return self._with_results(super().chat(messages, [one.params for one in params], *args, **kwargs), params)
 
     def enqueue(self, prompts: Any, sampling_params: Any = None, *args: Any, **kwargs: Any) -> list[str]:
         """Enqueue as `vllm.LLM.enqueue` does, steered by what holds now. `wait_for_completion` returns the outputs."""
@@ -160,6 +161,7 @@ class LLM(VLLM):  # type: ignore[misc]
         steering: fields of `sampling_params`, such as `{"decode_steering_vectors": …}`.
         Raises UsageError for what does not fit.
         """
+        compat.need(BEAM_SEARCH)
         options = RequestOptions(steering=Steering.parse(steering) if steering else None)
         options.check(self.capflow_model)
         self._beams = self._fit.program(options.steering, self.steering)
@@ -188,10 +190,10 @@ class LLM(VLLM):  # type: ignore[misc]
         self._generated = compat.generated_by_beams(instances_batch)
         return super()._beam_search_step(instances_batch, *args, **kwargs)
 
-    def _render_and_run_requests(self, prompts: Any, params: Any, **kwargs: Any) -> Any:
+    def _render_and_run_requests(self, prompts: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         if self._generated is not None:
             params = [with_program(one, self._beams, self._generated) for one in params]
-        return super()._render_and_run_requests(prompts, params, **kwargs)
+        return super()._render_and_run_requests(prompts, params, *args, **kwargs)
 
     def _prepared(self, params: Any, count: int) -> list[Prepared]:
         """Return one checked copy of the parameters for each prompt, each with a name of its own."""

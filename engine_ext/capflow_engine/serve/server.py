@@ -33,6 +33,7 @@ from capflow.text.suggestion import did_you_mean
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import model as compat_model
 from capflow_engine.compat import processor
+from capflow_engine.compat.surface import HTTP
 from capflow_engine.hubs import hubs_at
 from capflow_engine.jobs import demo
 from capflow_engine.serve import api_keys
@@ -195,6 +196,7 @@ def _serve(arguments: Sequence[str], stack: contextlib.ExitStack) -> int:
     stack: closed when the server has ended.
     """
     compat.require()
+    compat.need(HTTP)
     compat.enable_endpoint_plugin("capflow")
     serve, args, modules = parse(arguments)
     compat.prepare_environment({"kv_cache_memory_bytes": args.kv_cache_memory_bytes})

