@@ -341,7 +341,7 @@ def test_a_tap_hears_of_the_actions_that_the_watched_hub_answers(address, own):
         eventually(lambda: hub.status()["taps"])
         for number in range(20):
             assert isinstance(client.act(Abort(f"r{number}", label="mine")), Rejected)
-        eventually(lambda: len(far.heard) == 20)
+        eventually(lambda: len(near.heard) == len(far.heard) == 20)
         assert far.heard == [(f"r{number}", "abort", "rejected", "client", "mine") for number in range(20)]
         assert near.heard == far.heard
 
