@@ -21,6 +21,7 @@ from torch import nn
 from capflow.capture.site import HOOKS
 from capflow_engine.compat import engine as compat
 from capflow_engine.structure import HookPlace
+from capflow_engine.taps import height
 from capflow_engine.taps import step as step_module
 from capflow_engine.taps.bank import Bank
 from capflow_engine.taps.tables import Tables
@@ -54,18 +55,20 @@ def tap(
     site: the index of the site, int32 `[1]`.
     scale: the site's value is `scale` times the sum of `hidden` and `residual`.
     """
+    hidden = hidden.view(-1, hidden.shape[-1])
+    height.check(hidden.shape[0], site)
     step = step_module.current
     if step is not None and not step.plan.idle:
-        hidden = hidden.view(-1, hidden.shape[-1])
         step.tap(int(site), hidden, None if residual is None else residual.view(hidden.shape), scale)
 
 
 @functools.wraps(tap)
-def _tap_gpu(hidden: torch.Tensor, residual: torch.Tensor | None, *tables_and_scale: Any) -> None:
+def _tap_gpu(hidden: torch.Tensor, residual: torch.Tensor | None, site: torch.Tensor, *tables_and_scale: Any) -> None:
     from capflow_engine.taps.kernel import launch
 
     hidden = hidden.view(-1, hidden.shape[-1])
-    launch(hidden, None if residual is None else residual.view(hidden.shape), *tables_and_scale)
+    height.check(hidden.shape[0], site)
+    launch(hidden, None if residual is None else residual.view(hidden.shape), site, *tables_and_scale)
 
 
 def _tap_fake(*args: Any) -> None:

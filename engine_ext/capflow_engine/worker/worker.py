@@ -26,6 +26,7 @@ import torch
 
 from capflow import limits
 from capflow.capture.frame import Rank
+from capflow.capture.site import Site
 from capflow.capture.spec import Capture, Wanted, join
 from capflow.protocol.message import ControllerSpec
 from capflow.steering.action import FROZEN_TROUBLE
@@ -46,6 +47,8 @@ from capflow_engine.scheduler.orders import (
 )
 from capflow_engine.settings import Settings
 from capflow_engine.steering.budget import Size
+from capflow_engine.structure import HookPlace
+from capflow_engine.taps import height
 from capflow_engine.taps import step as step_module
 from capflow_engine.taps.bank import Bank
 from capflow_engine.taps.gates import Gating
@@ -108,8 +111,7 @@ class WorkerCapture:
         size = Size.of(self.settings.steering_bank_bytes, self.info.hidden_size, requests)
         self.bank = Bank(size.plus(size.reserve), self.index, self.info.hidden_size, self.device)
         self.histories = Histories(self.bank, size.reserve, self.info)
-        for n, (site, layer, place) in enumerate(owned):
-            install(layer, site.hook, place, Tap(n, place, self.tables, self.bank, self.device))
+        self._install(owned)
         # A stage without taps sends too: its part of a request ends like that of any other stage.
         self.sends = self.rank.tp == 0
         self.ring = Ring(self.settings.outbound_bytes_max, pinned=self.tables.resident)
@@ -155,6 +157,14 @@ class WorkerCapture:
         self.agreement.start()
         addresses = ", ".join(hub.address for hub in self.settings.hubs)
         logger.info("capflow: %d taps; rows go to %s", len(self.sites), addresses)
+
+    def _install(self, owned: Sequence[tuple[Site, Any, HookPlace]]) -> None:
+        """Put a tap at each site, given its layer and its place there."""
+        for n, (site, layer, place) in enumerate(owned):
+            tap = Tap(n, place, self.tables, self.bank, self.device)
+            height.register(tap.site, str(site))
+            install(layer, site.hook, place, tap)
+        height.watch(self.runner.get_model())
 
     @property
     def _last(self) -> bool:
