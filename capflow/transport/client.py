@@ -36,6 +36,9 @@ from capflow.transport.address import check_address, default_address
 from capflow.transport.keys import peer_key
 from capflow.transport.sockets import Dealer, Event, why_not
 
+# How often the hub is asked whether its consumers make progress.
+_LOOK_S = 5.0
+_PENDING = CaptureResult("pending")
 # Several actions are sent in messages of about this size.
 _ACTS_BYTES_MAX = limits.HEADER_BYTES_MAX // 4
 
@@ -124,6 +127,49 @@ class Client:
             self._ask_results(Await(asked, True, engine), results, timeout)
         missing = tuple(request for request in asked if request not in results)
         if missing and not self._ask_results(Await(missing, False, engine), results, self.timeout):
+            raise self._unreachable()
+        return {request: results[request] for request in asked}
+
+    def final_results(
+        self, request_ids: Iterable[str], still_s: float, *, engine: str = ""
+    ) -> dict[str, dict[str, CaptureResult]]:
+        """Return the results of requests once every consumer is done with them, as `results` does.
+
+        It waits for as long as the results come in or a consumer that they wait for makes progress.
+
+        still_s: after so many seconds without progress, the result of a consumer that is not done is `pending`.
+        engine: the name of the engine that runs the requests.
+        """
+        asked = tuple(dict.fromkeys(request_ids))
+        results: dict[str, dict[str, CaptureResult]] = {}
+        left = dict.fromkeys(asked)
+        pending: set[str] = set()
+        works: dict[str, Any] = {}
+        if asked:
+            self._send(Await(asked, True, engine))
+        moved = time.monotonic()
+        while left and time.monotonic() - moved < still_s:
+            message = self._next(time.monotonic() + min(_LOOK_S, still_s / 4))
+            match message:
+                case None:
+                    # The answer to the first question names the consumers of which the second tells the progress.
+                    self._send(Await((next(iter(left)),), False, engine))
+                    self._send(Status())
+                case Results() if message.request in left and message.engine in (engine, UNSET):
+                    pending = {name for name, result in message.results.items() if result == _PENDING}
+                    if len(message.engines) > 1:
+                        raise ambiguous(message.request, message.engines)
+                    # A hub without consumers has no results.
+                    if message.engines and not pending:
+                        del left[message.request]
+                        results[message.request] = message.results
+                        moved = time.monotonic()
+                case Status():
+                    for name, counters in message.counters["consumers"].items():
+                        before, works[name] = works.get(name), _work(counters)
+                        if before is not None and before != works[name] and (name in pending or not pending):
+                            moved = time.monotonic()
+        if left and not self._ask_results(Await(tuple(left), False, engine), results, self.timeout):
             raise self._unreachable()
         return {request: results[request] for request in asked}
 
@@ -321,6 +367,18 @@ def _pause(deadline: float) -> bool:
     """Wait a little, at most until a deadline; return whether there is time left."""
     time.sleep(max(0.0, min(limits.IDLE_S, deadline - time.monotonic())))
     return time.monotonic() < deadline
+
+
+def _work(counters: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what changes while a consumer makes progress.
+
+    counters: the consumer's, as the hub's status has them.
+    """
+    # A consumer in trouble hangs in a call.
+    busy_s = 0.0 if counters["trouble"] else counters["busy_s"]
+    # What comes into its inbox.
+    spilled = (counters.get("spool") or {}).get("frames_spilled")
+    return counters["frames"], counters["results"], counters["backlog"], busy_s, spilled
 
 
 def ambiguous(request: str, engines: Iterable[str]) -> UsageError:

@@ -650,3 +650,52 @@ def test_a_worker_counts_a_frame_that_no_hub_would_take_and_goes_on(address, mon
         assert link.send(frame.header, frame.payload) is None
         eventually(lambda: hub.counts.frames == 1)
         assert hub.counts.protocol_errors == 0
+
+
+class TestFinalResults:
+    def test_consumers_that_make_progress_are_waited_for(self, address):
+        """However long they take."""
+
+        class Slow(Recorder):
+            def on_frame(self, frame):
+                # Ten of them take longer than the wait without progress.
+                time.sleep(0.3)
+                super().on_frame(frame)
+
+        with running_hub(address, Slow()), worker_link(address) as link, Client(address) as client:
+            send_steps(link, 9)
+            send(link, [("r1", 4, 36, 4)], finished=[make_finished("r1", 4, 40)], step=9)
+            begun = time.monotonic()
+            results = client.final_results(["r1"], 1.5)
+            took = time.monotonic() - begun
+        assert results["r1"]["recorder"].status == "ok"
+        assert took > 2
+
+    def test_one_that_hangs_is_not_while_another_has_other_work(self, address, monkeypatch):
+        monkeypatch.setattr(limits, "CALL_S_MAX", 0.5)
+        hung, busy = Recorder("hung", held=True), Recorder("busy")
+        stop = threading.Event()
+        with running_hub(address, hung, busy), worker_link(address) as link, Client(address) as client:
+            send(link, [("r1", 4, 0, 4)], finished=[make_finished("r1")])
+            eventually(lambda: "r1" in busy.done)
+
+            def others():
+                for step in range(10_000):
+                    if not stop.wait(0.02):
+                        send(link, [("r2", 4, 4 * step, 4)], step=step + 1)
+
+            sending = threading.Thread(target=others)
+            sending.start()
+            begun = time.monotonic()
+            results = client.final_results(["r1"], 1.5)
+            took = time.monotonic() - begun
+            stop.set()
+            sending.join()
+            hung.go.set()
+        assert {name: result.status for name, result in results["r1"].items()} == {"hung": "pending", "busy": "ok"}
+        assert 1.5 <= took < 10
+
+    def test_a_hub_without_consumers_has_none(self, address):
+        with running_hub(address), worker_link(address) as link, Client(address) as client:
+            send(link, [("r1", 4, 0, 4)], finished=[make_finished("r1")])
+            assert client.final_results(["r1"], 60.0) == {"r1": {}}

@@ -42,7 +42,7 @@ from capflow.extras import require
 from capflow.text.engine_name import new_engine
 from capflow.transport.client import Client
 
-_RESULTS_WAIT_S = 120.0
+_STILL_S_MAX = 120.0  # consumers without progress are waited for so long
 _CAUSE = re.compile(r"^\(\w[^)]*\) ERROR [^\]]*\] (\w+(?:Error|Exception): .+)$", re.MULTILINE)
 # Between two lines of progress where there is no terminal.
 _PLAIN_S = 10.0
@@ -372,7 +372,7 @@ def _rates(running: HubRun, job: ModelJob) -> list[str]:
 def _results(job: ModelJob) -> dict[str, dict[str, CaptureResult]]:
     """Return the consumers' results of every request, once all consumers are done with all of them."""
     with Client(job.hub, key=job.key, insecure=True) as client:
-        return client.results([p.id for p in job.prompts], wait=True, timeout=_RESULTS_WAIT_S, engine=job.engine_id)
+        return client.final_results([p.id for p in job.prompts], _STILL_S_MAX, engine=job.engine_id)
 
 
 def _resolved(capture: Capture | None, info: ModelInfo) -> Wanted:

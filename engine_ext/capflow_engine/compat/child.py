@@ -87,6 +87,22 @@ def result_of(work: Callable[[Report], T], name: str, *, still_s_max: float = ST
     return _result(start(work, name), name, still_s_max)  # type: ignore[no-any-return]
 
 
+def wait_while_busy(process: subprocess.Popen[bytes], still_s_max: float = STILL_S_MAX) -> bool:
+    """Wait for the end of a process for as long as it uses the CPU; return whether it ended.
+
+    still_s_max: how many seconds it may use none.
+    """
+    used, progress = 0.0, time.monotonic()
+    while process.poll() is None:
+        if (now := _cpu_s(process.pid)) > used + _BUSY_PART_MIN * still_s_max:
+            used, progress = now, time.monotonic()
+        elif time.monotonic() - progress > still_s_max:
+            return False
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_POLL_S)
+    return True
+
+
 class Fork(enum.Enum):
     """What a fork of this process is worth.
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from capflow.errors import CapflowError, explain
 from capflow.steering.report import Apart
+from capflow_engine.compat.child import STILL_S_MAX, wait_while_busy
 from capflow_engine.jobs.child import own_output
 
 LENGTHS = (5, 17, 33, 48, 9, 24, 40, 12)
@@ -31,7 +32,6 @@ MODEL_LENGTH = 128
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
 _TOP = 20
-_CLOSE_S = 120.0
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -163,10 +163,12 @@ class Plain:
     """vLLM without capflow, in a process of its own, from the constructor to `close`.
 
     log: the file for its output.
+    still_s_max: at its end, the process is killed after so many seconds in which it uses no CPU.
     """
 
-    def __init__(self, setup: Setup, log: Path) -> None:
+    def __init__(self, setup: Setup, log: Path, still_s_max: float = STILL_S_MAX) -> None:
         self._log = log
+        self._still_s_max = still_s_max
         with log.open("wb") as file:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "capflow_engine.jobs.trial"],
@@ -189,12 +191,10 @@ class Plain:
         return msgspec.json.decode(self._ask(Order(rounds)), type=float)
 
     def close(self) -> None:
-        """End the process."""
+        """End the process. It may take its time for as long as it uses the CPU."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        try:
-            self._process.wait(_CLOSE_S)
-        except subprocess.TimeoutExpired:
+        if not wait_while_busy(self._process, self._still_s_max):
             self._process.kill()
             self._process.wait()
 

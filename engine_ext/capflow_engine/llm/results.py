@@ -16,7 +16,7 @@ from capflow_engine.settings import Settings
 
 logger = logging.getLogger("vllm.capflow")
 
-_RESULTS_WAIT_S = 120.0
+_STILL_S_MAX = 120.0  # consumers without progress are waited for so long
 _NO_HUB_S = 60.0
 
 
@@ -48,7 +48,7 @@ class HubResults:
                 self._client.__enter__()
             everything = bool(self._client.captures)
             names = [name for name, captures in requests if everything or captures]
-            return self._client.results(names, wait=True, timeout=_RESULTS_WAIT_S, engine=self._engine) if names else {}
+            return self._client.final_results(names, _STILL_S_MAX, engine=self._engine) if names else {}
         except HubUnreachableError as e:
             if asked or not self._no_hub_until:
                 logger.warning("%s; the results of captures are unknown", e)

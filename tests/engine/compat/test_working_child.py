@@ -197,3 +197,16 @@ def test_a_model_is_read_while_grpc_is_in_use(tiny):
     command = [sys.executable, "-c", IN_USE, tiny]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.stdout.split() == ["SAFE", "TRIED", "4"], done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(("work", "ended"), [("sum(range(150_000_000))", True), ("input()", False)])
+def test_a_process_that_ends_is_waited_for_while_it_uses_the_cpu(work, ended):
+    """For longer than it may be without."""
+    process = subprocess.Popen([sys.executable, "-c", work], stdin=subprocess.PIPE)
+    begun = time.monotonic()
+    try:
+        assert child.wait_while_busy(process, STILL_S) == ended
+    finally:
+        process.kill()
+        process.wait()
+    assert time.monotonic() - begun > STILL_S

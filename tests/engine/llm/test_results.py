@@ -13,6 +13,7 @@ from capflow import limits
 from capflow.transport.address import is_listening
 from capflow.transport.client import Client
 from capflow_engine.hubs import HubAt
+from capflow_engine.llm import results as results_module
 from capflow_engine.llm.asker import HUB, Asker
 from capflow_engine.llm.results import HubResults
 from tests.kit.frames import make_finished, make_frame
@@ -62,6 +63,24 @@ def test_a_hub_is_asked_also_of_requests_that_asked_for_nothing_and_left_when_it
         assert link.send(made.header, made.payload) is None
         eventually(lambda: results.ask([("r1", False)])["r1"]["recorder"].status == "ok")
     assert results.ask([("r1", False)]) == {}
+    results.close()
+
+
+def test_results_are_waited_for_while_the_consumer_makes_progress(address, monkeypatch):
+    class Slow(Recorder):
+        def on_frame(self, frame):
+            # Ten of them take longer than the wait without progress.
+            time.sleep(0.3)
+            super().on_frame(frame)
+
+    monkeypatch.setattr(results_module, "_STILL_S_MAX", 1.5)
+    results = HubResults(HubAt(address), "")
+    with running_hub(address, Slow()), worker_link(address) as link:
+        for step in range(10):
+            finished = [make_finished("r1", 4, 40)] if step == 9 else []
+            made = make_frame([("r1", 4, 4 * step, 4)], finished=finished, step=step)
+            assert link.send(made.header, made.payload) is None
+        assert results.ask([("r1", True)])["r1"]["recorder"].status == "ok"
     results.close()
 
 
