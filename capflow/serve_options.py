@@ -146,6 +146,14 @@ def _add_capture(parser: Parser) -> None:
         metavar="ADDRESS",
         help="address of a hub that rows are sent to; repeatable, in order",
     )
+    group.add_argument(
+        "--spare-hub",
+        action="append",
+        default=[],
+        metavar="ADDRESS",
+        help="address of a hub that may start later; from its first answer on it has its share of new requests; "
+        "repeatable, in order, after the hubs",
+    )
     group.add_argument("--key", metavar="NAME|PATH", help="this engine's key, for hubs with keys")
     group.add_argument(
         "--engine-name",

@@ -7,6 +7,8 @@ and Ravishankar, 1998): an additional hub takes its part of the requests from al
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import xxhash
 
 
@@ -18,7 +20,10 @@ def hub_of(request: str, hubs: int) -> int:
     request: the id by which a client knows the request.
     hubs: the number of hubs.
     """
-    if hubs == 1:
-        return 0
+    return 0 if hubs == 1 else hub_among(request, range(hubs))
+
+
+def hub_among(request: str, numbers: Iterable[int]) -> int:
+    """As `hub_of`, of the hubs of these numbers, in ascending order."""
     key = request.encode("utf-8", "surrogatepass")
-    return max(range(hubs), key=lambda hub: xxhash.xxh3_64_intdigest(key, seed=hub))
+    return max(numbers, key=lambda hub: xxhash.xxh3_64_intdigest(key, seed=hub))

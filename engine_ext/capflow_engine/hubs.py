@@ -2,6 +2,9 @@
 
 A hub's number is its place in the list that the engine was started with. It decides which requests are the hub's
 (`capflow.protocol.routing`). What a hub wants holds for its own requests; it may ask for actions on any request.
+
+The last hubs of the list may be spare ones, which start while the engine runs. The scheduler shares new requests out
+among the hubs that have ever answered and the others that are not spare. A request stays with its hub.
 """
 
 from __future__ import annotations
@@ -42,15 +45,21 @@ class HubAt(NamedTuple):
 
 
 def hubs_at(
-    addresses: Sequence[str], key: str | None = None, *, insecure: bool = False, where: str = "hub"
+    addresses: Sequence[str],
+    key: str | None = None,
+    *,
+    spares: Sequence[str] = (),
+    insecure: bool = False,
+    where: str = "hub",
 ) -> tuple[HubAt, ...]:
     """Return the hubs at some addresses; without any, the hub at the default address.
 
     key: this side's key, by name or path, for hubs that have keys.
+    spares: the addresses of spare hubs; they follow the others.
     where: the name of the option, for errors.
     Raises UsageError for a wrong address or key, and for an address that is given twice.
     """
-    addresses = tuple(addresses) or (default_address(),)
+    addresses = (*(tuple(addresses) or (default_address(),)), *spares)
     if len(addresses) > limits.HUBS_MAX:
         raise UsageError(explain(where, got=f"{len(addresses)} hubs", expected=f"at most {limits.HUBS_MAX}"))
     plain = [without_key(check_address(address, insecure=insecure, where=where)) for address in addresses]
@@ -88,10 +97,10 @@ class HubLinks:
         """Each hub's latest Welcome; None if the hub was never there."""
         return tuple(link.welcome for link in self._links)
 
-    def wait_welcomes(self, timeout_s: float) -> None:
-        """Wait until every hub has answered, for at most `timeout_s` seconds in all."""
+    def wait_welcomes(self, timeout_s: float, spares: int = 0) -> None:
+        """Wait until every hub has answered but the last `spares`, for at most `timeout_s` seconds in all."""
         deadline = time.monotonic() + timeout_s
-        for link in self._links:
+        for link in self._links[: len(self._links) - spares]:
             link.wait_welcome(max(0.0, deadline - time.monotonic()))
 
     def actions(self, ready: Callable[[Act], bool]) -> list[Act]:

@@ -101,6 +101,7 @@ class Settings(dict[str, Any]):
 
     engine: the engine's name, new at each start.
     hubs: the hubs that its workers connect to, by number.
+    spares: how many of the last of them may start later. Such a hub has requests from its first answer on.
     sites: the sites that carry a tap, in order.
     fixed: the sites among them that can be captured and not steered.
     outbound, outbound_bytes_max: the policy and the size of each worker's outbound queue.
@@ -115,6 +116,7 @@ class Settings(dict[str, Any]):
     engine: str
     hubs: tuple[HubAt, ...]
     sites: tuple[Site, ...]
+    spares: int = field(default=0, kw_only=True)
     fixed: tuple[Site, ...] = ()
     outbound: Outbound = field(default_factory=Outbound)
     outbound_bytes_max: int = limits.OUTBOUND_BYTES_DEFAULT
@@ -138,9 +140,14 @@ class Settings(dict[str, Any]):
         )
         return hashlib.sha256(factors.encode()).hexdigest()
 
+    @property
+    def regular(self) -> int:
+        """How many hubs are not spare: the number of the first one that is."""
+        return len(self.hubs) - self.spares
+
     def hub_of(self, request: str) -> int:
-        """Return the number of the hub that has a request, by its id outside of vLLM."""
-        return hub_of(request, len(self.hubs))
+        """Return the number of the hub that has a request, by its id outside of vLLM, while no spare hub is there."""
+        return hub_of(request, self.regular)
 
 
 class Tapped(NamedTuple):

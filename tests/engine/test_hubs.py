@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import tempfile
 import threading
@@ -113,9 +114,10 @@ class TestScheduler:
 
 
 class TestResults:
-    def settings(self, addresses):
+    def settings(self, addresses, spares=0):
         hubs = tuple(HubAt(address) for address in addresses)
-        return SimpleNamespace(engine="engine-1", hubs=hubs, hub_of=lambda name: hub_of(name, len(hubs)))
+        regular = len(hubs) - spares
+        return SimpleNamespace(engine="engine-1", hubs=hubs, spares=spares, hub_of=lambda name: hub_of(name, regular))
 
     def test_each_hub_is_asked_for_its_own_and_one_that_is_gone_delays_no_other(self, addresses):
         (mine,), (others,) = names_of(0, 1), names_of(1, 1)
@@ -142,6 +144,26 @@ class TestResults:
         assert unknown["hub"].status == "error"
         assert list(both) == [others, mine]
         assert both[mine]["recorder"].status == "ok"
+
+    def test_the_requests_of_a_spare_hub_are_found_there(self, addresses):
+        """By what the engine says of them while they end, and by their names alone."""
+        askers = Askers(self.settings(addresses, spares=1))
+
+        async def ask():
+            by_report = await askers.ask(["mine", "moved"], {"moved": 1}, captures=True, wait_s=20.0)
+            by_name = await askers.find(["moved", "mine", "other"], wait_s=0.0, known_s=0.3)
+            return by_report, by_name
+
+        with contextlib.ExitStack() as stack:
+            for address, name in zip(addresses, ("mine", "moved"), strict=True):
+                stack.enter_context(running_hub(address, Recorder()))
+                link = stack.enter_context(worker_link(address))
+                frame = make_frame([(name, 4, 0, 4)], finished=[make_finished(name)])
+                assert link.send(frame.header, frame.payload) is None
+            by_report, by_name = asyncio.run(ask())
+        assert [by_report[name]["recorder"].status for name in ("mine", "moved")] == ["ok", "ok"]
+        assert by_name["moved"]["recorder"].status == by_name["mine"]["recorder"].status == "ok"
+        assert by_name["other"] == {}
 
 
 def test_a_hub_that_moves_is_found_where_its_name_leads(addresses, tmp_path):

@@ -146,6 +146,36 @@ def test_each_hub_has_what_it_asked_for_of_its_own_requests(tiny, reference, tmp
     assert min(len(first.done), len(second.done)) > 3
 
 
+def test_a_hub_that_starts_later_has_its_share_of_new_requests(tiny, reference):
+    """A request that runs then stays with its hub."""
+    first, later = Keeper(), Keeper()
+    with tempfile.TemporaryDirectory(prefix="cf") as home:
+        addresses = [f"ipc://{home}/a", f"ipc://{home}/b"]
+        with (
+            running_hub(addresses[0], configured(first)),
+            engine(tiny, hub=addresses[0], spare_hubs=addresses[1:]) as llm,
+        ):
+            early = names("early")
+            params = [capflow.sampling_params(id=name, max_tokens=12, capture=ALL, **GREEDY) for name in early]
+            llm.enqueue(prompts(LENGTHS), params, use_tqdm=False)
+            for _ in range(3):
+                llm.llm_engine.step()
+            assert set(early) - set(first.done)
+            with running_hub(addresses[1], configured(later)):
+                links = llm.llm_engine.engine_core.engine_core.scheduler.capflow.links
+                eventually(lambda: all(links.welcomes))
+                before = dict(zip(early, llm.wait_for_completion(use_tqdm=False), strict=True))
+                after = generate(llm, names("late"), capture=ALL)
+    for name, output in (before | after).items():
+        hub = hub_of(name, 2) if name in after else 0
+        keeper, other = (later, first) if hub else (first, later)
+        assert name not in other.rows
+        assert output.capture_results["keeper"].status == "ok"
+        assert output.steering_applied is None
+        keeper.hold(name, tokens_of(output), reference)
+    assert len(later.done) > 1
+
+
 def test_a_hub_that_is_gone_is_waited_for_once_and_not_at_every_step(tiny, address, monkeypatch):
     monkeypatch.setattr(limits, "BLOCK_S_MAX", 2.0)
     with running_hub(address, Keeper()) as hub, engine(tiny, hub=hub.address) as llm:

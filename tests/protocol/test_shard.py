@@ -6,7 +6,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capflow.protocol.routing import hub_of
+from capflow.protocol.routing import hub_among, hub_of
 
 
 def test_the_hub_of_a_request_never_changes():
@@ -45,6 +45,7 @@ def test_it_is_the_one_with_the_largest_hash(request, hubs):
 
 def test_hubs_have_equal_parts_and_a_further_one_takes_only_its_own():
     names = [f"{number:x}-{number % 7}" for number in range(20_000)]
+    assert [hub_among(name, [0, 1, 2, 3]) for name in names] == [hub_of(name, 4) for name in names]
     before = {name: hub_of(name, 4) for name in names}
     after = {name: hub_of(name, 5) for name in names}
     assert all(0.9 * 5000 < count < 1.1 * 5000 for count in Counter(before.values()).values())

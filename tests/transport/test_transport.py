@@ -103,6 +103,16 @@ class TestWorkerLink:
             assert link.counters["frames"] == 100
             assert link.counters["dropped_frames"] == {}
 
+    def test_keeps_frames_for_a_hub_that_is_expected(self, address):
+        recorder = Recorder()
+        with worker_link(address, wait=False) as link:
+            assert send(link) == "no_hub"
+            link.expect()
+            assert send_steps(link, 3, first=1) == [None] * 3
+            assert not link.ever_connected
+            with running_hub(address, recorder):
+                eventually(lambda: recorder.rows["r1"] == 12)
+
     def test_drops_at_once_while_no_hub_was_ever_there(self, address):
         with worker_link(address, wait=False) as link:
             before = time.monotonic()

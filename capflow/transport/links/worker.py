@@ -53,7 +53,7 @@ class WorkerLink(Link):
 
     `send` returns None, or the reason why it dropped the frame:
 
-    * `no_hub`: no hub was ever connected.
+    * `no_hub`: no hub was ever connected, and none is expected.
     * `hub_gone`: the hub is gone and the queue is full.
     * `queue_full`: the hub is connected and slower than the worker.
     * `refused`: the hub refused this worker.
@@ -107,6 +107,8 @@ class WorkerLink(Link):
         self._frames_left = False
         # Whether `send` waited `block_s_max` without getting room while the hub was gone; cleared by the next Welcome.
         self._gave_up = False
+        # Set by `expect`.
+        self._expected = False
         # The frames and bytes that `send` accepted.
         self._frames = 0
         self._bytes = 0
@@ -117,6 +119,15 @@ class WorkerLink(Link):
     def patient(self) -> bool:
         """Whether `send` waits while the queue is full. After a wait that failed it does not, until the hub is back."""
         return not self._gave_up
+
+    @property
+    def found(self) -> bool:
+        """Whether the hub was ever connected or is expected."""
+        return self.ever_connected or self._expected
+
+    def expect(self) -> None:
+        """Keep frames from now on, also before the first connection: another process of the engine found the hub."""
+        self._expected = True
 
     def give_up(self) -> None:
         """After a wait that failed: if the hub is gone, do not wait for room until it is back."""
@@ -185,7 +196,7 @@ class WorkerLink(Link):
             return "closed"
         if self._session.state is State.REFUSED:
             return "refused"
-        if not self.ever_connected:
+        if not self.found:
             return "no_hub"
         if self._spills and self.outbox is not None:
             return self._offer_or_spill(self.outbox, header, view)
@@ -310,7 +321,7 @@ class WorkerLink(Link):
 
     def _drained(self) -> bool:
         waiting = len(self._queue) or self._session.unacked or (self.outbox is not None and self.outbox.waiting)
-        return not self.ever_connected or not waiting
+        return not self.found or not waiting
 
     def _received(self, message: Frame | Message) -> None:
         if isinstance(message, Welcome):

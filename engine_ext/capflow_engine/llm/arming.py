@@ -36,6 +36,7 @@ def arm(
     *,
     consumers: Sequence[str],
     hub: str | Sequence[str] | None,
+    spare_hubs: Sequence[str],
     key: str | None,
     insecure: bool,
     sites: Sequence[str],
@@ -49,6 +50,7 @@ def arm(
     kind: vLLM's class for an engine's arguments.
     arguments: those of `kind`; `additional_config` is taken out.
     hub: the address of a running hub, or of several.
+    spare_hubs: the addresses of hubs that may start later.
     engine_name: the engine's name; None for a random one.
 
     Raises UsageError for wrong arguments, HubUnreachableError if a named hub does not answer.
@@ -57,6 +59,8 @@ def arm(
         if name in arguments:
             raise UsageError(explain(name, got=arguments[name], expected="to be left out; capflow brings its own"))
     check_on_divergence(on_divergence)
+    if spare_hubs and hub is None:
+        raise UsageError(explain("LLM: spare_hubs without hub", do="name the hubs that run now with hub="))
     if consumers and hub is not None:
         raise UsageError(explain("LLM: both hub and consumers", do="give consumers to the hub with `capflow run`"))
     user: Mapping[str, Any] = arguments.pop("additional_config", None) or {}
@@ -70,13 +74,14 @@ def arm(
         process.start(_LAUNCH_WAIT_S)
         hubs = hubs_at([process.address], key, insecure=insecure)
     else:
-        hubs = hubs_at(named, key, insecure=insecure)
-        for one in hubs if named else ():
+        hubs = hubs_at(named, key, spares=spare_hubs, insecure=insecure)
+        for one in hubs[: len(named)]:
             with one.client():  # raises if the hub does not answer
                 pass
     settings = Settings(
         engine=new_engine(engine_name),
         hubs=hubs,
+        spares=len(spare_hubs),
         sites=tapped.sites,
         fixed=tapped.fixed,
         outbound=outbound,

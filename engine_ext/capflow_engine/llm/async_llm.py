@@ -63,6 +63,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         *,
         consumers: Sequence[str] = (),
         hub: str | Sequence[str] | None = None,
+        spare_hubs: Sequence[str] = (),
         key: str | None = None,
         insecure: bool = False,
         sites: Sequence[str] = SITES_DEFAULT,
@@ -91,6 +92,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
             kwargs,
             consumers=consumers,
             hub=hub,
+            spare_hubs=spare_hubs,
             key=key,
             insecure=insecure,
             sites=sites,
@@ -153,7 +155,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
                 async for output in outputs:
                     dynamic = taken(output) or dynamic
                     if output.finished:
-                        await self._add_results(output, prepared.options)
+                        await self._add_results(output, prepared.options, dynamic)
                         output.steering_applied = prepared.applied_with(dynamic)
                     yield output
         finally:
@@ -193,13 +195,14 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
     _at_exit: weakref.finalize[Any, Any] | None = None
     _stop_hub: Callable[[], Any] = staticmethod(lambda: None)
 
-    async def _add_results(self, output: RequestOutput, options: RequestOptions) -> None:
+    async def _add_results(self, output: RequestOutput, options: RequestOptions, dynamic: Dynamic | None) -> None:
         """Put the results of a request on its output; none if no hub is known and the request did not ask for any."""
         results = {}
         captures = options.capture is not None
         if captures or self._knows_hub:
             wait_s = self._capture_wait_s
-            results = await self._asker.ask(options.names, captures=captures, wait_s=wait_s, patient=captures)
+            placed = {} if dynamic is None else dynamic.hubs
+            results = await self._asker.ask(options.names, placed, captures=captures, wait_s=wait_s, patient=captures)
         output.capture_results = joined(results)
         for sample in output.outputs:
             sample.capture_results = results.get(options.names[sample.index], {})

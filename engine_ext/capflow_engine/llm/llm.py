@@ -45,6 +45,8 @@ class LLM(VLLM):  # type: ignore[misc]
         them; `close` stops it.
     hub: the address of a running hub instead, or of several, which divide the requests among them. By default the
         default address.
+    spare_hubs: the addresses of hubs that may start later. From its first answer on, such a hub has its share of new
+        requests.
     key: this engine's key, by name or path, for a hub that has one; by default that of `CAPFLOW_KEY`.
     insecure: allows a hub on another machine without keys.
     sites: patterns of the sites that carry a tap.
@@ -75,6 +77,7 @@ class LLM(VLLM):  # type: ignore[misc]
         *,
         consumers: Sequence[str] = (),
         hub: str | Sequence[str] | None = None,
+        spare_hubs: Sequence[str] = (),
         key: str | None = None,
         insecure: bool = False,
         sites: Sequence[str] = SITES_DEFAULT,
@@ -103,6 +106,7 @@ class LLM(VLLM):  # type: ignore[misc]
             kwargs,
             consumers=consumers,
             hub=hub,
+            spare_hubs=spare_hubs,
             key=key,
             insecure=insecure,
             sites=sites,
@@ -229,13 +233,15 @@ class LLM(VLLM):  # type: ignore[misc]
         others = iter(params)
         prepared = [self._enqueued.get(output.request_id) or next(others) for output in outputs]
         self._enqueued.clear()  # vLLM runs all that was enqueued
-        results = self._results.ask([one.options for one in prepared])
-        for output, one in zip(outputs, prepared, strict=True):
+        reports = [taken(output) for output in outputs]
+        placed = {name: hub for report in reports if report is not None for name, hub in report.hubs.items()}
+        results = self._results.ask([one.options for one in prepared], placed)
+        for output, one, report in zip(outputs, prepared, reports, strict=True):
             names = one.options.names
             for name, sample in zip(names, output.outputs, strict=True):
                 sample.capture_results = results.get(name, {})
             output.capture_results = joined({name: results[name] for name in names if name in results})
-            output.steering_applied = one.applied_with(taken(output))
+            output.steering_applied = one.applied_with(report)
         return outputs
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from types import MappingProxyType
 
-from capflow.errors import HubUnreachableError
+from capflow.errors import CapflowError, HubUnreachableError
 from capflow.transport.client import Client
 from capflow_engine.hubs import HubAt
 from capflow_engine.llm.asker import Asker, Results
@@ -18,6 +20,8 @@ logger = logging.getLogger("vllm.capflow")
 
 _STILL_S_MAX = 120.0  # consumers without progress are waited for so long
 _NO_HUB_S = 60.0
+# Between two looks for the hub of a request.
+_LOCATE_S = 0.2
 
 
 class HubResults:
@@ -70,12 +74,16 @@ class AllResults:
         self._settings = settings
         self._hubs = [HubResults(hub, settings.engine) for hub in settings.hubs]
 
-    def ask(self, options: Sequence[RequestOptions]) -> Results:
-        """Return the results of the requests whose rows were wanted, by id."""
+    def ask(self, options: Sequence[RequestOptions], placed: Mapping[str, int]) -> Results:
+        """Return the results of the requests whose rows were wanted, by id.
+
+        placed: the hubs of requests that spare hubs have.
+        """
         by_hub: list[list[tuple[str, bool]]] = [[] for _ in self._hubs]
         for one in options:
             for name in one.names:
-                by_hub[self._settings.hub_of(name)].append((name, one.capture is not None))
+                number = placed.get(name, self._settings.hub_of(name))
+                by_hub[number].append((name, one.capture is not None))
         results: Results = {}
         for hub, requests in zip(self._hubs, by_hub, strict=True):
             if requests:
@@ -95,13 +103,24 @@ class Askers:
         self._settings = settings
         self._hubs = [Asker(hub.client, hub.is_listening, settings.engine) for hub in settings.hubs]
 
-    async def ask(self, names: Sequence[str], *, captures: bool, wait_s: float, patient: bool = True) -> Results:
-        """Return the results of requests, in the order of their names; see `Asker.ask`."""
+    async def ask(
+        self,
+        names: Sequence[str],
+        placed: Mapping[str, int] = MappingProxyType({}),
+        *,
+        captures: bool,
+        wait_s: float,
+        patient: bool = True,
+    ) -> Results:
+        """Return the results of requests, in the order of their names; see `Asker.ask`.
+
+        placed: the hubs of requests that spare hubs have.
+        """
 
         def ask(hub: Asker, its: list[str]) -> Coroutine[None, None, Results]:
             return hub.ask(its, captures=captures, wait_s=wait_s, patient=patient)
 
-        return await self._gathered(names, ask)
+        return await self._gathered(names, placed, ask)
 
     async def find(self, names: Sequence[str], *, wait_s: float, known_s: float, engine: str = "") -> Results:
         """Return the results of requests that may be over or unknown, in the order of their names; see `Asker.find`."""
@@ -109,14 +128,37 @@ class Askers:
         def find(hub: Asker, its: list[str]) -> Coroutine[None, None, Results]:
             return hub.find(its, wait_s=wait_s, known_s=known_s, engine=engine)
 
-        return await self._gathered(names, find)
+        placed: dict[str, int] = {}
+        if self._settings.spares:
+            began = time.monotonic()
+            placed = await self._located(names, known_s, engine)
+            known_s = max(0.0, known_s - (time.monotonic() - began))
+        return await self._gathered(names, placed, find)
+
+    async def _located(self, names: Sequence[str], known_s: float, engine: str) -> dict[str, int]:
+        """Return the hubs that know requests; asks all of them until each request is known or the time is over."""
+        placed: dict[str, int] = {}
+        deadline = time.monotonic() + known_s
+        while True:
+            for number, (hub, asker) in enumerate(zip(self._settings.hubs, self._hubs, strict=True)):
+                left = [name for name in names if name not in placed]
+                if left and hub.is_listening():
+                    with contextlib.suppress(CapflowError):  # the hub that has the request says why
+                        results = await asker.find(left, wait_s=0.0, known_s=0.0, engine=engine)
+                        placed.update(dict.fromkeys((name for name in left if results[name]), number))
+            if len(placed) == len(set(names)) or time.monotonic() >= deadline:
+                return placed
+            await asyncio.sleep(_LOCATE_S)
 
     async def _gathered(
-        self, names: Sequence[str], ask: Callable[[Asker, list[str]], Coroutine[None, None, Results]]
+        self,
+        names: Sequence[str],
+        placed: Mapping[str, int],
+        ask: Callable[[Asker, list[str]], Coroutine[None, None, Results]],
     ) -> Results:
         by_hub: dict[int, list[str]] = {}
         for name in names:
-            by_hub.setdefault(self._settings.hub_of(name), []).append(name)
+            by_hub.setdefault(placed.get(name, self._settings.hub_of(name)), []).append(name)
         results: Results = {}
         for each in await asyncio.gather(*(ask(self._hubs[hub], its) for hub, its in by_hub.items())):
             results |= each

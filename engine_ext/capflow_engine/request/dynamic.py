@@ -1,6 +1,7 @@
 """What may steer a request while it runs: actions that came through a hub, and controllers. Its answer reports both.
 
-The scheduler knows both before a step; the front end puts them into the answer. They travel in vLLM's own outputs, in
+The scheduler knows both before a step; the front end puts them into the answer. The same report names the request's
+hub, if that is a spare one: the front end asks it for the results. They travel in vLLM's own outputs, in
 the field for KV connectors, which capflow refuses. Only workers know which controllers acted, and when; consumers get
 that with the request's end.
 """
@@ -25,9 +26,10 @@ class _Report:
 
     controllers: tuple[str, ...]
     changes: list[Change] = field(default_factory=list)
+    hubs: dict[str, int] = field(default_factory=dict)
 
     def packed(self) -> dict[str, Any]:
-        return {KEY: msgspec.to_builtins(Dynamic(tuple(self.changes), self.controllers))}
+        return {KEY: msgspec.to_builtins(Dynamic(tuple(self.changes), self.controllers, self.hubs))}
 
 
 class Reports:
@@ -41,16 +43,19 @@ class Reports:
         # Requests that ended, until vLLM outputs their end.
         self._over: dict[str, tuple[str, str]] = {}
 
-    def admit(self, key: str, together: str, name: str, controllers: Sequence[str]) -> None:
+    def admit(self, key: str, together: str, name: str, controllers: Sequence[str], *, hub: int | None = None) -> None:
         """Note a new request.
 
         together: the name of the request; its samples share that.
         name: the name of this sample.
         controllers: those that watch it.
+        hub: the number of its hub, if that is a spare one.
         """
         self._members[key] = together, name
+        if hub is not None:
+            self._reports.setdefault(together, _Report(())).hubs[name] = hub
         if controllers:
-            self._reports.setdefault(together, _Report(tuple(controllers)))
+            self._reports.setdefault(together, _Report(())).controllers = tuple(controllers)
 
     def act(self, key: str, action: Action, position: int) -> None:
         """Note an action that holds from a position of a request on. A report lists the first `limits.ACTED_MAX`."""

@@ -94,7 +94,7 @@ class Prepared(msgspec.Struct, frozen=True):
 
     def applied_with(self, dynamic: Dynamic | None) -> SteeringSummary | None:
         """Return the output's summary of the steering, with what may have steered the request while it ran."""
-        if dynamic is None:
+        if dynamic is None or not dynamic.steers:
             return self.applied
         return (self.applied or SteeringSummary(NOTHING_KEY)).beside(dynamic)
 

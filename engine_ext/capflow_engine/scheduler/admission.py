@@ -33,6 +33,7 @@ from capflow.capture.positions import Positions
 from capflow.capture.spec import Wanted, join
 from capflow.errors import UsageError
 from capflow.protocol.message import Act, ControllerSpec, Hello, Welcome
+from capflow.protocol.routing import hub_among
 from capflow.steering.action import (
     Abort,
     ActionApplied,
@@ -98,6 +99,8 @@ class Admission:
         self._preempted_at: dict[str, int] = {}
         # The incarnation of each running request, by its name. The threads of the links read it.
         self._incarnations: dict[str, str] = {}
+        # The number of the hub of each running request, by its key.
+        self._hubs: dict[str, int] = {}
         self._numbers_admitted = itertools.count(1)
         # The options of each running request, with its steering compiled.
         self._options: dict[str, RequestOptions] = {}
@@ -128,6 +131,8 @@ class Admission:
         self.drafting = Drafting(*ahead) if (ahead := compat.drafts_ahead(vllm_config)) else None
         self.stops = Stops(lambda: compat.load_tokenizer(vllm_config))
         self._welcomes: tuple[Welcome | None, ...] = (None,) * len(self.settings.hubs)
+        # The numbers of the hubs that get new requests.
+        self._in_service: Sequence[int] = range(self.settings.regular)
         # What each hub wants of requests that are admitted now. The number counts the changes.
         self._wants = (Wants(),) * len(self.settings.hubs)
         self._wants_number = 0
@@ -150,7 +155,7 @@ class Admission:
         hubs = range(len(self.settings.hubs))
         self._brought = [HubSteering(self._fit, functools.partial(self.links.report, hub)) for hub in hubs]
         if self.settings.hub_wait_s is not None:
-            self.links.wait_welcomes(self.settings.hub_wait_s)
+            self.links.wait_welcomes(self.settings.hub_wait_s, self.settings.spares)
         self._take_welcomes()
 
     def admit(self, request: Any) -> bool:
@@ -164,18 +169,18 @@ class Admission:
         if refusal is not None:
             # capflow's front ends have checked their requests already; vLLM's own front ends check nothing.
             logger.error("request %s: %s; it is aborted", key, refusal)
-        names = options.names
-        number = 0 if len(names) == 1 else compat_step.sample_number(key)
+        number = 0 if len(names := options.names) == 1 else compat_step.sample_number(key)
         name = names[number] if number < len(names) else key
         if name in self._keys:
             name = f"{name}~{key}"
         self._keys[name], self._names[key] = key, name
         self._incarnations[name] = f"{self._boot[:12]}-{next(self._numbers_admitted)}"
-        hub = self.settings.hub_of(name)
+        hub = self._hubs[key] = hub_among(name, self._in_service)
         wants = self._wants[hub]
         together = key if len(names) < 2 else compat_step.parent_of(key)
         controllers = [spec for spec in wants.controllers if spec.sees(name)]
-        self.reports.admit(key, together, name, [spec.label for spec in controllers])
+        labels = [spec.label for spec in controllers]
+        self.reports.admit(key, together, name, labels, hub=None if hub == self.settings.hub_of(name) else hub)
         if controllers and refusal is None:
             split = request.num_prompt_tokens - (options.generated or 0)
             program, needs = self._brought[hub].compose(options.program, needs, controllers, name, split)
@@ -183,7 +188,7 @@ class Admission:
         self._options[key] = options
         adapter = compat_weights.adapter_of(request)[: limits.REQUEST_ID_LENGTH_MAX]
         incarnation = self._incarnations[name]
-        self._unscheduled[key] = Admitted(name, self._wants_number, incarnation, options, adapter)
+        self._unscheduled[key] = Admitted(name, self._wants_number, incarnation, options, hub, adapter)
         if self.weights.now.version:
             salt = f"weights:{self._boot}:{self.weights.now.version}"
             compat.fork_cache_from(request, 0, salt, self.hash_block_size)
@@ -334,7 +339,7 @@ class Admission:
 
     def _as_running(self, key: str, request: Any) -> RunningRequest:
         name = self._names[key]
-        controllers = tuple(spec.label for spec in self._wants[self.settings.hub_of(name)].controllers)
+        controllers = tuple(spec.label for spec in self._wants[self._hubs[key]].controllers)
         program, preempted_at = self._options[key].program, self._preempted_at.get(key, 0)
         return RunningRequest(request, name, program, self._steered_from(request), controllers, preempted_at)
 
@@ -349,16 +354,13 @@ class Admission:
             self.actions.at_once(divergence.freeze(diverged), self.step, idle=False)
             return []
         steered = [key for key in self._names if key in scheduler.requests and self._may_steer(key)]
-        return divergence.abort(diverged, scheduler, steered, self._hub_of, self.decisions.ends)
+        return divergence.abort(diverged, scheduler, steered, self._hubs.__getitem__, self.decisions.ends)
 
     def _may_steer(self, key: str) -> bool:
         """Return whether something steers a request, or may steer it without the scheduler."""
-        controllers = self._wants[self._hub_of(key)].controllers
+        controllers = self._wants[self._hubs[key]].controllers
         watched = any(spec.runs and spec.sees(self._names[key]) for spec in controllers)
         return watched or self._options[key].program is not None or self.actions.reaches(key)
-
-    def _hub_of(self, key: str) -> int:
-        return self.settings.hub_of(self._names[key])
 
     def order(self, scheduler_output: Any, requests: Mapping[str, Any]) -> None:
         """Attach the orders of the step that was just scheduled to the scheduler's output.
@@ -459,6 +461,7 @@ class Admission:
         self._options.pop(key, None)
         self._held.release(key)
         self._preempted_at.pop(key, None)
+        self._hubs.pop(key, None)
         name = self._names.pop(key, None)
         self.reports.end(key)
         self._answers.end(key)
@@ -491,6 +494,8 @@ class Admission:
         welcomes = self.links.welcomes
         if any(new is not last for new, last in zip(welcomes, self._welcomes, strict=True)):
             self._welcomes = welcomes
+            regular = self.settings.regular
+            self._in_service = [n for n, each in enumerate(welcomes) if n < regular or each is not None]
             wants = tuple(Wants() if welcome is None else self._wants_of(welcome) for welcome in welcomes)
             if wants != self._wants:
                 self._wants = wants

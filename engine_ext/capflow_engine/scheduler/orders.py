@@ -126,6 +126,7 @@ class Admitted(NamedTuple):
     wants: the number of the `Wants` that it was admitted under.
     incarnation: tells it from others of its name.
     options: what it asks for, its steering compiled.
+    hub: the number of its hub.
     adapter: the name of the LoRA adapter that it runs with; empty for none.
     """
 
@@ -133,6 +134,7 @@ class Admitted(NamedTuple):
     wants: int
     incarnation: str
     options: RequestOptions
+    hub: int = 0
     adapter: str = ""
 
 

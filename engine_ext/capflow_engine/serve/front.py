@@ -123,7 +123,9 @@ class Front:
         report: dict[str, Any] = {}
         if ask.awaits:
             wait_s = self.settings.capture_wait_s if ask.wait else 0.0
-            results = await self.asker.ask(ask.names, captures=ask.captures, wait_s=wait_s)
+            reports = [self._dynamic[options.id] for options in ask.options if options.id in self._dynamic]
+            placed = {name: hub for report in reports for name, hub in report.hubs.items()}
+            results = await self.asker.ask(ask.names, placed, captures=ask.captures, wait_s=wait_s)
             report["capture_results"] = joined(results)
             if len(results) > 1:
                 report["capture_results_by_choice"] = [results[name] for name in ask.names]
@@ -143,7 +145,8 @@ class Front:
 
     def _dynamic_of(self, ask: ParsedRequest) -> Dynamic | None:
         """Return the actions and controllers that may have steered a request so far; None if there are none."""
-        each = [self._dynamic[options.id] for options in ask.options if options.id in self._dynamic]
+        reports = (self._dynamic.get(options.id) for options in ask.options)
+        each = [dynamic for dynamic in reports if dynamic is not None and dynamic.steers]
         if not each:
             return None
         actions = tuple(change for dynamic in each for change in dynamic.actions)

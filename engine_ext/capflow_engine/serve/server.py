@@ -57,7 +57,7 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
     command = Command(mine.command_fd, ending)
     outbound = Outbound.of(mine.policy, mine.spool_dir, mine.spool_bytes, mine.spill_fallback)
     serve, args = _vllm_arguments(rest)
-    hubs = hubs_at(mine.hub, mine.key, insecure=mine.insecure, where="--hub")
+    hubs = hubs_at(mine.hub, mine.key, spares=mine.spare_hub, insecure=mine.insecure, where="--hub")
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     user = dict(args.additional_config or {})
@@ -69,11 +69,14 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
     _check_free(args)
     inside = command.checked(tapped)
     if inside is not None:
+        if mine.spare_hub:
+            raise UsageError(explain("--spare-hub", got="with --consumer", expected="hubs that run by themselves"))
         hubs = hubs_at([inside], mine.key, insecure=True)  # the command checked its own hub
     bank_bytes = STEERING_BANK_BYTES if mine.steering_bank_bytes is None else mine.steering_bank_bytes
     settings = Settings(
         engine=new_engine(mine.engine_name, where="--engine-name"),
         hubs=hubs,
+        spares=len(mine.spare_hub),
         sites=tapped.sites,
         fixed=tapped.fixed,
         outbound=outbound,

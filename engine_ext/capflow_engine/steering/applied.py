@@ -35,10 +35,17 @@ class Dynamic(msgspec.Struct, frozen=True):
     """The actions and controllers that may have steered a request while it ran.
 
     controllers: the names of the controllers that watched the request, whether they steered it or not.
+    hubs: by the name of a sample, the number of its hub, if that is not the one that its name alone leads to.
     """
 
     actions: tuple[Change, ...] = ()
     controllers: tuple[str, ...] = ()
+    hubs: dict[str, int] = {}
+
+    @property
+    def steers(self) -> bool:
+        """Whether anything may have steered the request."""
+        return bool(self.actions or self.controllers)
 
 
 class GateSummary(msgspec.Struct, frozen=True):

@@ -80,8 +80,12 @@ class Outlets:
 
     @property
     def ever_connected(self) -> bool:
-        """Whether any hub was ever connected."""
-        return any(link.ever_connected for link in self.links)
+        """Whether any hub was ever connected or is expected."""
+        return any(link.found for link in self.links)
+
+    def expect(self, hub: int) -> None:
+        """Keep the rows for a hub that the scheduler found, also if no link of this worker has found it yet."""
+        self.links[hub].expect()
 
     @property
     def patient(self) -> bool:

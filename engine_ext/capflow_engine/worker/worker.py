@@ -272,8 +272,10 @@ class WorkerCapture:
                 self.histories.cut(self.requests[key], limit)
 
     def _admit(self, key: str, prompt_length: int, request: Admitted) -> None:
-        hub = self.settings.hub_of(request.name)
+        hub = request.hub
         wants, program = self.wants[request.wants][hub]
+        if self.outlets is not None and (hub >= self.settings.regular or wants != Wants()):
+            self.outlets.expect(hub)
         if wants.controllers != self.controllers[hub].specs:
             self.controllers[hub] = self._controllers(wants.controllers, hub)
         options = request.options
@@ -339,8 +341,7 @@ class WorkerCapture:
     def _end_unscheduled(self, requests: Mapping[str, Unscheduled]) -> None:
         """Report the end of requests that were never scheduled, if a consumer wants rows of them."""
         for key, never in requests.items():
-            name, wants, incarnation, options, adapter = never.request
-            hub = self.settings.hub_of(name)
+            name, wants, incarnation, options, hub, adapter = never.request
             if self.sends and (options.capture is not None or self.wants[wants][hub].wants.wanted):
                 nothing = self.planner.nothing
                 tracked = Tracked(
