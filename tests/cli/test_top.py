@@ -397,18 +397,35 @@ class TestForScripts:
         assert done.stderr.startswith(f"capflow: no hub answers at {address}; start one")
         assert len(done.stderr.splitlines()) == 1
 
+    def test_several_hubs_in_one_table_and_one_that_is_away(self, address, tmp_path):
+        other, away = f"{address}2", f"{address}3"
+        addresses = [word for each in (address, other, away) for word in ("--address", each)]
+        with running_hub(address, Recorder()) as hub, running_hub(other, Recorder()), worker_link(address) as link:
+            send(link, finished=[make_finished()])
+            eventually(lambda: hub.counts.frames == 1)
+            both = capflow(tmp_path, "top", "--json", *addresses[:4])
+            once = capflow(tmp_path, "top", *addresses)
+        assert both.returncode == 0
+        assert {each: hub["rows"] for each, hub in json.loads(both.stdout)["hubs"].items()} == {address: 4, other: 0}
+        assert (once.returncode, once.stderr) == (1, "")
+        assert "2 of 3 hubs answer" in once.stdout
+        rows = {words[0]: words for line in table(once.stdout, "hub") if (words := words_of(line))[0] != "hub"}
+        assert list(rows) == [address, other, away]
+        assert (rows[address][3], rows[other][3]) == ("1", "0")
+        assert f"{away}: no answer for" in once.stdout
+
 
 class Terminal:
     """`capflow top` in a terminal. `text` is what it wrote, without what moves the cursor."""
 
-    def __init__(self, address, home, width=80, height=24):
+    def __init__(self, address, home, *arguments, width=80, height=24):
         self.end, end_of_it = os.openpty()
         ioctl(end_of_it, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
         self.before = termios.tcgetattr(end_of_it)
         self.text = ""
         variables = {k: v for k, v in environment(home, TERM="xterm-256color").items() if k not in ("COLUMNS", "LINES")}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "capflow", "top", "--address", address],
+            [sys.executable, "-m", "capflow", "top", "--address", address, *arguments],
             env=variables,
             stdin=end_of_it,
             stdout=end_of_it,
@@ -479,6 +496,17 @@ class TestLive:
         terminal.sees("no answer for")
         os.write(terminal.end, b"q")
         assert terminal.left() == 0
+
+    def test_shows_several_hubs(self, address, tmp_path):
+        with (
+            running_hub(address, Recorder()),
+            contextlib.closing(Terminal(address, tmp_path, "--address", f"{address}2")) as terminal,
+        ):
+            terminal.sees("1 of 2 hubs answer")
+            with running_hub(f"{address}2", Recorder()):
+                terminal.sees("2 of 2 hubs answer")
+            os.write(terminal.end, b"q")
+            assert terminal.left() == 0
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_leaves_on_a_signal_with_the_terminal_as_it_was(self, terminal, number):

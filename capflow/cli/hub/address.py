@@ -33,10 +33,20 @@ def _engine(_: click.Context, __: click.Parameter, engine: str) -> str:
 
 def hub_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command `--address`, `--key` and `--insecure`, named as `capflow.transport.client.Client` takes them."""
+    return _with(command, click.option("--address", metavar="ADDRESS", help="The hub's address, as the hub prints it."))
+
+
+def hubs_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """As `hub_options`; `--address` may be repeated, and its argument is `addresses`."""
+    text = "The hub's address, as the hub prints it; repeat it for several hubs."
+    return _with(command, click.option("--address", "addresses", multiple=True, metavar="ADDRESS", help=text))
+
+
+def _with(command: Callable[..., Any], address: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option("--insecure", is_flag=True, help="Allow TCP to another machine without keys."),
         click.option("--key", metavar="NAME|PATH", help=KEY_HELP),
-        click.option("--address", metavar="ADDRESS", help="The hub's address, as the hub prints it."),
+        address,
     ):
         command = option(command)
     return command

@@ -10,16 +10,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import click
 
-from capflow.cli.hub.address import hub_options
+from capflow.cli.hub.address import hubs_options
 from capflow.text.examples import examples
 
 if TYPE_CHECKING:
     from capflow.cli.hub.rates import History
+    from capflow.cli.hub.view import HubShown
     from capflow.transport.client import Client
 
 _EVERY_S = 1.0
@@ -29,24 +30,75 @@ _KEYS_S = 0.25  # how often keys are read and the view is drawn
 _LEAVE = ("q", "Q", "\x03", "\x04", "\x1b")
 
 
-@click.command(epilog=examples("capflow top", "capflow top --once"))
-@hub_options
+@click.command(
+    epilog=examples("capflow top", "capflow top --once", "capflow top --address ipc:///run/a --address ipc:///run/b")
+)
+@hubs_options
 @click.option("--once", is_flag=True, help="Print one table, with the rates of a second, and end.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with the rates of a second, and end.")
-def top(address: str | None, key: str | None, insecure: bool, once: bool, as_json: bool) -> None:
+def top(addresses: tuple[str, ...], key: str | None, insecure: bool, once: bool, as_json: bool) -> None:
     """Watch a running hub: requests, queues, credit, losses, and rates over the last five seconds.
 
     s sorts by the next column, r reverses the order, q or Ctrl-C leaves. A narrow terminal has fewer columns. If the
     hub ends, the view waits for it to come back. Without a terminal this is the same as --once.
+
+    With several hubs there is a row for each, and their sums.
     """
     from capflow.transport.client import Client
 
-    client = functools.partial(Client, address, _ANSWER_S, key=key, insecure=insecure)
-    client()  # raises now if the address or the key is wrong
-    if as_json or once or not sys.stdout.isatty():
-        _print_once(client, as_json=as_json)
+    clients: list[Callable[[], Client]] = [
+        functools.partial(Client, address, _ANSWER_S, key=key, insecure=insecure) for address in addresses or (None,)
+    ]
+    for client in clients:
+        client()  # raises now if the address or the key is wrong
+    if not (as_json or once) and sys.stdout.isatty():
+        _live(clients)
+    elif len(clients) == 1:
+        _print_once(clients[0], as_json=as_json)
     else:
-        _live(client)
+        _print_several(clients, as_json=as_json)
+
+
+def _print_several(clients: Sequence[Callable[[], Client]], *, as_json: bool) -> None:
+    """Print what the hubs say. The exit code is 1 if one of them does not answer."""
+    from capflow.cli.hub.rates import History
+
+    feeds = [_Feed(client, History(_WINDOW_S)) for client in clients]
+    for round_of in range(2):
+        # All are asked at once: a hub that does not answer takes its time.
+        asking = [threading.Thread(target=feed.ask) for feed in feeds]
+        for thread in asking:
+            thread.start()
+        for thread in asking:
+            thread.join()
+        if not round_of:
+            time.sleep(_EVERY_S)
+    if as_json:
+        import json
+
+        answers = {feed.address: _as_json(feed) for feed in feeds}
+        click.echo(json.dumps({"hubs": answers}, indent=2))
+    else:
+        from rich.console import Console
+
+        from capflow.cli.hub.view import several
+
+        Console().print(several([_shown(feed) for feed in feeds]))
+    if any(feed.gone_since is not None for feed in feeds):
+        sys.exit(1)
+
+
+def _as_json(feed: _Feed) -> dict[str, Any]:
+    status, rates = feed.history.now, feed.history.rates
+    if status is None:
+        return {"error": feed.why}
+    return {**status, "rates": None if rates is None else rates.as_json()}
+
+
+def _shown(feed: _Feed) -> HubShown:
+    from capflow.cli.hub.view import HubShown
+
+    return HubShown(feed.address, feed.history.now, feed.history.rates, _gone(feed))
 
 
 def _print_once(client: Callable[[], Client], *, as_json: bool) -> None:
@@ -100,44 +152,52 @@ class _Feed:
         self._stop.set()  # the thread is not joined: it may wait for an answer that never comes
 
     def _run(self) -> None:
-        from capflow.errors import CapflowError
-
         while not self._stop.is_set():
-            try:
-                status = _ask(self._client)
-            except CapflowError as e:
-                with self.lock:
-                    self.why = str(e)
-                    self.gone_since = self.gone_since or time.monotonic()
-            else:
-                with self.lock:
-                    self.gone_since = None
-                    self.history.add(status)
+            self.ask()
             self._stop.wait(_EVERY_S)
 
+    def ask(self) -> None:
+        """Ask once."""
+        from capflow.errors import CapflowError
 
-def _live(client: Callable[[], Client]) -> None:
+        try:
+            status = _ask(self._client)
+        except CapflowError as e:
+            with self.lock:
+                self.why = str(e)
+                self.gone_since = self.gone_since or time.monotonic()
+        else:
+            with self.lock:
+                self.gone_since = None
+                self.history.add(status)
+
+
+def _live(clients: Sequence[Callable[[], Client]]) -> None:
     from rich.console import Console
     from rich.live import Live
 
     from capflow.cli.hub.rates import History
     from capflow.cli.hub.screen import Screen, ordered
-    from capflow.cli.hub.view import OLDEST_FIRST
+    from capflow.cli.hub.view import OLDEST_FIRST, several
 
     console, order = Console(), OLDEST_FIRST
     shown: object = None
     with (
         _signals() as came,
-        _Feed(client, History(_WINDOW_S)) as feed,
+        contextlib.ExitStack() as stack,
         _keys() as keys,
         Live(console=console, screen=True, auto_refresh=False) as live,
     ):
+        feeds = [stack.enter_context(_Feed(client, History(_WINDOW_S))) for client in clients]
         while not came:
-            with feed.lock:
-                gone = _gone(feed)
-                content = (feed.history.now, gone, order, console.size)
-                if content != shown:
-                    live.update(Screen(feed.address, feed.history, gone, order), refresh=True)
+            with contextlib.ExitStack() as locks:
+                for feed in feeds:
+                    locks.enter_context(feed.lock)
+                content = ([(feed.history.now, _gone(feed)) for feed in feeds], order, console.size)
+                if content != shown and len(feeds) == 1:
+                    live.update(Screen(feed.address, feed.history, _gone(feed), order), refresh=True)
+                elif content != shown:
+                    live.update(several([_shown(feed) for feed in feeds], order), refresh=True)
             shown = content
             for key in _pressed(keys):
                 if key in _LEAVE:

@@ -6,7 +6,7 @@ Invariant: no name that a peer chose moves the terminal. Control characters are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.styled import Styled
@@ -77,6 +77,83 @@ def sections(
     if notices := status.get("notices"):  # hubs of earlier versions send none
         parts["notices"] = Text("\n".join(clean(notice, _NOTICE_LENGTH) for notice in notices), "yellow")
     return parts if note is None else {name: Styled(part, "dim") for name, part in parts.items()}
+
+
+class HubShown(NamedTuple):
+    """A hub in the table of several.
+
+    status: its latest status; None before its first answer.
+    gone: for how many seconds it has not answered, and why; None if it answers.
+    """
+
+    address: str
+    status: Status | None
+    rates: Rates | None
+    gone: tuple[float, str] | None
+
+
+def several(hubs: Sequence[HubShown], order: SortOrder | None = None) -> RenderableType:
+    """Return the table of several hubs, with their sums above it and their problems below it."""
+    columns = [
+        Column("hub", 0, "name"),
+        Column("rows/s", 1, "rows/s"),
+        Column("bytes/s", 5),
+        Column("workers", 6),
+        Column("open", 4),
+        Column("fullest queue", 2, "queue"),
+        Column("lag", 7),
+        Column("dropped", 3, "dropped"),
+        Column("rows", 8, "rows"),
+    ]
+    rows, below = [], []
+    for address, status, rates, gone in hubs:
+        if gone is not None:
+            below.append(Text(f"{clean(address)}: no answer for {human_seconds(gone[0])}: {clean(gone[1])}", "red"))
+        if status is None:
+            rows.append(TableRow(clean(address), ("",) * (len(columns) - 1), {"name": address}, "dim"))
+            continue
+        if gone is None:
+            below += [Text(f"{clean(address)}: {clean(problem)}", "red") for problem in status["problems"]]
+        lanes = list(status["consumers"].values())
+        dropped = sum(status["dropped_rows"].values()) + sum(sum(lane["dropped_rows"].values()) for lane in lanes)
+        queue = max(lanes, key=lambda lane: lane["queued_bytes"] / max(1, lane["queue_bytes_max"]), default=None)
+        lag_s = max((lane["lag_s"] for lane in lanes), default=0.0)
+        cells = (
+            "" if rates is None else human_count(rates.hub.rows),
+            "" if rates is None else human_bytes(rates.hub.bytes),
+            human_count(sum(session["role"] == "worker" for session in status["sessions"])),
+            human_count(status["requests"]["open"]),
+            "" if queue is None else _meter(queue["queued_bytes"], queue["queue_bytes_max"]),
+            Text(human_seconds(lag_s), "yellow" if lag_s > _LAG_S else ""),
+            Text(human_count(dropped), "red" if dropped else ""),
+            human_count(status["rows"]),
+        )
+        values = {
+            "name": address,
+            "rows/s": None if rates is None else rates.hub.rows,
+            "queue": 0.0 if queue is None else queue["queued_bytes"] / max(1, queue["queue_bytes_max"]),
+            "dropped": dropped,
+            "rows": status["rows"],
+        }
+        style = "dim" if gone is not None else "red" if status["problems"] else ""
+        rows.append(TableRow(clean(address), cells, values, style))
+    return stacked([_sum_of(hubs), _fitted(columns, rows, _any_rates(hubs), order), *below])
+
+
+def _sum_of(hubs: Sequence[HubShown]) -> LineOfParts:
+    """Return the line with the sums of several hubs."""
+    here = [hub for hub in hubs if hub.gone is None and hub.status is not None]
+    state = Text(f"{len(here)} of {len(hubs)} hubs answer", "bold green" if len(here) == len(hubs) else "bold red")
+    rates = [hub.rates.hub for hub in here if hub.rates is not None]
+    sums = [
+        f"{human_count(sum(rate.rows for rate in rates))} rows/s",
+        f"{human_bytes(sum(rate.bytes for rate in rates))}/s",
+    ]
+    return LineOfParts(Text("capflow", "bold"), state, *(Text(part, "bold") for part in sums if rates))
+
+
+def _any_rates(hubs: Sequence[HubShown]) -> Rates | None:
+    return next((hub.rates for hub in hubs if hub.rates is not None), None)
 
 
 def stacked(parts: Iterable[RenderableType]) -> Group:
