@@ -10,7 +10,7 @@ STAY := $(shell test -t 2 && echo --stay)
 
 .DEFAULT_GOAL := help
 export NO_MKDOCS_2_WARNING := 1
-.PHONY: help demo check test-one test lane-engines lane-waiting lane-browser lane-others proof simulate fuzz chaos soak soak-requests architectures lint format bench docs docs-serve metrics proto env system compiler page-tools lock sbom audit clean
+.PHONY: help demo check test-one test lane-engines lane-waiting lane-browser lane-others proof simulate simulate-fleet fuzz chaos soak soak-requests architectures lint format bench docs docs-serve metrics proto env system compiler page-tools lock sbom audit clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -57,6 +57,9 @@ proof: env system  ## run the long tests, minutes each
 	@sed 's/ --hash=.*//' requirements/cpu.lock > .venv/constraints.txt
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint .venv/constraints.txt "ray>=2.40" "sae-lens>=6"
 	$(PYTHON) -m pytest -m long
+
+simulate-fleet: env  ## run 1,000 workers and 8 hubs, of which one dies, and say what one hub can take; ten minutes
+	$(PYTHON) -m tests.fleet
 
 simulate: env  ## run 10,000 seeds of the simulated hub, workers, disks and connections; half an hour
 	$(PYTHON) -m tests.simulation --seeds 10000
