@@ -7,7 +7,9 @@ rows that a request had before the tap joined, or that it skipped, are counted i
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import uuid
 from collections import Counter
 from collections.abc import Sequence
@@ -48,22 +50,54 @@ def check_live(consumers: Sequence[ConfiguredConsumer], controllers: Sequence[Co
             )
 
 
+def tap_all(
+    stack: contextlib.ExitStack,
+    tapped: Sequence[str],
+    own: Hub,
+    *,
+    key: str | None,
+    own_key: str | None,
+    insecure: bool,
+) -> None:
+    """Bring the frames of several hubs, of the same engines or not, to a hub of this process until the stack ends.
+
+    key, own_key, insecure: as in `Tapping`.
+    Raises what `Tapping` and its `start` raise, and UsageError for an address that is given twice.
+    """
+    first: Tapping | None = None
+    for address in tapped:
+        if tapped.count(address) > 1:
+            raise UsageError(explain("--tap", got=f"{address} twice", expected="each hub once"))
+        tapping = Tapping(address, own, key=key, own_key=own_key, insecure=insecure, beside=first)
+        stack.enter_context(tapping)
+        first = first or tapping
+
+
 class Tapping:
     """Brings the frames of the hub at an address to a hub of this process, from `start` to `close`.
 
     key: this side's, for the tapped hub.
     own_key: the own hub's, if it has one. Both are a name or a path.
     insecure: allow TCP off loopback without a key.
+    beside: a tapping of another hub, whose engines may be the same ones; None if there is none.
 
     Raises UsageError for a wrong address or key.
     """
 
     def __init__(
-        self, tapped: str, own: Hub, *, key: str | None = None, own_key: str | None = None, insecure: bool = False
+        self,
+        tapped: str,
+        own: Hub,
+        *,
+        key: str | None = None,
+        own_key: str | None = None,
+        insecure: bool = False,
+        beside: Tapping | None = None,
     ) -> None:
         check_address(tapped, insecure=insecure, where="--tap")
         self._own = own
-        self._own_key = own_key
+        # The links of the tapped workers to the own hub.
+        self.links: _Links = beside.links if beside is not None else _Links(own, own_key)
         # The model of each engine, until the engine is gone. Only the link's thread uses it, and `_workers`.
         self._models: dict[str, ModelInfo] = {}
         self._workers: dict[tuple[str, Rank], _Worker] = {}
@@ -139,7 +173,8 @@ class Tapping:
         """End the workers of a stage of an engine's replica; None is every one."""
         for key in list(self._workers):
             if engine in (None, key[0]) and replica in (None, key[1].dp) and stage in (None, key[1].pp):
-                self._workers.pop(key).link.close()
+                del self._workers[key]
+                self.links.leave(key)
 
     def _take(self, frame: Frame) -> None:
         header = frame.header
@@ -147,14 +182,8 @@ class Tapping:
         worker = self._workers.get(key)
         if worker is None or worker.boot != header.boot:
             if worker is not None:
-                self._workers.pop(key).link.close()
-            hello = Hello(
-                "worker", header.engine, uuid.uuid4().hex, header.rank, self._models[header.engine], former=True
-            )
-            link = WorkerLink(self._own.address, hello, policy="drop", key=self._own_key)
-            worker = self._workers[key] = _Worker(header, link, hello.boot)
-            link.start()
-            link.wait_welcome(limits.HUB_WAIT_S_DEFAULT)
+                self.links.leave(key)
+            worker = self._workers[key] = _Worker(header, self.links.join(key, self._models[header.engine]))
         if (skipped := header.seq - worker.seq - 1) > 0:
             self.skipped_frames += skipped
             event = {"event": "tap_skipped", "skipped_frames": skipped}
@@ -174,14 +203,63 @@ def _covers(captured: Want | None, want: Want) -> bool:
     return captured is not None and captured.positions | want.positions == captured.positions
 
 
+class _SharedLink:
+    """The link of a tapped worker to the own hub. An engine with several hubs has one, however many hubs are tapped."""
+
+    def __init__(self, own: Hub, own_key: str | None, engine: str, rank: Rank, model: ModelInfo) -> None:
+        hello = Hello("worker", engine, uuid.uuid4().hex, rank, model, former=True)
+        self._boot = hello.boot
+        self._lock = threading.Lock()
+        self._link = WorkerLink(own.address, hello, policy="drop", key=own_key)
+        self._link.start()
+        self._link.wait_welcome(limits.HUB_WAIT_S_DEFAULT)
+        # How many tappings use it.
+        self.users = 0
+
+    def send(self, header: FrameHeader, payload: object) -> str | None:
+        """Send a frame in the name of the worker; return the reason if it was dropped."""
+        with self._lock:
+            return self._link.send(msgspec.structs.replace(header, boot=self._boot), payload)
+
+    def close(self) -> None:
+        """Leave the own hub."""
+        self._link.close()
+
+
+class _Links:
+    """The links of all tapped workers to the own hub, for the threads of all tappings."""
+
+    def __init__(self, own: Hub, own_key: str | None) -> None:
+        self._own = own
+        self._own_key = own_key
+        self._lock = threading.Lock()
+        self._links: dict[tuple[str, Rank], _SharedLink] = {}
+
+    def join(self, key: tuple[str, Rank], model: ModelInfo) -> _SharedLink:
+        """Return the link of a worker of an engine, for one more tapping."""
+        with self._lock:
+            link = self._links.get(key)
+            if link is None:
+                link = self._links[key] = _SharedLink(self._own, self._own_key, *key, model)
+            link.users += 1
+            return link
+
+    def leave(self, key: tuple[str, Rank]) -> None:
+        """Close the link of a worker if no other tapping uses it."""
+        with self._lock:
+            self._links[key].users -= 1
+            closing = self._links.pop(key) if not self._links[key].users else None
+        if closing is not None:
+            closing.close()
+
+
 class _Worker:
     """One worker of the tapped hub: how far its frames came, and what became of its requests' rows."""
 
-    def __init__(self, first: FrameHeader, link: WorkerLink, own_boot: str) -> None:
+    def __init__(self, first: FrameHeader, link: _SharedLink) -> None:
         self.boot = first.boot
         self.seq = first.seq - 1
-        self.link = link
-        self._own_boot = own_boot
+        self._link = link
         # Rows by request, until it is over.
         self._given: Counter[str] = Counter()
         # The same.
@@ -205,7 +283,7 @@ class _Worker:
 
     def _send(self, header: FrameHeader, payload: object, more: Counter[str]) -> str | None:
         finished = tuple(self._told(one, self._given[one.id] + more[one.id]) for one in header.finished)
-        return self.link.send(msgspec.structs.replace(header, boot=self._own_boot, finished=finished), payload)
+        return self._link.send(msgspec.structs.replace(header, finished=finished), payload)
 
     def _told(self, finished: Finished, given: int) -> Finished:
         """Return the end of a request with what of its rows was given here, and why the rest was not."""

@@ -27,7 +27,7 @@ from capflow_dashboard import limits
 from tests.kit.captured import write
 from tests.kit.completions import completions, usual
 from tests.kit.dashboards import Pageless
-from tests.kit.frames import make_finished, make_frame
+from tests.kit.frames import make_finished, make_frame, make_hello
 from tests.kit.hubs import Recorder, address, running_hub, scheduler_link, worker_link
 from tests.kit.keyrings import allow, keyed_hub, keys
 from tests.kit.recordings import record
@@ -89,6 +89,23 @@ def test_it_follows_a_hub_outlives_it_and_finds_the_next_one(address):
             send(link, make_frame([("r2", 4, 0, 4)], SITES))
             page.until(lambda p: 2 in p.requests)
             assert page.requests[1]["status"] == "stop"
+
+
+def test_it_shows_the_requests_of_all_hubs_of_an_engine(address):
+    other = f"{address}2"
+    with (
+        running_hub(address, Recorder("keeper")) as first,
+        running_hub(other, Recorder("keeper")) as second,
+        dashboard_of(address, other) as shown,
+        Pageless(shown) as page,
+        worker_link(address, make_hello("e@1", "boot-a")) as near,
+        worker_link(other, make_hello("e@1", "boot-b")) as far,
+    ):
+        eventually(lambda: first.status()["taps"] and second.status()["taps"])
+        for number, (link, boot) in enumerate(((near, "boot-a"), (far, "boot-b")), 1):
+            last = [make_finished(f"r{number}", 4, 4, rows=16)]
+            send(link, make_frame([(f"r{number}", 4, 0, 4)], SITES, engine="e@1", boot=boot, finished=last))
+            page.until(lambda p, number=number: p.requests.get(number, {}).get("status") == "stop")
 
 
 def test_a_hub_that_hangs_is_stale_in_three_seconds(tmp_path):

@@ -18,7 +18,7 @@ from capflow.capture.frame import Dropped
 from capflow.capture.spec import CaptureSpec
 from capflow.cli import main
 from capflow.errors import CapflowError
-from capflow.hub.watch import Tapping
+from capflow.hub.watch import Tapping, tap_all
 from capflow.protocol import message
 from capflow.protocol.message import Hello, Refused, Status, WatchRequest, Welcome
 from capflow.steering.action import Abort, Rejected
@@ -94,6 +94,42 @@ class TestWhatATapSees:
         assert result["late"]["watcher"].status == "ok"
         assert durable.rows == {"early": 6, "late": 12, "later": 12}
         assert {done["recorder"].status for done in results.values()} == {"ok"}
+
+    def test_an_engine_with_several_hubs_is_one_engine(self, address, own):
+        """Each hub has some of its requests, and one hub that goes away takes no other's along."""
+        other, watcher = f"{address}2", live()
+        hellos = [make_hello("e@1", f"boot-{number}") for number in range(2)]
+        with (
+            running_hub(own, configured(watcher, "drop")) as hub,
+            contextlib.ExitStack() as stack,
+            running_hub(other, Recorder()),
+        ):
+            first = contextlib.ExitStack()
+            first.enter_context(running_hub(address, Recorder()))
+            tap_all(stack, [address, other], hub, key=None, own_key=None, insecure=False)
+            near, far = (
+                stack.enter_context(worker_link(each, hello))
+                for each, hello in zip((address, other), hellos, strict=True)
+            )
+            for each in (address, other):
+                tapped(each)
+            for step in range(4):
+                for link, name, hello in ((near, "near", hellos[0]), (far, "far", hellos[1])):
+                    if step == 3 and link is near:
+                        first.close()
+                        continue
+                    finished = [make_finished(name, 4, 4 * step + 4)] if step > 1 else []
+                    if step < 3 and link is far:
+                        finished = []
+                    frame = make_frame(
+                        [(name, 4, 4 * step, 4)], engine="e@1", boot=hello.boot, step=step, finished=finished
+                    )
+                    send(link, frame)
+                    eventually(lambda name=name, step=step: watcher.rows[name] == 4 * step + 4)
+            eventually(lambda: set(watcher.done) == {"near", "far"})
+        assert watcher.rows == {"near": 12, "far": 16}
+        assert [done.dropped for done in watcher.done.values()] == [(), ()]
+        assert len([event for event in watcher.events if event == ("session", "e@1")]) == 1
 
     def test_what_its_consumers_want_and_nobody_captures_is_said(self, address, own, caplog):
         durable = Recorder(spec=CaptureSpec({"post_block": [0, 1]}, "last_prompt"))

@@ -64,8 +64,11 @@ def _failures_in_its_log(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--insecure", is_flag=True, help="Allow an address that other machines can reach, without a key.")
 @click.option(
     "--tap",
+    "taps",
+    multiple=True,
     metavar="ADDRESS",
-    help="Watch the hub at this address, live, with consumers of policy drop or skip. It never waits for this hub.",
+    help="Watch the hub at this address, live, with consumers of policy drop or skip. It never waits for this hub. "
+    "Repeat it for the hubs of an engine with several.",
 )
 @click.option("--tap-key", metavar="NAME|PATH", help="This side's key for --tap. Default: that of CAPFLOW_KEY.")
 @click.option(
@@ -126,7 +129,7 @@ def run(
     address: str | None,
     key: str | None,
     insecure: bool,
-    tap: str | None,
+    taps: tuple[str, ...],
     tap_key: str | None,
     drain_s: float | None,
     model: str | None,
@@ -173,23 +176,21 @@ def run(
     if model is None and (steers or engine_name is not None):
         option = "--" + next(iter(steers), "engine_name").replace("_", "-")
         raise UsageError(explain(option, got="no --model", expected="it beside", do="see `capflow serve` for a server"))
-    if tap is not None and model is not None:
+    if taps and model is not None:
         raise UsageError(explain("--tap", got="--model with it", expected="one of them"))
-    if tap is None and tap_key is not None:
+    if not taps and tap_key is not None:
         raise UsageError(explain("--tap-key", got="no --tap", expected="both or neither"))
-    if tap is not None and address is None:
+    if taps and address is None:
         address = private_address("tap")
     address = check_address(address or default_address(), insecure=insecure or key is not None, where="--address")
     metrics = parse_listen(metrics_address, "--metrics-address")
     made, controllers = configure_all(consumers, config, load_plugins())
     if not made and not controllers:
         raise UsageError(explain("--consumer", got="none", expected="at least one", do="see `capflow plugins`"))
-    tapping = None
-    if tap is not None:
-        from capflow.hub.watch import Tapping, check_live
+    if taps:
+        from capflow.hub.watch import check_live
 
         check_live(made, controllers)
-        tapping = functools.partial(Tapping, tap, key=tap_key, insecure=insecure, own_key=key)
     job = None
     if model is not None and prompts is not None:
         from capflow.cli.engine.job import ModelJob, parse_pairs
@@ -225,7 +226,11 @@ def run(
         from capflow.cli.engine.job import run_job
 
         sys.exit(run_job(running, job, stay=stay))
-    with running, contextlib.nullcontext() if tapping is None else tapping(running.hub):
+    with running, contextlib.ExitStack() as stack:
+        if taps:
+            from capflow.hub.watch import tap_all
+
+            tap_all(stack, taps, running.hub, key=tap_key, insecure=insecure, own_key=key)
         if until_eof:
             threading.Thread(target=_stop_at_eof, args=(running,), name="capflow-stdin", daemon=True).start()
         running.wait()

@@ -45,7 +45,7 @@ _ACTIONS_AT_ONCE = 256
         "capflow dashboard --allow-steering --module glad --server http://127.0.0.1:8000",
     )
 )
-@click.argument("target", required=False, metavar="[HUB|PATH]")
+@click.argument("targets", nargs=-1, metavar="[HUB|PATH]...")
 @click.option("--open", "opens", is_flag=True, help="Open the page in a browser.")
 @click.option("--port", type=click.IntRange(0, 65_535), default=8765, show_default=True, help="0 for any free port.")
 @click.option(
@@ -72,7 +72,7 @@ _ACTIONS_AT_ONCE = 256
     "--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Of standard error."
 )
 def dashboard(
-    target: str | None,
+    targets: tuple[str, ...],
     opens: bool,
     port: int,
     probes: tuple[str, ...],
@@ -94,8 +94,9 @@ def dashboard(
     """Show what a model computes, live in a browser.
 
     HUB is the address of a running hub, as the hub prints it; by default the hub at the default address. The hub never
-    waits for the dashboard, and the page stays when the hub ends. PATH is a recording (`capflow record`) or a data set
-    (the consumer `filesystem`). Ctrl-C ends the dashboard.
+    waits for the dashboard, and the page stays when the hub ends. Name all hubs of an engine with several: the page
+    shows the rows of all, and the state of the first, which also gets the page's actions. PATH is a recording (`capflow
+    record`) or a data set (the consumer `filesystem`). Ctrl-C ends the dashboard.
     """
     from capflow.buffers.policy import WhenFull
     from capflow.cli.hub.running import HubRun
@@ -104,8 +105,13 @@ def dashboard(
     from capflow.plugins.configure import configure, load_plugins
     from capflow.transport.address import check_address, default_address, private_address
 
+    target, *others = targets or (None,)
     stored = _stored(target)
     address = check_address(target or default_address(), insecure=insecure, where="HUB") if stored is None else ""
+    for other in others:
+        if stored is not None or "://" not in str(other) or targets.count(str(other)) > 1:
+            raise UsageError(explain("HUB|PATH", got=str(other), expected="one path, or the address of each hub once"))
+        check_address(str(other), insecure=insecure, where="HUB")
     options: dict[str, Any] = {"port": port, "hook": hook, "layers": layers, "labels": labels, "token_file": token_file}
     options |= {"allow_steering": allow_steering or None, "server": server, "server_key_file": server_key_file}
     lists = {"probes": probes, "vectors": vectors, "modules": modules, "alerts": alerts}
@@ -129,7 +135,7 @@ def dashboard(
     if stored is not None:
         _show_stored(running, made, stored, opens=opens)
     else:
-        _show_hub(running, made, address, key=key, insecure=insecure, opens=opens)
+        _show_hub(running, made, [address, *map(str, others)], key=key, insecure=insecure, opens=opens)
 
 
 def _stored(target: str | None) -> Path | None:
@@ -171,21 +177,31 @@ def _show_stored(running: HubRun, made: ConfiguredConsumer, path: Path, *, opens
 
 
 def _show_hub(
-    running: HubRun, made: ConfiguredConsumer, address: str, *, key: str | None, insecure: bool, opens: bool
+    running: HubRun,
+    made: ConfiguredConsumer,
+    addresses: Sequence[str],
+    *,
+    key: str | None,
+    insecure: bool,
+    opens: bool,
 ) -> None:
-    """Show a hub until a signal comes."""
+    """Show hubs until a signal comes. The first one is asked for its status and gets actions."""
     from capflow.hub.watch import Tapping
 
+    address = addresses[0]
     made.consumer.source = ("live", address)  # type: ignore[attr-defined]
     with HubAside(address, key=key, insecure=insecure) as watched:
         made.consumer.watched = watched  # type: ignore[attr-defined]
-        with running:
-            tapping = Tapping(address, running.hub, key=key, insecure=insecure)
-            with contextlib.closing(tapping):
+        with running, contextlib.ExitStack() as stack:
+            first: Tapping | None = None
+            for each in addresses:
+                tapping = Tapping(each, running.hub, key=key, insecure=insecure, beside=first)
+                stack.enter_context(contextlib.closing(tapping))
+                first = first or tapping
                 if not tapping.join():
-                    running.tell("tap_waits", f"no hub answers at {address}; waiting for one", address=address)
-                _open_if(opens, running, made)
-                running.wait()
+                    running.tell("tap_waits", f"no hub answers at {each}; waiting for one", address=each)
+            _open_if(opens, running, made)
+            running.wait()
 
 
 def _open_if(opens: bool, running: HubRun, made: ConfiguredConsumer) -> None:
