@@ -162,6 +162,12 @@ def _add_capture(parser: Parser) -> None:
         help="this engine's name in data and at its hubs (default: a new name at each start)",
     )
     group.add_argument(
+        "--engine-id",
+        type=_engine_name,
+        metavar="ID",
+        help="what all commands of one engine are given, new at each start (default: a new one at each command)",
+    )
+    group.add_argument(
         "--insecure",
         action="store_true",
         help="allow a hub on another machine without keys, and changes to steering from other machines without a key",

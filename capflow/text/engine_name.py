@@ -2,7 +2,8 @@
 
 The id of a named engine is `NAME@START`, on the wire and in the data. The user chooses NAME, and START is new at each
 start. So frames of an engine that ended are never taken for frames of the next engine with the same name. An engine
-without a name has a random id, which is also its name.
+without a name has a random id, which is also its name. An engine that several commands start has one START, which
+the user gives to each of them.
 """
 
 from __future__ import annotations
@@ -18,17 +19,26 @@ _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 _START_LENGTH = 12
 
 
-def new_engine(name: str | None = None, *, where: str = "engine_name") -> str:
+def new_engine(
+    name: str | None = None,
+    start: str | None = None,
+    *,
+    where: str = "engine_name",
+    where_start: str = "engine_id",
+) -> str:
     """Return the id of an engine that starts now.
 
     name: the name that the user chose; None for a random id.
-    where: the beginning of an error message.
+    start: what all commands of the engine were given, new at each start; None for a random one.
+    where, where_start: the beginning of an error message about either.
 
-    Raises UsageError if the name is not valid.
+    Raises UsageError if the name or the start is not valid.
     """
+    if start is not None:
+        checked(start, where=where_start)
     if name is None:
-        return uuid.uuid4().hex
-    return f"{checked(name, where=where)}@{uuid.uuid4().hex[:_START_LENGTH]}"
+        return start or uuid.uuid4().hex
+    return f"{checked(name, where=where)}@{start or uuid.uuid4().hex[:_START_LENGTH]}"
 
 
 def checked(name: Any, *, where: str = "engine_name") -> str:

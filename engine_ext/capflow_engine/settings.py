@@ -110,6 +110,7 @@ class Settings(dict[str, Any]):
     hub_wait_s: how long the engine's start waits for the hubs; None starts without.
     capture_wait_s: how long a response over HTTP waits for the consumers at most, if its request asks it to.
     on_divergence: what the engine does if its ranks steer differently, one of `ON_DIVERGENCE`.
+    shared: whether the user chose the engine's id, for several commands that start one engine.
     user: the `additional_config` that the user gave vLLM besides.
     """
 
@@ -125,6 +126,7 @@ class Settings(dict[str, Any]):
     hub_wait_s: float | None = None
     capture_wait_s: float = limits.CAPTURE_WAIT_S_DEFAULT
     on_divergence: str = ON_DIVERGENCE_DEFAULT
+    shared: bool = False
     user: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -144,6 +146,16 @@ class Settings(dict[str, Any]):
     def regular(self) -> int:
         """How many hubs are not spare: the number of the first one that is."""
         return len(self.hubs) - self.spares
+
+    def alike(self) -> dict[str, str]:
+        """Return what must be equal on all nodes of an engine, as text, by the name of its option."""
+        return {
+            "--sites": " ".join(map(str, self.sites)),
+            "--steering-bank-bytes": str(self.steering_bank_bytes),
+            "--on-divergence": self.on_divergence,
+            "the number of --hub": str(self.regular),
+            "the number of --spare-hub": str(self.spares),
+        }
 
     def hub_of(self, request: str) -> int:
         """Return the number of the hub that has a request, by its id outside of vLLM, while no spare hub is there."""

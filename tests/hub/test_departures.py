@@ -89,6 +89,7 @@ def test_an_engine_that_is_back_meanwhile_is_told_of_behind_the_ends(hidden):
     assert list(desk.exchange.roster.engines["many"].open) == [NAMES[-1]]
 
 
+@pytest.mark.usefixtures("replaced_at_once")
 def test_a_frame_of_a_worker_that_started_again_waits_for_the_ends_of_what_it_had_before():
     recorder = Recorder()
     desk = Desk(recorder)
@@ -105,6 +106,7 @@ def test_a_frame_of_a_worker_that_started_again_waits_for_the_ends_of_what_it_ha
     assert recorder.rows[NAMES[-1]] == 2
 
 
+@pytest.mark.usefixtures("replaced_at_once")
 def test_who_comes_and_goes_again_and_again_leaves_no_more_to_do_than_is_done():
     desk = Desk(Recorder())
     halves = make_model(stages=2)
@@ -140,6 +142,7 @@ def test_a_large_frame_that_is_read_while_its_engine_departs_waits(monkeypatch, 
     assert set(recorder.done) == set(NAMES)
 
 
+@pytest.mark.usefixtures("replaced_at_once")
 @pytest.mark.parametrize("says_bye", [True, False])
 def test_an_engine_that_starts_again_has_the_room_that_its_requests_give_back(says_bye):
     desk = Desk(Recorder(), memory_bytes_max=64 * limits.MIB)

@@ -394,15 +394,18 @@ class TestEnginesThatGoAway:
             assert consumer.done["r1"].status == "error"
             assert hub.counts.sessions_lost == 1
 
-    def test_a_new_boot_of_a_worker_ends_what_the_old_one_ran(self, address):
+    def test_a_new_boot_of_a_worker_ends_what_the_old_one_ran(self, address, monkeypatch):
+        monkeypatch.setattr(limits, "NAME_KEPT_S", 0.1)  # the old one is gone, and the hub cannot know it
+        monkeypatch.setattr(limits, "REFUSED_S", 0.1)
         consumer = Recorder()
         with running_hub(address, consumer), raw_peer(address) as old:
             old.send(message.encode(make_hello(boot="old")))
             old.send_multipart(make_frame(boot="old").encode())
             eventually(lambda: consumer.rows["r1"] == 4)
-            with worker_link(address, make_hello(boot="new")) as link:
+            with worker_link(address, make_hello(boot="new"), wait=False) as link:
                 eventually(lambda: "r1" in consumer.done)
                 assert consumer.done["r1"].status == "error"
+                eventually(lambda: link.connected)
                 send_request(link, "r2", boot="new")
                 eventually(lambda: "r2" in consumer.done)
                 assert consumer.done["r2"].status == "stop"

@@ -131,6 +131,13 @@ class MemoryPeers(MemoryHub):
         engine.finish("r1")
         engine.settle()
 
+    def worker(self, name):
+        """Return an engine without its scheduler, which the test plays."""
+        engine = self.engine(name, boot=f"boot-{name}")
+        engine._scheduler.close()
+        engine._scheduler = None
+        return engine
+
 
 class Scheduler:
     """An engine's scheduler that runs requests and takes every action that comes."""
@@ -160,7 +167,7 @@ def acted(client_address, schedulers, action):
 class TestActions:
     def test_an_action_on_an_id_that_several_engines_have_is_rejected_with_their_names(self, address):
         with running_hub(address, Recorder()) as hub, contextlib.ExitStack() as stack:
-            peers = [MemoryPeers(hub).engine(name, boot=f"boot-{name}") for name in ("a", "b")]
+            peers = [MemoryPeers(hub).worker(name) for name in ("a", "b")]
             schedulers = [Scheduler(stack, address, name, ["r1"]) for name in ("a", "b")]
             for peer in peers:
                 peer.step([("r1", 4, 0, 1)])
@@ -175,7 +182,7 @@ class TestActions:
 
     def test_an_action_goes_to_the_engine_that_runs_its_request_and_to_no_other(self, address):
         with running_hub(address, Recorder()) as hub, contextlib.ExitStack() as stack:
-            peer = MemoryPeers(hub).engine("a", boot="boot-a")
+            peer = MemoryPeers(hub).worker("a")
             schedulers = [Scheduler(stack, address, name, ["r1"]) for name in ("a", "b")]
             peer.step([("r1", 4, 0, 1)])
             peer.settle()
@@ -207,7 +214,7 @@ class TestActions:
                     self.context.act(Abort("r1"))
 
         with running_hub(address, Aborting()) as hub, contextlib.ExitStack() as stack:
-            peers = [MemoryPeers(hub).engine(name, boot=f"boot-{name}") for name in ("a", "b")]
+            peers = [MemoryPeers(hub).worker(name) for name in ("a", "b")]
             schedulers = [Scheduler(stack, address, name, ["r1"]) for name in ("a", "b")]
             for peer in peers:
                 peer.step([("r1", 4, 0, 1)])
@@ -324,6 +331,22 @@ class TestOneEngineOfAName:
         with running_hub(address, Recorder()), links[0], links[1], links[2]:
             pass
 
+    @pytest.mark.parametrize("role", ["worker", "scheduler"])
+    def test_a_second_engine_of_an_id_is_refused_by_its_place(self, address, role):
+        first = make_hello(new_engine(None, "run-1"), role=role, boot="first")
+        second = msgspec.structs.replace(first, boot="second")
+        elsewhere = msgspec.structs.replace(second, rank=Rank(0, 1, 0))
+        link_of = worker_link if role == "worker" else scheduler_link
+        with running_hub(address, Recorder()), link_of(address, first) as kept:
+            with link_of(address, second, wait=False) as link:
+                assert link.wait_welcome(20) is None
+                refusal = f"engine run-1: got a second {role} of stage 0, replica 0, rank 0, expected one"
+                assert refusal in link.refusal
+                assert "--engine-id" in link.refusal
+            assert kept.connected
+            with link_of(address, elsewhere):
+                pass
+
     def test_what_an_earlier_start_left_on_disk_comes_while_the_next_one_runs(self, address, tmp_path):
         recorder = Recorder()
         left = make_hello(new_engine("prod"), boot="left")
@@ -340,10 +363,11 @@ class TestOneEngineOfAName:
                 link.close(1)
         assert recorder.done["r1"].engine == left.engine
 
-    def test_a_name_is_free_when_its_engine_is_gone(self, address, monkeypatch):
+    @pytest.mark.parametrize("start", [None, "run-1"])
+    def test_a_name_is_free_when_its_engine_is_gone(self, address, monkeypatch, start):
         monkeypatch.setattr(limits, "NAME_KEPT_S", 0.2)
         monkeypatch.setattr(limits, "REFUSED_S", 0.1)
-        first, second = (make_hello(new_engine("prod"), boot=str(number)) for number in range(2))
+        first, second = (make_hello(new_engine("prod", start), boot=str(number)) for number in range(2))
         with running_hub(address, Recorder()) as hub, raw_peer(address) as dead:
             dead.send(message.encode(first))  # and not a word from there on
             dead.recv()

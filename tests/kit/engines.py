@@ -31,6 +31,9 @@ def save_tiny(directory, architecture="llama"):
     if architecture == "gemma3":
         config = transformers.Gemma3TextConfig(**SHAPE, head_dim=32, sliding_window=64)
         model = transformers.Gemma3ForCausalLM(config)
+    elif architecture == "mixtral":
+        config = transformers.MixtralConfig(**SHAPE, head_dim=32, num_local_experts=4, num_experts_per_tok=2)
+        model = transformers.MixtralForCausalLM(config)
     else:
         config = transformers.LlamaConfig(**SHAPE, head_dim=32)
         model = transformers.LlamaForCausalLM(config)

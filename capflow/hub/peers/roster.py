@@ -185,6 +185,7 @@ class Roster:
                 assert hello.model is not None
                 self._check_name(hello, now)
                 engine = self._engine(hello.engine, hello.model, session.user)
+                self._check_place(hello, now)
                 session.hello = hello = msgspec.structs.replace(hello, model=engine.model)  # kept once
                 source = self._source(engine, hello, peer) if hello.role == "worker" else None
         except BaseException:
@@ -238,6 +239,22 @@ class Roster:
             self.leave(peer, for_good=False)
             if member.source is not None:
                 self._on_lost(member.source.engine, other.rank.dp)
+
+    def _check_place(self, hello: Hello, now: float) -> None:
+        """Raise UsageError if a live peer has the same place in the same engine. One that was silent counts as gone."""
+        if hello.former is True:
+            return
+        place = hello.engine, hello.role, hello.rank
+        for member in self.peers.values():
+            other = member.hello
+            if other.former is True or (other.engine, other.role, other.rank) != place or other.boot == hello.boot:
+                continue
+            if now - member.session.heard_at < limits.NAME_KEPT_S:
+                stage, replica, rank = hello.rank
+                got = f"a second {hello.role} of stage {stage}, replica {replica}, rank {rank}"
+                do = "give each engine an --engine-id of its own, and each of its commands another rank"
+                expected = "one; the first is connected"
+                raise UsageError(explain(f"engine {hello.engine}", got=got, expected=expected, do=do))
 
     def forget_missed(self, now: float) -> None:
         """Forget workers that were silent for `limits.RESUME_S_MAX`, and engines that were away for `limits.MISSED_S`.

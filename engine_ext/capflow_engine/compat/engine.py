@@ -293,8 +293,18 @@ def check_arguments(engine_args: Any) -> None:
         )
         do = "leave it out, or use --tensor-parallel-size 1"
         raise UsageError(explain("--enable-expert-parallel", got=got, expected="all tokens on each rank", do=do))
+    if engine_args.decode_context_parallel_size > 1 and _on_cpu():
+        got, expected = engine_args.decode_context_parallel_size, "1 on a CPU"
+        do = "leave it out: vLLM's attention on CPUs does not divide a request's cache among ranks"
+        raise UsageError(explain("--decode-context-parallel-size", got=got, expected=expected, do=do))
     if any(getattr(engine_args, name, None) is not None for name in ("kv_transfer_config", "kv_offloading_size")):
         need(KV_OFFLOADING)
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
 
 
 def check_config(vllm_config: Any) -> None:

@@ -6,7 +6,6 @@ Verified with vLLM 0.32.0.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import json
 import logging
@@ -20,7 +19,7 @@ from typing import Any
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import HOOKS, Site
 from capflow.errors import CapflowError, UsageError, explain
-from capflow_engine.compat import child, connectors
+from capflow_engine.compat import child, connectors, launch
 from capflow_engine.compat import engine as compat
 from capflow_engine.settings import Tapped
 from capflow_engine.structure import HookPlace, Structure, UnclearError, large_on_meta, resolve
@@ -54,6 +53,8 @@ def _structures_alone(engine_args: Any, report: child.Report) -> tuple[Structure
     import torch
 
     logging.disable(logging.WARNING)  # the engine logs the same again
+    for name in [name for name in os.environ if name.startswith("VLLM_DP_")]:
+        del os.environ[name]  # the replica of a script's process
     torch._C.set_num_threads(1)  # a fork has none of OpenMP's other threads; vLLM disables the public function
     return _structures(engine_args, report)
 
@@ -61,9 +62,8 @@ def _structures_alone(engine_args: Any, report: child.Report) -> tuple[Structure
 def _structures(engine_args: Any, report: child.Report) -> tuple[Structure, ...]:
     import torch
 
-    single = copy.copy(engine_args)
-    single.tensor_parallel_size = single.pipeline_parallel_size = single.data_parallel_size = 1
-    single.distributed_executor_backend = single.speculative_config = None
+    single = launch.in_one_process(engine_args)
+    single.speculative_config = None
     single.worker_cls, single.scheduler_cls = "auto", None
     single.enforce_eager = True
     report("reading its configuration")

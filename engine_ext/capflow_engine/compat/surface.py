@@ -69,6 +69,7 @@ SYMBOLS = (
     Symbol("vllm", "AsyncLLMEngine", ASYNC_LLM),
     Symbol("vllm", "envs", HTTP),
     Symbol("vllm", "ir"),
+    Symbol("vllm.config", "ParallelConfig"),
     Symbol("vllm.config", "set_current_vllm_config"),
     Symbol("vllm.distributed", "destroy_distributed_environment"),
     Symbol("vllm.distributed", "destroy_model_parallel"),

@@ -10,6 +10,7 @@ from capflow.errors import UsageError, explain
 from capflow.text.engine_name import new_engine
 from capflow.transport.hub_process import HubProcess
 from capflow_engine.compat import model as compat_model
+from capflow_engine.compat.launch import Launch
 from capflow_engine.hubs import hubs_at
 from capflow_engine.settings import Outbound, Settings, check_on_divergence
 
@@ -43,6 +44,7 @@ def arm(
     outbound: Outbound,
     bank_bytes: int,
     engine_name: str | None,
+    engine_id: str | None,
     on_divergence: str,
 ) -> Armed:
     """Return the settings of an engine. Starts a hub for its consumers, if there are any.
@@ -52,6 +54,7 @@ def arm(
     hub: the address of a running hub, or of several.
     spare_hubs: the addresses of hubs that may start later.
     engine_name: the engine's name; None for a random one.
+    engine_id: what all processes of the engine are given; None for a random id.
 
     Raises UsageError for wrong arguments, HubUnreachableError if a named hub does not answer.
     """
@@ -59,6 +62,7 @@ def arm(
         if name in arguments:
             raise UsageError(explain(name, got=arguments[name], expected="to be left out; capflow brings its own"))
     check_on_divergence(on_divergence)
+    engine = new_engine(engine_name, engine_id)
     if spare_hubs and hub is None:
         raise UsageError(explain("LLM: spare_hubs without hub", do="name the hubs that run now with hub="))
     if consumers and hub is not None:
@@ -66,20 +70,26 @@ def arm(
     user: Mapping[str, Any] = arguments.pop("additional_config", None) or {}
     with compat_model.explaining(model):
         engine_args = kind(model=model, additional_config=dict(user), **arguments)
+    named = [hub] if isinstance(hub, str) else list(hub or ())
+    hubs = hubs_at(named, key, spares=spare_hubs, insecure=insecure)
+    launched = Launch.of(engine_args)
+    if not consumers:
+        launched.check(hubs, engine_id, hub_from="hub", id_from="engine_id")
+    elif launched.several or engine_id is not None:
+        got = "an engine of several processes, each with a hub of its own"
+        do = "start a hub with `capflow run`, and name it with hub"
+        raise UsageError(explain("consumers", got=got, expected="one hub, which every process reaches", do=do))
     tapped = compat_model.check_model(engine_args, sites)
     process = None
-    named = [hub] if isinstance(hub, str) else list(hub or ())
     if consumers:
         process = HubProcess(consumers)
         process.start(_LAUNCH_WAIT_S)
         hubs = hubs_at([process.address], key, insecure=insecure)
-    else:
-        hubs = hubs_at(named, key, spares=spare_hubs, insecure=insecure)
-        for one in hubs[: len(named)]:
-            with one.client():  # raises if the hub does not answer
-                pass
+    for one in hubs[: len(named)]:
+        with one.client():  # raises if the hub does not answer
+            pass
     settings = Settings(
-        engine=new_engine(engine_name),
+        engine=engine,
         hubs=hubs,
         spares=len(spare_hubs),
         sites=tapped.sites,
@@ -87,6 +97,7 @@ def arm(
         outbound=outbound,
         steering_bank_bytes=bank_bytes,
         on_divergence=on_divergence,
+        shared=engine_id is not None,
         hub_wait_s=_LAUNCH_WAIT_S if consumers or hub is not None else _NO_HUB_WAIT_S,
         user=dict(user),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import uuid
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, Self
@@ -13,7 +14,6 @@ from capflow.buffers.policy import POLICY_DEFAULT
 from capflow.capture.result import joined
 from capflow.errors import UsageError, explain
 from capflow.steering.divergence import ON_DIVERGENCE_DEFAULT
-from capflow.text.engine_name import start_of
 from capflow.transport.hub_process import HubProcess
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat.surface import ASYNC_LLM
@@ -73,6 +73,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         spill_fallback: str | None = None,
         steering_bank_bytes: int = STEERING_BANK_BYTES,
         engine_name: str | None = None,
+        engine_id: str | None = None,
         on_divergence: str = ON_DIVERGENCE_DEFAULT,
         capture_wait_s: float = limits.CAPTURE_WAIT_S_DEFAULT,
         **kwargs: Any,
@@ -99,6 +100,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
             outbound=Outbound.of(policy, spool_dir, spool_bytes, spill_fallback),
             bank_bytes=steering_bank_bytes,
             engine_name=engine_name,
+            engine_id=engine_id,
             on_divergence=on_divergence,
         )
         try:
@@ -115,6 +117,8 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         self._knows_hub = bool(consumers) or hub is not None
         self._asker = Askers(armed.settings)
         self._readers = Readers(armed.settings)
+        # Other processes of the engine name requests, too.
+        self._prefix = uuid.uuid4().hex[:8]
         self._numbers = itertools.count()
         self._running = set()
         requests_max = self.vllm_config.scheduler_config.max_num_seqs
@@ -139,7 +143,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         asks for capture or steering, and for a request in the engine's own form.
         """
         _check_prompt(prompt)
-        name = request_id or f"{start_of(self.capflow_settings.engine)[:8]}-{next(self._numbers)}"
+        name = request_id or f"{self._prefix}-{next(self._numbers)}"
         prepared = Prepared.of(sampling_params, self._fit, self.steering, name)
         await self._readers.check_async([prepared.options])
         names = prepared.options.names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
@@ -14,7 +15,6 @@ from capflow.errors import UsageError, explain
 from capflow.steering.divergence import ON_DIVERGENCE_DEFAULT
 from capflow.steering.program import SteeringProgram
 from capflow.steering.request import Steering
-from capflow.text.engine_name import start_of
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat.surface import BEAM_SEARCH
 
@@ -55,6 +55,7 @@ class LLM(VLLM):  # type: ignore[misc]
         worker does if those are full.
     steering_bank_bytes: the memory for the vectors that steer running requests. A request waits for room in it.
     engine_name: the engine's name in data and at its hubs; by default a random one at each start.
+    engine_id: what all processes of one engine are given, new at each start; see `--engine-id` of `capflow serve`.
     on_divergence: what the engine does if its tensor-parallel ranks or pipeline stages steer differently: `warn`,
         `freeze` or `abort`.
     steering: a `SteeringStore`: the modules that requests may name, and the global state, which steers every request of
@@ -87,12 +88,15 @@ class LLM(VLLM):  # type: ignore[misc]
         spill_fallback: str | None = None,
         steering_bank_bytes: int = STEERING_BANK_BYTES,
         engine_name: str | None = None,
+        engine_id: str | None = None,
         on_divergence: str = ON_DIVERGENCE_DEFAULT,
         **kwargs: Any,
     ) -> None:
         compat.prepare_environment(kwargs)
         # Stops the hub that was started here; also when this object is collected.
         self._stop_hub: Callable[[], Any] = lambda: None
+        # Other processes of the engine name requests, too.
+        self._prefix = uuid.uuid4().hex[:8]
         self._numbers = itertools.count()
         # The program of the running beam search; None if it is not steered.
         self._beams: SteeringProgram | None = None
@@ -113,6 +117,7 @@ class LLM(VLLM):  # type: ignore[misc]
             outbound=Outbound.of(policy, spool_dir, spool_bytes, spill_fallback),
             bank_bytes=steering_bank_bytes,
             engine_name=engine_name,
+            engine_id=engine_id,
             on_divergence=on_divergence,
         )
         if armed.hub is not None:
@@ -209,7 +214,7 @@ class LLM(VLLM):  # type: ignore[misc]
                 one,
                 self._fit,
                 self.steering,
-                f"{start_of(self.capflow_settings.engine)[:8]}-{next(self._numbers)}",
+                f"{self._prefix}-{next(self._numbers)}",
             )
             for one in many
         ]

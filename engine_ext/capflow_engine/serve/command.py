@@ -49,6 +49,8 @@ class Command:
     def _read(self, its: socket.socket) -> None:
         for line in its.makefile("rb"):
             self._lines.put(line)
+        if self._ending.before is not None:
+            self._ending.before()
         main = threading.main_thread().ident
         while main is not None and not self._ending.begun:
             signal.pthread_kill(main, signal.SIGTERM)

@@ -12,7 +12,7 @@ import functools
 import logging
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import Any
 
@@ -37,11 +37,13 @@ class Ending:
 
     running_s: how long running requests may take.
     begun: whether the end has begun, so that new requests are refused.
+    before: called when the command asks for the end, before the main thread gets its signal; None for nothing.
     """
 
     def __init__(self, running_s: float = limits.SHUTDOWN_S_DEFAULT) -> None:
         self.running_s = running_s
         self.begun = False
+        self.before: Callable[[], None] | None = None
         # Requests and calls that are being answered.
         self._answering = 0
         # Set from the first signal on.

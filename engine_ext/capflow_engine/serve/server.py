@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from capflow import limits
 from capflow.capture.model import ModelInfo
 from capflow.errors import CapflowError, UsageError, explain
-from capflow.serve_options import engine_options, flags
+from capflow.serve_options import GRPC_PORT, engine_options, flags
 from capflow.steering.request import Steering
 from capflow.system.runtime import private_directory
 from capflow.text.engine_name import new_engine
@@ -33,6 +33,7 @@ from capflow.text.suggestion import did_you_mean
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import model as compat_model
 from capflow_engine.compat import processor
+from capflow_engine.compat.launch import Launch, end_workers
 from capflow_engine.compat.surface import HTTP
 from capflow_engine.hubs import hubs_at
 from capflow_engine.jobs import demo
@@ -63,6 +64,8 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
     user = dict(args.additional_config or {})
     with compat_model.explaining(args.model):
         engine_args = AsyncEngineArgs.from_cli_args(args)
+    if args.headless and mine.grpc_port is not None:
+        raise UsageError(explain(GRPC_PORT, got="--headless with it", expected="one of them"))
     tapped = compat_model.check_model(engine_args, mine.sites or SITES_DEFAULT)
     if slow := processor.advice(engine_args, "--dtype float32"):
         logger.warning("capflow: %s", slow)
@@ -72,9 +75,12 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
         if mine.spare_hub:
             raise UsageError(explain("--spare-hub", got="with --consumer", expected="hubs that run by themselves"))
         hubs = hubs_at([inside], mine.key, insecure=True)  # the command checked its own hub
+    hub_from = "--hub" if inside is None else "--address"
+    launched = Launch.of(engine_args, headless=args.headless)
+    launched.check(hubs, mine.engine_id, hub_from=hub_from, id_from="--engine-id")
     bank_bytes = STEERING_BANK_BYTES if mine.steering_bank_bytes is None else mine.steering_bank_bytes
     settings = Settings(
-        engine=new_engine(mine.engine_name, where="--engine-name"),
+        engine=new_engine(mine.engine_name, mine.engine_id, where="--engine-name", where_start="--engine-id"),
         hubs=hubs,
         spares=len(mine.spare_hub),
         sites=tapped.sites,
@@ -84,6 +90,7 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
         capture_wait_s=mine.capture_wait_s,
         steering_bank_bytes=bank_bytes,
         on_divergence=mine.on_divergence,
+        shared=mine.engine_id is not None,
         user=user,
     )
     for name, value in engine_arguments(settings).items():
@@ -203,6 +210,10 @@ def _serve(arguments: Sequence[str], stack: contextlib.ExitStack) -> int:
     compat.enable_endpoint_plugin("capflow")
     serve, args, modules = parse(arguments)
     compat.prepare_environment({"kv_cache_memory_bytes": args.kv_cache_memory_bytes})
+    ending: Ending = args.capflow.ending
+    if args.headless:  # the workers may be children of this process
+        compat.let_workers_end()
+        ending.before = end_workers
     serve.validate(args)
     if args.capflow.rpc_address is not None:
         stack.enter_context(contextlib.closing(port.hold(args.capflow.rpc_address)))
@@ -211,7 +222,6 @@ def _serve(arguments: Sequence[str], stack: contextlib.ExitStack) -> int:
     store = SteeringStore(directory)
     for name, module in modules.items():
         store.register(name, module)
-    ending: Ending = args.capflow.ending
     args.capflow = dataclasses.replace(args.capflow, directory=directory)
     alone = args.api_server_count in (None, 1) and not args.headless
     serve.cmd(args)

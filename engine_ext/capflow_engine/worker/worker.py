@@ -31,6 +31,7 @@ from capflow.capture.spec import Capture, Wanted, join
 from capflow.protocol.message import ControllerSpec
 from capflow.steering.action import FROZEN_TROUBLE
 from capflow_engine.compat import engine as compat
+from capflow_engine.compat import launch
 from capflow_engine.compat import model as compat_model
 from capflow_engine.compat import step as compat_step
 from capflow_engine.compat.surface import V2_RUNNER
@@ -91,8 +92,8 @@ class _HubWants(NamedTuple):
 class WorkerCapture:
     """The state of capflow in one worker, from the loading of the model to the worker's end."""
 
-    def __init__(self, worker: Any) -> None:
-        self.settings: Settings = worker.vllm_config.additional_config
+    def __init__(self, worker: Any, settings: Settings) -> None:
+        self.settings = settings
         self.info = compat.model_info(worker.vllm_config)
         self.runner = worker.model_runner
         self.device: torch.device = worker.device
@@ -599,8 +600,9 @@ class CaptureWorker(compat.worker_base()):  # type: ignore[misc]
         compat.check_config(self.vllm_config)
         if self.use_v2_model_runner:
             compat.need(V2_RUNNER)
+        settings = launch.settings_of(self.vllm_config)
         super().load_model(*args, **kwargs)
-        self.capflow = WorkerCapture(self)
+        self.capflow = WorkerCapture(self, settings)
         tap_runner(self.model_runner, self.capflow, v2=self.use_v2_model_runner)
 
     def execute_model(self, scheduler_output: Any) -> Any:

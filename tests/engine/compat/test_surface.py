@@ -142,6 +142,7 @@ def assigned(node):
 
 # Arguments before they are the engine's, objects that only capflow reads, and attributes of other packages.
 NOT_OF_VLLM = {
+    "capflow_engine.compat.launch:in_one_process",
     "capflow_engine.compat.model:_structures",
     "capflow_engine.serve.server:parse",
     "capflow_engine.serve.server:_vllm_arguments",
@@ -287,6 +288,10 @@ def test_the_probe_imports_nothing_of_vllm():
     [
         ({"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}, "external_launcher with"),
         ({"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}, "--enable-expert-para"),
+        (
+            {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+            "--decode-context-parallel-size: got 2, expected 1 on a CPU",
+        ),
     ],
 )
 def test_what_divides_a_step_among_ranks_is_refused_from_the_arguments(arguments, option):

@@ -253,6 +253,7 @@ def test_a_hub_has_metrics_before_its_inboxes_are_open(address, tmp_path):
     assert registry_of(hub).get_sample_value("capflow_consumer_dead_letters", {"consumer": "kept"}) == 0
 
 
+@pytest.mark.usefixtures("replaced_at_once")
 def test_a_worker_that_comes_back_is_counted_and_a_new_boot_of_it_is_not(address):
     with running_hub(address, Recorder()) as hub:
         for boot, resumed in (("b1", 0), ("b1", 1), ("b1", 2), ("b2", 2)):

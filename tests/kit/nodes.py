@@ -1,0 +1,88 @@
+"""One engine that several commands start on this machine, as if each ran on a node of its own."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.kit.hubs import free_port
+from tests.kit.servers import environment, healthy, wait_until
+
+KIT = Path(__file__).parent
+SIZES = ("--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "8", "--served-model-name", "tiny")
+
+
+class Node:
+    """One command of the engine: `port` is that of its HTTP server, if it has one; `log` is what it wrote."""
+
+    def __init__(self, home, arguments):
+        home.mkdir(mode=0o700)
+        self.port = free_port()
+        self.serves = "--headless" not in arguments
+        self._log = home / "log"
+        variables = environment(
+            home,
+            path=KIT / "gloo_experts",
+            VLLM_CPU_OMP_THREADS_BIND="nobind",
+            VLLM_HOST_IP="127.0.0.1",
+            GLOO_SOCKET_IFNAME="lo",
+            XDG_STATE_HOME=str(home / "state"),
+        )
+        command = [
+            sys.executable,
+            "-m",
+            "capflow",
+            "serve",
+            *arguments,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+        ]
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(command, env=variables, stdout=log, stderr=log, start_new_session=True)
+
+    @property
+    def log(self):
+        return self._log.read_text(errors="replace")
+
+    @property
+    def ready(self):
+        return not self.serves or healthy(self.port)
+
+
+@contextlib.contextmanager
+def started(home, model, *each):
+    """Start one command for each list of arguments; the commands are killed at the end, if they did not end."""
+    nodes = []
+    try:
+        for number, arguments in enumerate(each):
+            nodes.append(Node(home / f"node-{number}", [str(model), *SIZES, *arguments]))
+        yield nodes
+    finally:
+        for node in nodes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(node.process.pid, signal.SIGKILL)
+            node.process.wait()
+
+
+@contextlib.contextmanager
+def running(home, model, *each):
+    """As `started`, and wait until all serve; at the end, all are interrupted and must end by themselves, with 0."""
+    with started(home, model, *each) as nodes:
+        try:
+            for node in nodes:
+                wait_until(lambda node=node: node.ready, 300, node.process)
+            yield nodes
+            for node in nodes:
+                node.process.send_signal(signal.SIGINT)
+            begun = time.monotonic()
+            assert [node.process.wait(90) for node in nodes] == [0] * len(nodes)
+            assert time.monotonic() - begun < 60, "a worker was killed"
+        except BaseException:
+            for node in nodes:
+                print("\n".join(node.log.splitlines()[-60:]))
+            raise

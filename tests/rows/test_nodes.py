@@ -1,0 +1,119 @@
+"""An engine that several commands start: rows equal those of one process.
+
+The nodes are processes of this machine that reach each other and the hub through TCP.
+"""
+
+import pytest
+
+from tests.kit.engines import Reference, prompts, save_tiny, save_words, vector
+from tests.kit.hubs import free_port, running_hub
+from tests.kit.nodes import running, started
+from tests.kit.rows import ALL, Keeper
+from tests.kit.servers import post
+
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(560)]
+
+
+@pytest.fixture
+def keeper():
+    """A consumer on a hub that every node reaches, its address in `keeper.address`."""
+    keeper = Keeper()
+    keeper.address = f"tcp://127.0.0.1:{free_port()}"
+    with running_hub(keeper.address, keeper):
+        yield keeper
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    """A tiny mixture of experts with a tokenizer: vLLM has external load balancing for no other models."""
+    directory = save_tiny(tmp_path_factory.mktemp("mixtral"), "mixtral")
+    save_words(directory)
+    return directory
+
+
+def completion(node, name, seed, **fields):
+    """Ask a node for a completion of random words; return all tokens of the request."""
+    (prompt,) = prompts((9 + 3 * seed,), seed=seed)
+    words = " ".join(f"w{token}" for token in prompt["prompt_token_ids"])
+    body = {"model": "tiny", "prompt": words, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    body |= {"return_token_ids": True, "capture": ALL, "capture_id": name, "capture_wait": True, **fields}
+    answer = post(node.port, body)
+    assert answer["capture_results"]["keeper"]["status"] == "ok"
+    return prompt["prompt_token_ids"] + answer["choices"][0]["token_ids"]
+
+
+def plain(values, layer=1):
+    return {"post_block": {str(layer): values.tolist()}}
+
+
+def hold_all(keeper, reference, fronts):
+    """Run six requests, one of them steered, and hold their rows against the reference; return each one's ranks."""
+    ranks = set()
+    for number in range(6):
+        fields = {"steering_vectors": plain(vector(3))} if number == 3 else {}
+        tokens = completion(fronts[number % len(fronts)], f"r{number}", number, **fields)
+        keeper.hold(f"r{number}", tokens, reference, {1: 3} if number == 3 else None)
+        ranks |= {(rank.pp, rank.dp, rank.tp) for each in keeper.ranks[f"r{number}"].values() for rank in each}
+    return ranks
+
+
+def over_nodes(keeper, *arguments):
+    """Return the arguments of two nodes that share one replica."""
+    each = ["--hub", keeper.address, "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    each += arguments
+    return [*each, "--node-rank", "0"], [*each, "--node-rank", "1", "--headless"]
+
+
+def by_replicas(keeper, size, *each):
+    """Return the arguments of commands that start the replicas of one engine."""
+    common = ["--hub", keeper.address, "--engine-id", "run-1", "--enforce-eager", "--data-parallel-size", str(size)]
+    common += ["--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port())]
+    return [[*common, *map(str, own)] for own in each]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks"),
+    [(("-tp", "2", "--enforce-eager"), {(0, 0, 0)}), (("-pp", "2"), {(0, 0, 0), (1, 0, 0)})],
+    ids=["tensor parallel", "pipeline parallel"],
+)
+def test_a_replica_over_two_nodes(tiny_with_words, reference, keeper, tmp_path, arguments, ranks):
+    with running(tmp_path, tiny_with_words, *over_nodes(keeper, *arguments)) as (first, _):
+        assert hold_all(keeper, reference, [first]) == ranks
+
+
+def test_nodes_with_different_options_refuse_to_start(tiny_with_words, keeper, tmp_path):
+    head, other = over_nodes(keeper, "-tp", "2", "--enforce-eager")
+    with started(tmp_path, tiny_with_words, head, [*other, "--sites", "post_block:1"]) as nodes:
+        for node in nodes:
+            assert node.process.wait(200) != 0
+    for node in nodes:
+        assert (
+            "--sites of one engine: got post_block:0 post_block:1 post_block:2 post_block:3 and post_block:1,"
+            in node.log
+        )
+        assert "expected one value; give the same to the commands of all nodes" in node.log
+
+
+def test_a_headless_replica(tiny_with_words, reference, keeper, tmp_path):
+    """The first command has the only front end, which shares out the requests."""
+    own = ["--data-parallel-size-local", 1], ["--data-parallel-size-local", 1, "--data-parallel-start-rank", 1]
+    each = by_replicas(keeper, 2, own[0], [*own[1], "--headless"])
+    with running(tmp_path, tiny_with_words, *each) as (first, _):
+        assert hold_all(keeper, reference, [first]) == {(0, 0, 0), (0, 1, 0)}
+        assert len({done.engine for done in keeper.done.values()}) == 1
+
+
+def test_replicas_with_a_load_balancer_of_the_user(experts, keeper, tmp_path):
+    each = by_replicas(keeper, 2, ["--data-parallel-rank", 0], ["--data-parallel-rank", 1])
+    reference = Reference(experts)
+    with running(tmp_path, experts, *each) as (first, second):
+        assert hold_all(keeper, reference, [first, second]) == {(0, 0, 0), (0, 1, 0)}
+
+
+def test_a_load_balancer_of_each_node(experts, keeper, tmp_path):
+    """The first command has a front end for two replicas; the second has one replica."""
+    own = ["--data-parallel-size-local", 2, "--data-parallel-hybrid-lb"], ["--data-parallel-rank", 2]
+    each = by_replicas(keeper, 3, [*own[0], "--data-parallel-start-rank", 0], own[1])
+    reference = Reference(experts)
+    with running(tmp_path, experts, *each) as (first, second):
+        assert {rank[1] for rank in hold_all(keeper, reference, [first, second])} >= {0, 2}
