@@ -57,6 +57,7 @@ from capflow.protocol.message import (
     Welcome,
 )
 from capflow.protocol.row_format import RowFormat
+from capflow.version import __version__
 
 Parts = Sequence[Any]
 """One message as its ZMQ parts: objects with the buffer protocol."""
@@ -324,7 +325,7 @@ class PeerSession(_Session):
 
     def _open(self, welcome: Welcome) -> None:
         if welcome.version != PROTOCOL_VERSION:
-            raise RemoteProtocolError(explain("hub's version", got=welcome.version, expected=str(PROTOCOL_VERSION)))
+            raise _other_version("hub", welcome.version)
         if not 0 <= welcome.last_seq <= self.seq:
             raise RemoteProtocolError(explain("last_seq", got=welcome.last_seq, expected=f"0..{self.seq}"))
         self.state = State.OPEN
@@ -437,7 +438,7 @@ class HubSession(_Session):
 
     def _check_hello(self, hello: Hello) -> None:
         if hello.version != PROTOCOL_VERSION:
-            raise RemoteProtocolError(explain("peer's version", got=hello.version, expected=str(PROTOCOL_VERSION)))
+            raise _other_version(hello.role, hello.version)
         if hello.role != "client" and hello.model is None:
             raise RemoteProtocolError(explain("hello.model", got="none", expected=f"the model of the {hello.role}"))
         model = hello.model
@@ -455,6 +456,11 @@ class HubSession(_Session):
         for site in (*model.sites, *model.fixed) if model is not None else ():
             if site.hook not in HOOKS or not 0 <= site.layer < limits.LAYERS_MAX:
                 raise RemoteProtocolError(explain("hello.model.sites", got=tuple(site), expected="layers and hooks"))
+
+
+def _other_version(who: str, version: int) -> RemoteProtocolError:
+    where, expected = f"{who}: version of the wire protocol", f"{PROTOCOL_VERSION}, that of capflow {__version__} here"
+    return RemoteProtocolError(explain(where, got=version, expected=expected, do="run one release on both sides"))
 
 
 def _unexpected(message: Any, state: State) -> UnexpectedMessageError:

@@ -29,6 +29,7 @@ from capflow.transport.client import Client
 from capflow.transport.links import link as link_module
 from capflow.transport.links.worker import Staged, WorkerLink
 from capflow.transport.sockets import Dealer, Router
+from capflow.version import __version__
 from tests.kit.frames import make_finished, make_frame, make_hello, make_model
 from tests.kit.hubs import (
     Recorder,
@@ -660,6 +661,17 @@ def test_a_worker_counts_a_frame_that_no_hub_would_take_and_goes_on(address, mon
         assert link.send(frame.header, frame.payload) is None
         eventually(lambda: hub.counts.frames == 1)
         assert hub.counts.protocol_errors == 0
+
+
+@pytest.mark.parametrize("role", ["worker", "scheduler", "client"])
+def test_a_peer_of_another_version_is_refused_with_what_to_do(address, role):
+    with running_hub(address, Recorder()), raw_peer(address) as peer:
+        peer.send(message.encode(msgspec.structs.replace(make_hello(role=role), version=2)))
+        refused = message.decode(answer(peer)[0])
+    assert refused == Refused(
+        f"{role}: version of the wire protocol: got 2, expected 1, that of capflow {__version__} here; "
+        "run one release on both sides"
+    )
 
 
 class TestFinalResults:
