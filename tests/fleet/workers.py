@@ -19,8 +19,6 @@ from capflow.protocol.message import Bye
 from capflow.protocol.session import PeerSession, State
 from tests.kit.frames import make_hello, make_model
 
-# A hub that does not answer a Hello is sent another one.
-HELLO_S = 1.0
 TICK_S = 0.2
 # Messages of one hub that are read in one turn.
 READ_MAX = 2_000
@@ -43,8 +41,6 @@ class Fleet:
             [PeerSession(make_hello(f"engine-{n}", boot_of(n, hub), model=model)) for n in range(workers)]
             for hub in range(len(addresses))
         ]
-        # When each session last greeted; by hub, then by worker.
-        self._greeted = [[0.0] * workers for _ in addresses]
         # By hub: the socket, the events of its connections, and whether a hub listens.
         self._sockets: list[zmq.Socket[bytes]] = []
         self._monitors: list[zmq.Socket[bytes]] = []
@@ -131,7 +127,6 @@ class Fleet:
             for session in self.sessions[hub]:
                 session.lost()
             self._there[hub] = False
-            self._greeted[hub] = [0.0] * self._workers
             self._sockets[hub], self._monitors[hub] = self._connect(hub)
 
     def _read(self, hub: int, socket: zmq.Socket[bytes]) -> None:
@@ -152,10 +147,8 @@ class Fleet:
             if not self._there[hub]:
                 continue
             for worker, session in enumerate(sessions):
-                waited = now - self._greeted[hub][worker]
-                silent = session.state is State.OPEN and session.silent(now)
-                if silent or (session.state is not State.OPEN and waited > HELLO_S):
-                    self._greeted[hub][worker] = now
+                # A hub with a thousand sessions may take long to answer. One that is gone closes the connection.
+                if session.state is State.LOST:
                     self._send(hub, worker, session.connected(now))
                 elif (beat := session.tick(now)) is not None:
                     self._send(hub, worker, beat)
