@@ -117,7 +117,9 @@ class TestResults:
     def settings(self, addresses, spares=0):
         hubs = tuple(HubAt(address) for address in addresses)
         regular = len(hubs) - spares
-        return SimpleNamespace(engine="engine-1", hubs=hubs, spares=spares, hub_of=lambda name: hub_of(name, regular))
+        return SimpleNamespace(
+            engine="engine-1", hubs=hubs, spares=spares, regular=regular, hub_of=lambda name: hub_of(name, regular)
+        )
 
     def test_each_hub_is_asked_for_its_own_and_one_that_is_gone_delays_no_other(self, addresses):
         (mine,), (others,) = names_of(0, 1), names_of(1, 1)

@@ -20,8 +20,8 @@ SITES = tuple(Site(layer, "post_block") for layer in range(3))
 LIMIT = 100_000
 
 
-def server(directory, keys=Keys(open=True), hubs=("ipc:///nowhere",)):  # noqa: B008 - it is frozen
-    """An app with capflow's routes, as vLLM makes it. hubs: the addresses of the engine's."""
+def server(directory, keys=Keys(open=True), hubs=("ipc:///nowhere",), spares=0):  # noqa: B008 - it is frozen
+    """An app with capflow's routes, as vLLM makes it. hubs: the addresses of the engine's; the last ones are spare."""
     app = FastAPI()
     app.state.args = Namespace(log_error_stack=False, api_key=None, ssl_certfile=None)
     plugin = Plugin()
@@ -34,7 +34,7 @@ def server(directory, keys=Keys(open=True), hubs=("ipc:///nowhere",)):  # noqa: 
         get_total_num_hidden_layers=lambda: 4,
         get_hidden_size=lambda: WIDTH,
     )
-    settings = Settings("engine-1", tuple(map(HubAt, hubs)), SITES, steering_bank_bytes=3 * 4 * WIDTH)
+    settings = Settings("engine-1", tuple(map(HubAt, hubs)), SITES, spares=spares, steering_bank_bytes=3 * 4 * WIDTH)
     config = SimpleNamespace(
         additional_config=settings,
         model_config=model,

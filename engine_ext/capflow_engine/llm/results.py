@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import MappingProxyType
 
 from capflow.errors import CapflowError, HubUnreachableError
+from capflow.protocol.routing import hub_among
 from capflow.transport.client import Client
 from capflow_engine.hubs import HubAt
 from capflow_engine.llm.asker import Asker, Results
@@ -102,6 +103,8 @@ class Askers:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._hubs = [Asker(hub.client, hub.is_listening, settings.engine) for hub in settings.hubs]
+        # The numbers of spare hubs that were ever there, as far as this object has seen.
+        self._spares: set[int] = set()
 
     async def ask(
         self,
@@ -120,6 +123,7 @@ class Askers:
         def ask(hub: Asker, its: list[str]) -> Coroutine[None, None, Results]:
             return hub.ask(its, captures=captures, wait_s=wait_s, patient=patient)
 
+        self._spares.update(placed.values())
         return await self._gathered(names, placed, ask)
 
     async def find(self, names: Sequence[str], *, wait_s: float, known_s: float, engine: str = "") -> Results:
@@ -136,18 +140,24 @@ class Askers:
         return await self._gathered(names, placed, find)
 
     async def _located(self, names: Sequence[str], known_s: float, engine: str) -> dict[str, int]:
-        """Return the hubs that know requests; asks all of them until each request is known or the time is over."""
+        """Return the hub of each request; asks all hubs until one of them knows it or the time is over.
+
+        A request that no hub knows is placed by its name, among the hubs that were ever there.
+        """
         placed: dict[str, int] = {}
+        regular = self._settings.regular
         deadline = time.monotonic() + known_s
         while True:
             for number, (hub, asker) in enumerate(zip(self._settings.hubs, self._hubs, strict=True)):
                 left = [name for name in names if name not in placed]
                 if left and hub.is_listening():
+                    self._spares.update([number] if number >= regular else [])
                     with contextlib.suppress(CapflowError):  # the hub that has the request says why
                         results = await asker.find(left, wait_s=0.0, known_s=0.0, engine=engine)
                         placed.update(dict.fromkeys((name for name in left if results[name]), number))
             if len(placed) == len(set(names)) or time.monotonic() >= deadline:
-                return placed
+                in_service = [*range(regular), *sorted(self._spares)]
+                return {name: hub_among(name, in_service) for name in names} | placed
             await asyncio.sleep(_LOCATE_S)
 
     async def _gathered(

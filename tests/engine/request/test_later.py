@@ -149,6 +149,21 @@ def test_each_hub_answers_for_its_own_requests_and_one_that_is_away_for_none(add
         assert time.monotonic() - begun < limits.HUB_AWAY_S + 5
 
 
+def test_a_request_of_a_spare_hub_is_found_there_and_while_that_is_away_is_not_unknown(address, tmp_path):
+    addresses = (f"{address}0", f"{address}1")
+    client = server(tmp_path, hubs=addresses, spares=1)
+    names = {hub_of(f"r{number}", 2): f"r{number}" for number in range(20)}
+    with running_hub(addresses[0], Recorder()), worker_link(addresses[0]) as link:
+        send(link, names[0])
+        assert client.get(f"/v1/capture/{names[0]}?wait=20").json()["done"] is True
+        assert client.get(f"/v1/capture/{names[1]}").status_code == 404
+        with running_hub(addresses[1], Recorder()), worker_link(addresses[1]) as other:
+            send(other, names[1])
+            assert client.get(f"/v1/capture/{names[1]}?wait=20").json()["done"] is True
+        assert client.get(f"/v1/capture/{names[0]}").json()["done"] is True
+        assert client.get(f"/v1/capture/{names[1]}").status_code == 503
+
+
 def test_a_hub_that_restarted_has_forgotten(client, address):
     with running_hub(address, Recorder()), worker_link(address) as link:
         send(link, "before")

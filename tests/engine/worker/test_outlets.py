@@ -131,3 +131,32 @@ def test_room_is_waited_for_once_while_no_hub_is_there_and_again_when_one_is_bac
     with running_hub(addresses[0], Recorder()):
         eventually(lambda: outlets.patient)
     outlets.close()
+
+
+@pytest.mark.parametrize("policy", ["block", "drop", "spill"])
+def test_the_requests_of_a_hub_that_is_away_follow_the_policy_and_those_of_others_go_on(
+    addresses, tmp_path, monkeypatch, policy
+):
+    monkeypatch.setattr(limits, "BLOCK_S_MAX", 0.5)
+    outbound = Outbound.of(policy, str(tmp_path) if policy == "spill" else None, None, None)
+    here, away = Recorder(), Recorder()
+    with running_hub(addresses[0], here):
+        with running_hub(addresses[1], Recorder()):
+            outlets = outlets_of(addresses[:2], outbound=outbound, outbound_bytes_max=4000)
+            assert all(link.wait_welcome(20) for link in outlets.links)
+        eventually(lambda: not outlets.links[1].connected)
+        began, reasons = time.monotonic(), []
+        for step in range(40):
+            for way in outlets._sender.ways:
+                frame = make_frame([("r1", 4, step * 4, 4)], engine="engine-2", boot=way.boot, step=step)
+                reasons.append(way.link.send(frame.header, frame.payload))
+            eventually(lambda step=step: here.rows["r1"] == step * 4 + 4)
+        took_s = time.monotonic() - began
+        assert not any(reasons[::2])
+        lost = [reason for reason in reasons[1::2] if reason is not None]
+        with running_hub(addresses[1], away):
+            eventually(lambda: away.rows["r1"] == (40 - len(lost)) * 4)
+            outlets.close()
+    assert set(lost) == (set() if policy == "spill" else {"hub_gone"})
+    assert len(lost) < 40
+    assert took_s >= 0.5 * (policy == "block")
