@@ -104,7 +104,7 @@ def main() -> int:
         [sys.executable, "-m", "capflow", *command], stdout=log, stderr=subprocess.STDOUT, env=environment
     )
     try:
-        wait_for(server, port, log.name)
+        wait_for(server, port, Path(log.name))
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
         rng = np.random.default_rng(1)
         times: dict[str, list[float]] = {mode: [] for mode in MODES}
@@ -140,11 +140,16 @@ def free_port() -> int:
     return port
 
 
-def wait_for(server: subprocess.Popen[bytes], port: int, log: str) -> None:
-    """Return once the server answers."""
+def end_of(log: Path) -> str:
+    """Return the last lines of a log; on a machine that is lent, nobody can look later."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+
+
+def wait_for(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    """Return once the server answers; end the program when the server ends."""
     while True:
         if server.poll() is not None:
-            sys.exit(f"the server ended; see {log}")
+            sys.exit(f"the server ended:\n{end_of(log)}")
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
         try:
             connection.request("GET", "/health")

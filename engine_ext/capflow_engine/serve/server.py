@@ -208,6 +208,8 @@ def _serve(arguments: Sequence[str], stack: contextlib.ExitStack) -> int:
     compat.require()
     compat.need(HTTP)
     compat.enable_endpoint_plugin("capflow")
+    # As vLLM's own command does: a process that has threads is not forked for an engine on a GPU.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     serve, args, modules = parse(arguments)
     compat.prepare_environment({"kv_cache_memory_bytes": args.kv_cache_memory_bytes})
     ending: Ending = args.capflow.ending
