@@ -179,6 +179,12 @@ def _add_capture(parser: Parser) -> None:
         help="sites to tap; * means every layer; repeatable (default: post_block:*)",
     )
     group.add_argument(
+        "--steer-sites",
+        action="append",
+        metavar="HOOK:LAYER",
+        help="tapped sites that can be steered, or none; others can only be captured; repeatable (default: all)",
+    )
+    group.add_argument(
         "--capture-wait-s",
         type=_seconds(0.0, limits.CAPTURE_WAIT_S_MAX, above=True),
         default=limits.CAPTURE_WAIT_S_DEFAULT,

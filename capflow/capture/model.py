@@ -21,7 +21,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     dtype: the dtype of captured rows, by torch's name.
     sites: every site that carries a tap, over all pipeline stages.
     stages: the number of pipeline stages.
-    fixed: sites that can be captured but not steered, because another part of the model reads the same tensor.
+    fixed: sites that can be captured but not steered: another part of the model reads the same tensor, or the engine
+        was started so.
     """
 
     name: Text

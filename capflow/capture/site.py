@@ -134,10 +134,17 @@ def layers_by_hook(sites: Iterable[Site]) -> dict[str, list[int]]:
     return hooks
 
 
-def refusal_of_fixed(field: str, site: Site) -> str:
-    """Return the message for steering at a site that can only be captured."""
-    do = "steer another hook: a change there would reach more than the MLP"
-    return explain(field, got=f"{site}, which can only be captured in this model", do=do)
+def refusal_of_fixed(field: str, site: Site, verb: str = "steer") -> str:
+    """Return the message for a site that can only be captured: in this model, or in this engine.
+
+    verb: what was asked for there.
+    """
+    got = f"{site}, which can only be captured"
+    if site.hook == "mlp_in":  # some models cannot be steered there
+        do = f"{verb} another hook: a change there would reach more than the MLP, or --steer-sites leaves the site out"
+    else:
+        do = f"{verb} another site, or start the engine with --steer-sites {site}"
+    return explain(field, got=got, do=do)
 
 
 def mask_of(sites: Iterable[Site]) -> int:

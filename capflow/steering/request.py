@@ -164,8 +164,7 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise UsageError(explain(at, got=f"layer {gate.layer}", expected=f"0..{info.num_layers - 1}"))
             gate.check(frozenset(info.sites), info.hidden_size, where=where)
             if gate.site in info.fixed:
-                got = f"{gate.site}, which can only be captured in this model"
-                raise UsageError(explain(f"{where}.{gate.name}", got=got, do="score another hook"))
+                raise UsageError(refusal_of_fixed(f"{where}.{gate.name}", gate.site, "score"))
 
     def check_gates(self, before: str = "") -> None:
         """Raise UsageError for a part that names no gate of this steering, or whose gate can never act there.

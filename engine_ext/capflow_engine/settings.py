@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -32,6 +32,9 @@ if TYPE_CHECKING:  # it needs torch
 SITES_DEFAULT = ("post_block:*",)
 """The patterns of the sites that carry a tap by default."""
 
+STEER_NONE = "none"
+"""In the place of patterns of sites that can be steered: no site can."""
+
 STEERING_BANK_BYTES = 256 * limits.MIB
 """The memory of the steering bank by default: 16,384 different vectors of width 4096."""
 
@@ -39,7 +42,7 @@ GRAPH_KEY = "capflow"
 """The entry of `additional_config` that is capflow's."""
 
 # Rises with every change to what a tap puts into the graph.
-_GRAPH_VERSION = 4
+_GRAPH_VERSION = 5
 
 
 def check_on_divergence(value: Any) -> str:
@@ -136,7 +139,13 @@ class Settings(dict[str, Any]):
     def compute_hash(self) -> str:
         """Return a hash of what the taps put into the graph, and of the user's `additional_config`."""
         factors = json.dumps(
-            [_GRAPH_VERSION, [str(site) for site in self.sites], self.steering_bank_bytes, dict(self.user)],
+            [
+                _GRAPH_VERSION,
+                [str(site) for site in self.sites],
+                [str(site) for site in self.fixed],
+                self.steering_bank_bytes,
+                dict(self.user),
+            ],
             sort_keys=True,
             default=str,
         )
@@ -175,16 +184,45 @@ class Tapped(NamedTuple):
     fixed: tuple[Site, ...]
 
     @classmethod
-    def of(cls, patterns: Iterable[str], layers: Sequence[Structure]) -> Tapped:
-        """Return the taps that patterns name in a model of these layers. Raises UsageError as `tapped_sites` does."""
+    def of(cls, patterns: Iterable[str], layers: Sequence[Structure], steered: Sequence[str] | None = None) -> Tapped:
+        """Return the taps that patterns name in a model of these layers.
+
+        Raises UsageError as `tapped_sites` does, and for a pattern of `steered` that names no site that can be steered.
+
+        steered: patterns of the sites that can be steered, or `none` alone; None for all that the model allows.
+        """
         sites = tapped_sites(patterns, layers)
-        return cls(len(layers), sites, tuple(site for site in sites if site.hook in layers[site.layer].fixed))
+        steerable = {site for site in sites if site.hook not in layers[site.layer].fixed}
+        if steered is not None:
+            steerable = _steered_sites([] if list(steered) == [STEER_NONE] else steered, sites, steerable, layers)
+        return cls(len(layers), sites, tuple(site for site in sites if site not in steerable))
 
 
-def tapped_sites(patterns: Iterable[str], layers: Sequence[Structure]) -> tuple[Site, ...]:
+def _steered_sites(
+    patterns: Iterable[str], sites: Collection[Site], steerable: Collection[Site], layers: Sequence[Structure]
+) -> set[Site]:
+    """Return the steerable sites that patterns name. Raises UsageError for a pattern that names none."""
+    chosen: set[Site] = set()
+    for pattern in patterns:
+        named = [site for site in tapped_sites([pattern], layers, "--steer-sites") if site in sites]
+        if not named:
+            do = f"tap it, too: --sites {pattern}"
+            raise UsageError(explain("--steer-sites", got=pattern, expected="a tapped site", do=do))
+        present = [site for site in named if site in steerable]
+        if not present:
+            reason = layers[named[0].layer].fixed[named[0].hook]
+            expected = f"a site that can be steered in this model ({reason})"
+            raise UsageError(explain("--steer-sites", got=pattern, expected=expected))
+        chosen.update(present)
+    return chosen
+
+
+def tapped_sites(patterns: Iterable[str], layers: Sequence[Structure], option: str = "--sites") -> tuple[Site, ...]:
     """Return the sites that patterns, `hook:layer` with `*`, name in a model of these layers, by layer.
 
     Raises UsageError for a pattern that names no site, or only sites that the model does not have.
+
+    option: the option that has the patterns.
     """
     chosen: set[Site] = set()
     for pattern in patterns:
@@ -194,13 +232,13 @@ def tapped_sites(patterns: Iterable[str], layers: Sequence[Structure]) -> tuple[
         if not named:
             hooks = ", ".join(HOOKS)
             expected = f"HOOK:LAYER with a hook of {hooks} and a layer of 0..{len(layers) - 1}, or * for either"
-            raise UsageError(explain("--sites", got=pattern, expected=expected))
+            raise UsageError(explain(option, got=pattern, expected=expected))
         present = [site for site in named if site.hook in layers[site.layer].places]
         if not present:
             layer, hook = layers[named[0].layer], named[0].hook
             do = "see `capflow sites MODEL` for what this model has"
             raise UsageError(
-                explain("--sites", got=pattern, expected=f"a site of {layer.layer} ({layer.missing[hook]})", do=do)
+                explain(option, got=pattern, expected=f"a site of {layer.layer} ({layer.missing[hook]})", do=do)
             )
         chosen.update(present)
     return tuple(sorted(chosen))

@@ -57,12 +57,15 @@ class HookPlace:
     items: without slots, the elements of the returned tuple that hold the value; a tensor alone is element 0. Two slots
         or items are the halves of a split stream; their sum is the value.
     scale: the value is this many times what is there.
+    used: if nothing reads the value later, an element of the returned tuple that is read. A compiler drops a tap of a
+        value alone that nothing reads.
     """
 
     module: str
     slots: tuple[Slot, ...] = ()
     items: tuple[int, ...] = (0,)
     scale: float = 1.0
+    used: int | None = None
 
 
 _WHOLE = HookPlace("")
@@ -78,6 +81,8 @@ class Structure:
     fixed: the reason for hooks that can be captured and not steered: what else takes the same tensor.
     taken: the factor by which the layer's input is larger than the stream.
     given: the factor by which its output is larger than the stream.
+    returned: by hook, where a norm that adds up a split stream returns the value, for sites that are not steered: a
+        change there would miss the norm. That of `pre_attn` holds only where the layer is given a split stream.
     """
 
     layer: str
@@ -86,6 +91,7 @@ class Structure:
     fixed: dict[str, str] = field(default_factory=dict)
     taken: float = 1.0
     given: float = 1.0
+    returned: dict[str, HookPlace] = field(default_factory=dict)
 
 
 class UnclearError(Exception):
@@ -125,14 +131,15 @@ def _unscaled(structure: Structure, taken: float, gain: float) -> Structure:
     if taken == gain == 1.0:
         return structure
     factors = {"pre_attn": 1 / taken, "post_attn": 1 / taken, "mlp_out": 1 / taken, "post_block": 1 / (taken * gain)}
-    places = {
-        hook: replace(place, scale=place.scale * factors.get(hook, 1.0)) for hook, place in structure.places.items()
-    }
+    places, returned = (
+        {hook: replace(place, scale=place.scale * factors.get(hook, 1.0)) for hook, place in some.items()}
+        for some in (structure.places, structure.returned)
+    )
     missing = dict(structure.missing)
     if places.get("mlp_in", _WHOLE).slots:
         del places["mlp_in"]
         missing["mlp_in"] = "the MLP takes a stream that is scaled in this dtype alone"
-    return replace(structure, places=places, missing=missing, taken=taken, given=taken * gain)
+    return replace(structure, places=places, missing=missing, taken=taken, given=taken * gain, returned=returned)
 
 
 _STREAM_NAMES = ("hidden_states", "x")
@@ -149,13 +156,41 @@ class _Symbol(fx.Proxy):
     def dtype(self) -> torch.dtype:
         return self.tracer.dtype  # type: ignore[no-any-return,attr-defined]
 
+    @property
+    def shape(self) -> Any:
+        shape = fx.proxy.Attribute(self, "shape")
+        return _Shape(shape) if self.tracer.even else shape  # type: ignore[attr-defined]
+
+
+class _Shape:
+    """The shape of a symbol that has as many rows as every other one."""
+
+    def __init__(self, whole: Any) -> None:
+        self.whole = whole
+
+    def __getitem__(self, dimension: Any) -> Any:
+        part = self.whole[dimension]
+        return _Rows(part.node, part.tracer) if dimension == 0 else part
+
+
+class _Rows(fx.Proxy):
+    """A number of rows, which is unknown, and that of every other symbol."""
+
+    __hash__ = fx.Proxy.__hash__
+
+    def __eq__(self, other: object) -> Any:
+        return True if isinstance(other, _Rows) else operator.eq(fx.Proxy(self.node, self.tracer), other)
+
+    def __ne__(self, other: object) -> Any:
+        return False if isinstance(other, _Rows) else operator.ne(fx.Proxy(self.node, self.tracer), other)
+
 
 class _Tracer(fx.Tracer):
     """Traces a forward whose submodules are leaves."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, *, even: bool = False) -> None:
         super().__init__()
-        self.dtype = dtype
+        self.dtype, self.even = dtype, even
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return True: submodules are not traced."""
@@ -191,8 +226,16 @@ def _trace(layer: nn.Module, dtype: torch.dtype, stream: str, *, optional: bool)
             values = {stream: h, **({_RESIDUAL: r} if takes_residual else {}), **dict.fromkeys(filled, rest)}
             return self.layer.forward(**values)
 
+    return follow(Root(), dtype)
+
+
+def follow(root: nn.Module, dtype: torch.dtype, *, even: bool = False) -> fx.Graph:
+    """Return the graph of a module's forward on symbols of a dtype, its submodules left whole; raise UnclearError.
+
+    even: all symbols have the same number of rows.
+    """
     try:
-        return _Tracer(dtype).trace(Root())
+        return _Tracer(dtype, even=even).trace(root)
     except Exception as e:  # a model's Python may raise anything when it meets a symbol
         first = next(iter(str(e).splitlines()), "")
         raise UnclearError(f"its forward cannot be followed: {type(e).__name__}: {first}") from e
@@ -267,7 +310,7 @@ class _Reading:
         self.h, self.r = _Term(self.places["h"]), _Term(self.places["r"])
         self.names, self.stream_name = list(parameters), stream
         self.values: dict[fx.Node, Any] = {}
-        # The result of `_adds`, by the norm's path.
+        # The result of `adds_residual`, by the norm's path.
         self._adding: dict[str, bool] = {}
         for node in self.nodes:
             self.values[node] = self._value(node)
@@ -304,6 +347,13 @@ class _Reading:
         names = [self.stream_name, *([_RESIDUAL] if split else [])]
         structure.places["pre_attn"] = HookPlace("", tuple(Slot(self.names.index(n), n) for n in names))
         structure.places["post_block"] = HookPlace("", items=items)
+        if split:
+            # What takes the stream first: nothing has changed it in place.
+            halves = {self.h.node, self.r.node}
+            first = next(node for node in self.nodes if halves & set(node.all_input_nodes))
+            pair = self._fused(first)
+            if pair is not None and pair.equals(_Sum({self.h: 1.0, self.r: 1.0})) and self._is_once(first):
+                structure.returned["pre_attn"] = HookPlace(_path(first), items=(1,))
         added = {term for term in out if term not in (self.h, self.r)}
         later = {t for t in added if any(o.node in self._upstream(t.node) for o in added if o.node is not t.node)}
         parallel = not later
@@ -356,6 +406,8 @@ class _Reading:
                 continue
             if self._is_norm(node) and (pair := self._fused(node)) is not None and pair.equals(before):
                 structure.places["post_attn"] = HookPlace(_path(node), self._slots(node, 2), scale=1 / gain)
+                if self._is_once(node):
+                    structure.returned["post_attn"] = HookPlace(_path(node), items=(1,), scale=1 / gain)
                 return
             for number, value in enumerate(self._arguments(node)):
                 if isinstance(value, _Sum) and value.equals(before) and not value.factor:
@@ -370,6 +422,7 @@ class _Reading:
         if any(self._is_mixed(node) for term in mlp for node in self._body(term.node, set())):
             structure.missing["mlp_in"] = structure.missing["mlp_out"] = "the layer has several attention blocks"
             structure.places.pop("post_attn", None)
+            structure.returned.pop("post_attn", None)
             structure.missing.setdefault("post_attn", "the layer has several attention blocks")
             return
         if len(sources) == 1:
@@ -527,7 +580,7 @@ class _Reading:
             return None
         path = _path(node)
         if path not in self._adding:
-            self._adding[path] = _adds(self._module(node))
+            self._adding[path] = adds_residual(self._module(node))
         return values[0].plus(values[1]) if self._adding[path] else None
 
     # Modules.
@@ -549,8 +602,12 @@ class _Reading:
     def _is_norm(self, node: fx.Node) -> bool:
         if node.op != "call_module":
             return False
-        module = self._module(node)
-        return "norm" in type(module).__name__.lower() and all(p.dim() <= 1 for p in module.parameters())
+        return is_norm(self._module(node))
+
+    def _is_once(self, node: fx.Node) -> bool:
+        """Return whether a module is called once only."""
+        modules = [self._module(other) for other in self.nodes if other.op == "call_module"]
+        return sum(module is self._module(node) for module in modules) == 1
 
     def _numel(self, node: fx.Node) -> int:
         value = operator.attrgetter(str(node.target).removeprefix("layer."))(self.layer)
@@ -561,7 +618,12 @@ def _path(node: fx.Node) -> str:
     return str(node.target).removeprefix("layer.")
 
 
-def _adds(norm: nn.Module) -> bool:
+def is_norm(module: nn.Module) -> bool:
+    """Return whether a module is a norm over the width of the stream."""
+    return "norm" in type(module).__name__.lower() and all(p.dim() <= 1 for p in module.parameters())
+
+
+def adds_residual(norm: nn.Module) -> bool:
     """Return whether a norm adds the residual that it takes, normalises the sum and hands it on.
 
     A copy is tried on random numbers. Raises UnclearError if the norm neither does that nor hands the residual on

@@ -40,8 +40,11 @@ TOKENS = 4
 _DIE_S = 240.0
 
 
-def check(model_type, dtype, hub, root):
-    """Return the result of one architecture in a dtype: `{"sites": {hook: layers}, "errors": {hook: largest}, …}`."""
+def check(model_type, dtype, hub, root, **arguments):
+    """Return the result of one architecture in a dtype: `{"sites": {hook: layers}, "errors": {hook: largest}, …}`.
+
+    arguments: more arguments of the engine.
+    """
     import numpy as np
     import torch
 
@@ -54,10 +57,12 @@ def check(model_type, dtype, hub, root):
         model = architectures.make(model_type, directory, dtype)
         prompts = engines.prompts(LENGTHS, seed=3)
         hooks = None
-        only = {"language_model_only": True} if model_type in architectures.MULTIMODAL else {}
+        if model_type in architectures.MULTIMODAL:
+            arguments["language_model_only"] = True
         if model_type in architectures.HEADED:
-            only["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
-        with engines.engine(directory, hub=hub, sites=["*:*"], dtype=dtype, max_num_batched_tokens=64, **only) as llm:
+            arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+        arguments |= {"sites": ["*:*"], "dtype": dtype, "max_num_batched_tokens": 64}
+        with engines.engine(directory, hub=hub, **arguments) as llm:
             sites = llm.capflow_model.sites
             hooks = {hook: "all" for hook in HOOKS if any(site.hook == hook for site in sites)}
             name = f"{model_type}-{time.time_ns()}"

@@ -83,6 +83,22 @@ def requests(draw):
 scenarios = st.lists(requests(), min_size=6, max_size=12)
 
 
+def moved(scenario, sites, to):
+    """Return a scenario that steers and scores another hook of the same layer in place of these sites."""
+
+    def replaced(value):
+        if isinstance(value, Site):
+            return value._replace(hook=to) if value in sites else value
+        if isinstance(value, dict):
+            return {name: replaced(part) for name, part in value.items()}
+        return type(value)(map(replaced, value)) if type(value) in (list, tuple) else value
+
+    requests = replaced(scenario)
+    for request in requests:  # no two that do the same at one site
+        request["steering"] = list({(one[0], one[2][:2]): one for one in request["steering"]}.values())
+    return requests
+
+
 def draw_scenarios(prove, count, number):
     """Call `prove` with `count` scenarios, those of the seed `number`."""
 

@@ -29,7 +29,7 @@ LAYERS = {
         "filesystem duckdb nats inspect export",
     ),
     "capflow_engine": (
-        "structure hubs settings",
+        "structure passage hubs settings",
         "compat",
         "steering",
         "request taps",

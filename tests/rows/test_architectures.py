@@ -46,10 +46,17 @@ def test_every_hook_at_every_layer_is_what_transformers_computes(model_type, hub
     assert checks.passed(result), result["errors"]
 
 
-def test_a_stream_that_vllm_divides_in_float16_is_captured_whole(hub):
-    result = checks.check("deepseek_v2", "float16", *hub)
+def test_sites_that_are_not_steered_have_the_same_rows(hub):
+    result = checks.check("gemma3_text", "float32", *hub, steer_sites=["none"])
     assert set(result["sites"].values()) == {result["layers"]}
-    assert checks.passed_in({"dtypes": {"float16": result}}, "float16"), result["errors"]
+    assert checks.passed(result), result["errors"]
+
+
+def test_a_stream_that_vllm_divides_in_float16_is_captured_whole(hub):
+    for steered in (None, ["none"]):
+        result = checks.check("deepseek_v2", "float16", *hub, steer_sites=steered)
+        assert set(result["sites"].values()) == {result["layers"]}
+        assert checks.passed_in({"dtypes": {"float16": result}}, "float16"), result["errors"]
 
 
 def test_a_model_that_vllm_scales_in_part_in_float16_is_refused(hub):

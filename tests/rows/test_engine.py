@@ -409,9 +409,18 @@ def test_the_gate_steers_from_the_step_after_its_probe_fired(tiny, reference, tm
     assert relative_error(got, expected) < FLOAT32_BOUND
 
 
-def test_two_tensor_parallel_ranks_capture_and_steer_as_one_does(tiny, reference, files):
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        pytest.param({"steer_sites": ["post_block:1"]}, marks=pytest.mark.long),
+        pytest.param({"steer_sites": ["post_block:1"], "enforce_eager": False}, marks=pytest.mark.long),
+    ],
+    ids=["all can be steered", "one can be steered", "one can be steered, compiled"],
+)
+def test_two_tensor_parallel_ranks_capture_and_steer_as_one_does(tiny, reference, files, arguments):
     consumer, read = files
-    arguments = {"tensor_parallel_size": 2, "in_process": False}
+    arguments = {"tensor_parallel_size": 2, "in_process": False, **arguments}
     with engine(tiny, consumers=[consumer], **arguments) as llm:
         steering = {"post_block": {1: vector(1)}}
         params = [

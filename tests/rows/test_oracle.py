@@ -18,7 +18,8 @@ from capflow_engine.scheduler.orders import Orders
 from capflow_engine.taps.step import Step
 from capflow_engine.worker.history import Histories
 from tests.kit.oracle import Live
-from tests.kit.oracle_scenarios import scenarios
+from tests.kit.oracle_actions import SITES
+from tests.kit.oracle_scenarios import draw_scenarios, moved, scenarios
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(6 * 3600)]
 
@@ -57,6 +58,21 @@ def test_every_row_of_random_requests_is_right_and_there_once(tiny, tmp_path, ca
     assert live.proved >= REQUESTS
     assert all(live.seen.values()), f"the scenarios never made some of {live.seen}"
     assert all(live.acted[each] for each in ACTED), f"the scenarios never made some of {ACTED}: {live.acted}"
+
+
+@LONG
+def test_rows_of_sites_that_are_not_steered_are_right_beside_steered_ones(tiny, tmp_path):
+    """Their taps lie where norms return the stream."""
+    steered = [Site(1, "post_block"), *(site for site in SITES if site.hook.startswith("mlp_"))]
+    live = Live(tiny, tmp_path, steer_sites=[str(site) for site in steered])
+    others = set(SITES) - set(steered)
+    with live.start() as llm:
+        live.prove(llm, moved(_crowd(), others, "mlp_out"))
+        draw_scenarios(
+            lambda scenario: live.prove(llm, moved(scenario, others, "mlp_out")), max(1, REQUESTS // 6), SEED
+        )
+    live.prove_scores()
+    assert all(live.seen[each] for each in ("preempted", "cached", "chunked", "vectors")), live.seen
 
 
 ACTED = (

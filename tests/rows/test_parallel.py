@@ -22,11 +22,16 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
 
 
 @pytest.mark.long
-def test_two_pipeline_stages_each_tell_of_their_layers(tiny_with_words, reference, keeper):
+@pytest.mark.parametrize(
+    ("added", "steer_sites"),
+    [({1: 3, 3: 4}, None), ({0: 3}, ["post_block:0"])],
+    ids=["all can be steered", "one can be steered"],
+)
+def test_two_pipeline_stages_each_tell_of_their_layers(tiny_with_words, reference, keeper, added, steer_sites):
     """With compiled graphs; a stage that ships nothing of a request still ends it."""
     first = {"hooks": {"post_block": [0]}, "positions": "all"}  # a site of the first stage only
-    steering = {"post_block": {1: vector(3), 3: vector(4)}}
-    arguments = {"pipeline_parallel_size": 2, "in_process": False, "enforce_eager": False}
+    steering = {"post_block": {layer: vector(seed) for layer, seed in added.items()}}
+    arguments = {"pipeline_parallel_size": 2, "in_process": False, "enforce_eager": False, "steer_sites": steer_sites}
     with engine(tiny_with_words, hub=keeper.address, **arguments) as llm:
         asked = [(ALL, None), (ALL, steering), (first, None), (ALL, None)]
         params = [
@@ -38,7 +43,7 @@ def test_two_pipeline_stages_each_tell_of_their_layers(tiny_with_words, referenc
         assert time.monotonic() - began < 60  # no wait for a result timed out
         assert [o.capture_results["keeper"].status for o in outputs] == ["ok"] * 4
         for n, (output, tokens) in enumerate(zip(outputs, answers(outputs), strict=True)):
-            steered = {1: 3, 3: 4} if n == 1 else None
+            steered = added if n == 1 else None
             sites = [Site(0, "post_block")] if n == 2 else SITES
             keeper.hold(f"r{n}", [*output.prompt_token_ids, *tokens], reference, steered, sites=sites)
             for site, ranks in keeper.ranks[f"r{n}"].items():

@@ -83,6 +83,12 @@ def _failures_in_its_log(command: Callable[..., None]) -> Callable[..., None]:
 )
 @click.option("--max-tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens for each answer.")
 @click.option("--sites", multiple=True, metavar="HOOK:LAYER", help="Sites that carry a tap, with *; post_block:*.")
+@click.option(
+    "--steer-sites",
+    multiple=True,
+    metavar="HOOK:LAYER",
+    help="Of these, those that can be steered; none. Default: all.",
+)
 @click.option("--steering", metavar="FILE", help="Steer every prompt of --model by this module: JSON, or vectors.")
 @click.option(
     "--steering-modules", multiple=True, metavar="NAME=FILE", help="A module that prompts may name; repeatable."
@@ -137,6 +143,7 @@ def run(
     stay: bool,
     max_tokens: int,
     sites: tuple[str, ...],
+    steer_sites: tuple[str, ...],
     steering: str | None,
     steering_modules: tuple[str, ...],
     steering_bank_bytes: int | None,
@@ -171,7 +178,7 @@ def run(
     outbound = {name: value for name, value in {"policy": policy, **spill}.items() if value is not None}
     _check_beside(outbound, model, policy, stay=stay)
     steers = {"steering": steering, "steering_modules": steering_modules, "steering_bank_bytes": steering_bank_bytes}
-    steers["on_divergence"] = on_divergence
+    steers |= {"steer_sites": steer_sites, "on_divergence": on_divergence}
     steers = {name: value for name, value in steers.items() if value not in (None, ())}
     if model is None and (steers or engine_name is not None):
         option = "--" + next(iter(steers), "engine_name").replace("_", "-")

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +21,23 @@ from capflow.capture.site import HOOKS, Site
 from capflow.errors import CapflowError, UsageError, explain
 from capflow_engine.compat import child, connectors, launch
 from capflow_engine.compat import engine as compat
+from capflow_engine.passage import returned_places
 from capflow_engine.settings import Tapped
 from capflow_engine.structure import HookPlace, Structure, UnclearError, large_on_meta, resolve
 
 
-def check_model(engine_args: Any, patterns: Iterable[str]) -> Tapped:
+def check_model(engine_args: Any, patterns: Iterable[str], steered: Sequence[str] | None = None) -> Tapped:
     """Return the tapped sites of a model, from its configuration alone, before anything starts.
 
     Raises UsageError for a model that is not found or has an unknown structure, for sites that it lacks, and for
     arguments that `compat.check_arguments` or `connectors.check_arguments` refuses.
 
     patterns: the sites to tap, as in `--sites`.
+    steered: those of them that can be steered, as in `--steer-sites`.
     """
     compat.check_arguments(engine_args)
     connectors.check_arguments(engine_args)
-    return Tapped.of(patterns, structures(engine_args))
+    return Tapped.of(patterns, structures(engine_args), steered)
 
 
 def structures(engine_args: Any) -> tuple[Structure, ...]:
@@ -273,17 +275,25 @@ def in_one_scale(layers: tuple[Structure, ...]) -> tuple[Structure, ...]:
 
 
 def owned_sites(model: Any, info: ModelInfo, dtype: Any) -> Iterator[tuple[Site, Any, HookPlace]]:
-    """Yield each tapped site that this worker owns, with its layer and its place in the layer.
+    """Yield each tapped site that this worker owns, with a module and the site's place in it.
 
+    The module is the site's layer, or what holds the norm that returns the value of a site that is not steered.
     Raises CapflowError for a site that the loaded model lacks.
     """
-    tapped = set(info.sites)
-    for number, layer in decoder_layers(model, info.num_layers):
-        structure = structure_of(layer, dtype)
+    tapped, fixed = set(info.sites), set(info.fixed)
+    layers = dict(decoder_layers(model, info.num_layers))
+    described = {number: structure_of(layer, dtype) for number, layer in layers.items()}
+    with _native_operations():
+        returned = returned_places(model, layers, described, dtype) if fixed else {}
+    for number, layer in layers.items():
+        structure = described[number]
         for hook in HOOKS:
             if (site := Site(number, hook)) not in tapped:
                 continue
             if hook not in structure.places:
                 got = structure.missing[hook]
                 raise CapflowError(explain(f"site {site}", got=got, expected="a site of the loaded model"))
-            yield site, layer, structure.places[hook]
+            # A site before the norm that is steered would change what the norm returns.
+            between = hook == "post_block" and Site(number + 1, "pre_attn") in tapped - fixed
+            place = None if between or site not in fixed else returned.get(site)
+            yield site, *(place or (layer, structure.places[hook]))

@@ -54,7 +54,7 @@ def run(job: JobRequest, tell: Tell) -> None:
         raise
     except (TypeError, ValueError) as e:
         raise UsageError(explain("--engine-arg or --sampling", got=str(e), expected="names that vLLM knows")) from e
-    tapped = compat_model.check_model(arguments, job.sites)
+    tapped = compat_model.check_model(arguments, job.sites, job.steer_sites)
     tell("model", num_layers=tapped.num_layers, sites=tapped.sites)
     if slow := processor.advice(arguments, "--engine-arg dtype=float32"):
         tell("notice", message=slow)

@@ -37,6 +37,7 @@ class JobRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: a path or a name that vLLM takes, or `demo`.
     engine: further arguments of the engine, by vLLM's names.
     sampling: arguments of `SamplingParams`, by vLLM's names.
+    steer_sites: patterns of the sites that can be steered; None for all.
     steering: the file of the module that steers every prompt.
     steering_modules: `NAME=PATH` of the modules that prompts may name.
     policy: this field and those after it are the arguments of `Outbound.of`.
@@ -51,6 +52,7 @@ class JobRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: dict[str, Any] = {}
     sampling: dict[str, Any] = {}
     prompts_file: str = ""
+    steer_sites: list[str] | None = None
     steering: str | None = None
     steering_modules: list[str] = []
     steering_bank_bytes: int = STEERING_BANK_BYTES

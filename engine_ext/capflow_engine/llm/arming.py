@@ -41,6 +41,7 @@ def arm(
     key: str | None,
     insecure: bool,
     sites: Sequence[str],
+    steer_sites: Sequence[str] | None,
     outbound: Outbound,
     bank_bytes: int,
     engine_name: str | None,
@@ -79,7 +80,7 @@ def arm(
         got = "an engine of several processes, each with a hub of its own"
         do = "start a hub with `capflow run`, and name it with hub"
         raise UsageError(explain("consumers", got=got, expected="one hub, which every process reaches", do=do))
-    tapped = compat_model.check_model(engine_args, sites)
+    tapped = compat_model.check_model(engine_args, sites, steer_sites)
     process = None
     if consumers:
         process = HubProcess(consumers)

@@ -50,6 +50,8 @@ class LLM(VLLM):  # type: ignore[misc]
     key: this engine's key, by name or path, for a hub that has one; by default that of `CAPFLOW_KEY`.
     insecure: allows a hub on another machine without keys.
     sites: patterns of the sites that carry a tap.
+    steer_sites: patterns of those that can be steered; by default all. The others can only be captured, and leave vLLM
+        its fusion of all-reduce and norm.
     policy: what a worker does if its outbound queue is full.
     spool_dir, spool_bytes, spill_fallback: with the policy `spill`, the directory, the bytes of each worker, and what a
         worker does if those are full.
@@ -82,6 +84,7 @@ class LLM(VLLM):  # type: ignore[misc]
         key: str | None = None,
         insecure: bool = False,
         sites: Sequence[str] = SITES_DEFAULT,
+        steer_sites: Sequence[str] | None = None,
         policy: str = POLICY_DEFAULT,
         spool_dir: str | None = None,
         spool_bytes: int | None = None,
@@ -114,6 +117,7 @@ class LLM(VLLM):  # type: ignore[misc]
             key=key,
             insecure=insecure,
             sites=sites,
+            steer_sites=steer_sites,
             outbound=Outbound.of(policy, spool_dir, spool_bytes, spill_fallback),
             bank_bytes=steering_bank_bytes,
             engine_name=engine_name,

@@ -66,7 +66,7 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
         engine_args = AsyncEngineArgs.from_cli_args(args)
     if args.headless and mine.grpc_port is not None:
         raise UsageError(explain(GRPC_PORT, got="--headless with it", expected="one of them"))
-    tapped = compat_model.check_model(engine_args, mine.sites or SITES_DEFAULT)
+    tapped = compat_model.check_model(engine_args, mine.sites or SITES_DEFAULT, mine.steer_sites)
     if slow := processor.advice(engine_args, "--dtype float32"):
         logger.warning("capflow: %s", slow)
     _check_free(args)

@@ -7,11 +7,15 @@ place. It is declared to mutate `hidden` only. The compiler does not know of the
 margins of gates; only taps read the margins, and taps run in the order of the stream. Besides the stream, a tap reads
 only tensors that never move, so a graph that is captured once serves every later plan. The index of the site is in a
 tensor too, so the graphs of two layers are the same graph.
+
+The compiler drops a tap of a tensor that nothing reads later, such as the sum that the model's last norm returns. There
+`capflow::tap_beside` is declared to mutate another tensor, which is read. It can only capture.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -75,8 +79,25 @@ def _tap_fake(*args: Any) -> None:
     del args
 
 
+def _beside(op: Callable[..., None]) -> Callable[..., None]:
+    """Return an op that does what `op` does, at a site that is not steered, and takes a tensor more.
+
+    The tensor is any that is read later; it is not touched.
+    """
+
+    def tap_beside(used: torch.Tensor, *args: Any) -> None:
+        del used
+        op(*args)
+
+    used, *_ = inspect.signature(tap_beside).parameters.values()
+    parameters = [used, *inspect.signature(op).parameters.values()]
+    tap_beside.__signature__ = inspect.Signature(parameters, return_annotation="None")  # type: ignore[attr-defined]
+    return tap_beside
+
+
 _library = torch.library.Library("capflow", "FRAGMENT")
 compat.register_op(_library, "tap", tap, _tap_gpu, _tap_fake, mutates=["hidden"])
+compat.register_op(_library, "tap_beside", _beside(tap), _beside(_tap_gpu), _tap_fake, mutates=["used"])
 
 
 class Tap(nn.Module):
@@ -99,7 +120,7 @@ class Tap(nn.Module):
 
     def __init__(self, index: int, place: HookPlace, tables: Tables, bank: Bank, device: torch.device) -> None:
         super().__init__()
-        self.slots, self.items, self.scale = place.slots, place.items, place.scale
+        self.slots, self.items, self.used, self.scale = place.slots, place.items, place.used, place.scale
         self.register_buffer("site", torch.tensor([index], dtype=torch.int32, device=device), persistent=False)
         for name, tensor in {**tables.device_tensors(), **bank.device_tensors()}.items():
             self.register_buffer(name, tensor, persistent=False)
@@ -110,7 +131,12 @@ class Tap(nn.Module):
 
     def after(self, output: Any) -> None:
         """Tap the output of a module."""
-        self([output] if isinstance(output, torch.Tensor) else [output[n] for n in self.items])
+        alone = isinstance(output, torch.Tensor)
+        assert 0 in self.items or not alone, "a tensor alone is element 0"
+        if self.used is None:
+            self([output] if alone else [output[n] for n in self.items])
+        else:
+            torch.ops.capflow.tap_beside(output[self.used], output[self.items[0]], None, *self._arguments())
 
     def forward(self, parts: list[torch.Tensor | None]) -> None:
         """Tap the stream in place.
@@ -118,9 +144,10 @@ class Tap(nn.Module):
         parts: the stream as one tensor, or as `hidden` and `residual`; `residual` may be None.
         """
         assert parts[0] is not None
-        torch.ops.capflow.tap(
-            parts[0],
-            parts[1] if len(parts) > 1 else None,
+        torch.ops.capflow.tap(parts[0], parts[1] if len(parts) > 1 else None, *self._arguments())
+
+    def _arguments(self) -> tuple[Any, ...]:
+        return (
             self.site,
             self.site_line,
             self.site_base,
