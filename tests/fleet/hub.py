@@ -6,6 +6,7 @@ does nothing: the hub alone is measured.
 
 from __future__ import annotations
 
+import logging
 import resource
 import sys
 from pathlib import Path
@@ -85,6 +86,8 @@ class Ledger(Null):
 
 def main() -> None:
     """Run the hub; print a line when it listens, and the CPU seconds that it has used for each line read."""
+    # Of a thousand sessions that come and go, only errors are worth a line.
+    logging.basicConfig(level=logging.ERROR)
     address, *directory = sys.argv[1:]
     if directory:
         home = Path(directory[0])
