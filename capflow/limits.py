@@ -146,6 +146,11 @@ RPC_IDLE_S = 60.0  # a connection without a call is closed after this
 
 # The steering of a server, and of one request.
 STEERING_MODULES_HELD_MAX = 4_096
+SHARED_PART_BYTES_MAX = 24 * MIB  # a module, or the global state, that the front ends of an engine share
+SHARED_PARTS_MAX = 2 * STEERING_MODULES_HELD_MAX  # parts of one engine, with those that were removed
+SHARED_SENT_BYTES_MAX = 64 * MIB  # parts on the way to front ends
+SHARING_MAX = 1_024  # front ends of a hub that share steering
+SHARED_S_MAX = 3.0  # how long a change of shared steering is waited for
 BANK_BYTES_MAX = 64 * 1024 * MIB
 BODY_BYTES_DEFAULT = 256 * MIB
 BODY_BYTES_MAX = 4096 * MIB
@@ -161,6 +166,7 @@ ACTIONS_WAITING_MAX = 4_096
 ACTIONS_KNOWN_MAX = 65_536
 
 assert HEADER_BYTES_MAX < PAYLOAD_BYTES_MAX
+assert SHARED_PART_BYTES_MAX + MIB <= HEADER_BYTES_MAX
 assert FRAME_HEADER_BYTES_MAX <= HEADER_BYTES_MAX
 # A position can be patched by its number from either end.
 assert CLAMPS_AT_SITE_MAX + 2 + 3 + GATES_MAX <= SITE_OPS_MAX

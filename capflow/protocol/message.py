@@ -20,6 +20,9 @@ peer opens with `Hello`; the hub answers `Welcome` or `Refused`. All other messa
 | tap | client | a request for copies of frames, `credit_bytes` more; frames beyond that are skipped |
 | tapped | hub | an engine whose frames are copied; without a model: its open requests are over |
 | told | hub | the answer to an action, for a client that asked for copies with `events` |
+| follow | client | a front end of an engine asks for the steering that its front ends share |
+| steering | client, hub | a part of that steering; the hub passes the newest one to the other front ends |
+| held | client, hub | a front end has the part; from the hub: each of them has it |
 | bye | both | the sender leaves; nothing follows |
 """
 
@@ -119,6 +122,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     clock_s: the hub's clock; `Act.until_s` is on this clock.
     actions: whether consumers want reports of steering, also for requests without wanted rows.
     readers: for clients: the consumers that requests may name. Hubs of earlier releases leave it out.
+    shares: for clients: whether the hub passes on shared steering. Hubs of earlier releases leave it out.
     """
 
     hub: Name
@@ -130,6 +134,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     clock_s: float = 0.0
     actions: bool = False
     readers: tuple[Name, ...] | msgspec.UnsetType = msgspec.UNSET
+    shares: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -332,6 +337,52 @@ class WatchedEvent(msgspec.Struct, frozen=True, tag="told"):
     answered: Answered
 
 
+class Version(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """The version of a part of shared steering. Of two versions, the larger one is newer.
+
+    count: larger than that of each version that the writer had.
+    writer: an id that no other front end has.
+    """
+
+    count: Count = 0
+    writer: Name = ""
+
+
+class FollowSteering(msgspec.Struct, frozen=True, tag="follow"):
+    """A question for the steering that the front ends of an engine share, now and as it changes.
+
+    The hub sends the parts one by one, each when the one before is held, and then `HeldSteering` without a version.
+    """
+
+    engine: Name
+
+
+class SharedSteering(msgspec.Struct, frozen=True, tag="steering"):
+    """A part of the steering that the front ends of an engine share.
+
+    module: its name; empty for the global state.
+    content: the msgpack of a `Steering`; None if it was removed.
+    """
+
+    engine: Name
+    module: Annotated[str, msgspec.Meta(max_length=limits.STEERING_NAME_LENGTH_MAX)]
+    version: Version
+    content: Annotated[bytes, msgspec.Meta(max_length=limits.SHARED_PART_BYTES_MAX)] | None = None
+
+
+class HeldSteering(msgspec.Struct, frozen=True, tag="held", omit_defaults=True):
+    """A front end has a part in this version or a newer one; from the hub, all that follow have it.
+
+    version: None from the hub that has sent all parts to a new follower.
+    reason: why the hub does not pass the part on; empty if it does.
+    """
+
+    engine: Name
+    module: Annotated[str, msgspec.Meta(max_length=limits.STEERING_NAME_LENGTH_MAX)] = ""
+    version: Version | None = None
+    reason: Text = ""
+
+
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
     """Nothing follows from this side."""
 
@@ -351,6 +402,9 @@ Message = (
     | WatchRequest
     | Watched
     | WatchedEvent
+    | FollowSteering
+    | SharedSteering
+    | HeldSteering
     | Bye
 )
 
@@ -362,10 +416,33 @@ class _Question(msgspec.Struct, frozen=True, tag="status"):
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _from_peer = msgspec.msgpack.Decoder(
-    Hello | Beat | Act | ActBatch | ActionOutcome | Await | _Question | WatchRequest | Bye
+    Hello
+    | Beat
+    | Act
+    | ActBatch
+    | ActionOutcome
+    | Await
+    | _Question
+    | WatchRequest
+    | FollowSteering
+    | SharedSteering
+    | HeldSteering
+    | Bye
 )
 _from_hub = msgspec.msgpack.Decoder(
-    Welcome | Refused | Ack | Beat | Act | ActionOutcome | Results | Status | Watched | WatchedEvent | Bye
+    Welcome
+    | Refused
+    | Ack
+    | Beat
+    | Act
+    | ActionOutcome
+    | Results
+    | Status
+    | Watched
+    | WatchedEvent
+    | SharedSteering
+    | HeldSteering
+    | Bye
 )
 
 

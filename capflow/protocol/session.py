@@ -46,10 +46,13 @@ from capflow.protocol.message import (
     Await,
     Beat,
     Bye,
+    FollowSteering,
+    HeldSteering,
     Hello,
     Message,
     Refused,
     Results,
+    SharedSteering,
     Status,
     Watched,
     WatchedEvent,
@@ -77,12 +80,15 @@ class State(enum.Enum):
 _FROM_PEER: dict[str, tuple[type[Any], ...]] = {
     "worker": (Frame, Beat, Bye),
     "scheduler": (ActionOutcome, Beat, Bye),
-    "client": (Act, ActBatch, Await, Status, WatchRequest, Beat, Bye),
+    "client": (Act, ActBatch, Await, Status, WatchRequest, FollowSteering, SharedSteering, HeldSteering, Beat, Bye),
 }
 _FROM_HUB: dict[str, tuple[type[Any], ...]] = {
     "worker": (Ack, Beat, Bye, Refused),
     "scheduler": (Act, Beat, Bye, Refused),
-    "client": (ActionOutcome, Results, Status, Watched, WatchedEvent, Frame, Beat, Bye, Refused),
+    "client": (
+        *(ActionOutcome, Results, Status, Watched, WatchedEvent, SharedSteering, HeldSteering),
+        *(Frame, Beat, Bye, Refused),
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from capflow import limits
@@ -22,10 +23,14 @@ from capflow.protocol.message import (
     Await,
     Beat,
     Bye,
+    FollowSteering,
+    HeldSteering,
     Hello,
     Refused,
     Results,
+    SharedSteering,
     Status,
+    Version,
     WatchRequest,
     Welcome,
 )
@@ -96,6 +101,11 @@ def done(talk, frame=None):
     return talk.say(b"w", frame or make_frame(finished=[make_finished("r1", rows=4)]))
 
 
+def part(count, content=b"content"):
+    """Return a version of a part of the steering that the front ends of an engine share."""
+    return SharedSteering("e", "m", Version(count, "w"), content)
+
+
 # what was there before, what arrives, which effects come out
 CASES = {
     "a worker": ((), lambda t: t.worker(), ["Greet", "Greet", "Welcome to w"]),
@@ -125,6 +135,48 @@ CASES = {
     "a question for results": (("client",), lambda t: t.say(b"c", Await(("r1",), wait=False)), ["Results to c"]),
     "a question that waits": (("client",), lambda t: t.say(b"c", Await(("r1",), wait=True)), []),
     "a watcher": (("worker", "client"), lambda t: t.say(b"c", WatchRequest(1000)), ["Watched to c"]),
+    "a front end that follows": (("client",), lambda t: t.say(b"c", FollowSteering("e")), ["HeldSteering to c"]),
+    "shared steering of the only front end": (
+        ("client", "follow"),
+        lambda t: t.say(b"c", part(1)),
+        ["HeldSteering to c"],
+    ),
+    "a second front end": (
+        ("client", "follow", "part"),
+        lambda t: t.say(b"d", msgspec.structs.replace(CLIENT, boot="d"), FollowSteering("e")),
+        ["SharedSteering to d"],
+    ),
+    "a front end that has all": (
+        ("client", "follow", "part", "second"),
+        lambda t: t.say(b"d", HeldSteering("e", "m", Version(1, "w"))),
+        ["HeldSteering to d"],
+    ),
+    "a newer part": (
+        ("client", "follow", "part", "second", "held"),
+        lambda t: t.say(b"d", part(2)),
+        ["SharedSteering to c"],
+    ),
+    "a part that the others have": (
+        ("client", "follow", "part", "second", "held", "newer"),
+        lambda t: t.say(b"c", HeldSteering("e", "m", Version(2, "w"))),
+        ["HeldSteering to d"],
+    ),
+    "an older part": (
+        ("client", "follow", "part", "second", "held", "newer"),
+        lambda t: t.say(b"d", part(1)),
+        ["SharedSteering to d"],
+    ),
+    "a front end that leaves before it has a part": (
+        ("client", "follow", "part", "second", "held", "newer"),
+        lambda t: t.say(b"c", Bye()),
+        ["HeldSteering to d"],
+    ),
+    "shared steering of nobody who follows": (
+        ("client",),
+        lambda t: t.say(b"c", part(1)),
+        ["HeldSteering to c"],
+    ),
+    "shared steering of a worker": (("worker",), lambda t: t.say(b"w", part(1)), ["Refused to w", "Lose", "Lose"]),
     "a frame with a watcher": (
         ("worker", "client", "watch"),
         lambda t: t.say(b"w", make_frame()),
@@ -173,6 +225,11 @@ BEFORE = {
     "watch": lambda t: t.say(b"c", WatchRequest(limits.MIB)),
     "action": lambda t: t.say(b"c", Act("1", Abort("r1"))),
     "drain": lambda t: t.exchange.drain(t.now),
+    "follow": lambda t: t.say(b"c", FollowSteering("e")),
+    "part": lambda t: t.say(b"c", part(1)),
+    "second": lambda t: t.say(b"d", msgspec.structs.replace(CLIENT, boot="d"), FollowSteering("e")),
+    "held": lambda t: t.say(b"d", HeldSteering("e", "m", Version(1, "w"))),
+    "newer": lambda t: t.say(b"d", part(2)),
 }
 
 
@@ -183,6 +240,77 @@ def test_what_arrives_and_what_comes_out(case):
     for each in before:
         BEFORE[each](talk)
     assert seen(arrives(talk)) == expected
+
+
+class TestSharedSteering:
+    def follow(self, talk, *peers, user=""):
+        for peer in peers:
+            hello = msgspec.structs.replace(CLIENT, boot=peer.decode())
+            for each in (hello, FollowSteering("e")):
+                list(talk.exchange.receive(peer, [message.encode(each)], talk.now, user))
+
+    def test_its_memory_is_bounded_and_given_back(self):
+        talk = Talk()
+        state = talk.exchange.budget.state
+        self.follow(talk, b"c", b"d")
+        before = state.used
+        for count in range(1, 4):
+            talk.say(b"c", part(count, bytes(1000 * count)))
+        assert 3000 < state.used - before < 6000
+        (refused,) = sent(talk.say(b"c", part(9, bytes(20 * limits.MIB))), HeldSteering)
+        assert refused.version == Version(9, "w")
+        assert "shared steering" in refused.reason
+        talk.say(b"c", Bye())
+        assert state.used > before
+        talk.say(b"d", Bye())
+        assert state.used <= before
+        assert len(talk.exchange.shared) == 0
+
+    def test_one_part_at_a_time_is_on_the_way_to_a_follower_and_only_the_newest(self):
+        talk = Talk()
+        self.follow(talk, b"c", b"d")
+        outs = [talk.say(b"c", part(count)) for count in range(1, 5)]
+        assert [len(sent(out, SharedSteering)) for out in outs] == [1, 0, 0, 0]
+        (second,) = sent(talk.say(b"d", HeldSteering("e", "m", Version(1, "w"))), SharedSteering)
+        assert second.version == Version(4, "w")
+        assert not sent(talk.say(b"d", HeldSteering("e", "m", Version(4, "w"))), SharedSteering)
+
+    def test_the_bytes_on_the_way_to_all_are_bounded(self, monkeypatch):
+        monkeypatch.setattr(limits, "SHARED_SENT_BYTES_MAX", 3 * limits.MIB)
+        talk = Talk()
+        peers = [b"d", b"e", b"f", b"g"]
+        self.follow(talk, b"c", *peers)
+        out = talk.say(b"c", part(1, bytes(limits.MIB)))
+        assert seen(out) == ["SharedSteering to d", "SharedSteering to e"]
+        out = talk.say(b"e", HeldSteering("e", "m", Version(1, "w")))
+        assert seen(out) == ["SharedSteering to f"]
+        assert "SharedSteering to g" in seen(talk.say(b"d", Bye()))
+
+    def test_a_follower_that_does_not_answer_is_forgotten(self):
+        talk = Talk()
+        self.follow(talk, b"c", b"d")
+        talk.say(b"c", part(1))
+        talk.now += limits.SHARED_S_MAX
+        (answer,) = sent(talk.exchange.tick(talk.now), HeldSteering)
+        assert "no answer from 1 front ends" in answer.reason
+        talk.now += limits.SHARED_S_MAX
+        (left,) = sent(talk.exchange.tick(talk.now), HeldSteering)
+        assert (left.version, "no answer" in left.reason) == (None, True)
+        assert len(talk.exchange.shared) == 1
+        assert not sent(talk.say(b"c", part(2)), SharedSteering)
+
+    def test_engines_of_other_keys_share_nothing(self):
+        talk = Talk()
+        self.follow(talk, b"c", user="one")
+        self.follow(talk, b"d", user="two")
+        out = list(talk.exchange.receive(b"c", [message.encode(part(1))], talk.now, "one"))
+        assert seen(out) == ["HeldSteering to c"]
+
+    def test_nobody_shares_through_a_hub_without_keys_that_others_reach(self):
+        talk = Talk(guard=Guard(local=False))
+        self.follow(talk, b"c")
+        (refused,) = sent(talk.say(b"c", part(1)), HeldSteering)
+        assert "actions are off" in refused.reason
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -13,7 +13,11 @@ from capflow.protocol.message import (
     ActionOutcome,
     Beat,
     Bye,
+    FollowSteering,
+    HeldSteering,
     Refused,
+    SharedSteering,
+    Version,
     Watched,
     WatchRequest,
     Welcome,
@@ -36,6 +40,17 @@ def test_round_trip(sent):
         (Bye(), "81a474797065a3627965"),
         (WatchRequest(1000), "82a474797065a3746170ac6372656469745f6279746573cd03e8"),
         (Watched("e", replica=0), "83a474797065a6746170706564a6656e67696e65a165a77265706c69636100"),
+        (FollowSteering("e"), "82a474797065a6666f6c6c6f77a6656e67696e65a165"),
+        (
+            SharedSteering("e", "m", Version(3, "w"), b"c"),
+            "85a474797065a87374656572696e67a6656e67696e65a165"
+            "a66d6f64756c65a16da776657273696f6e9203a177a7636f6e74656e74c40163",
+        ),
+        (HeldSteering("e"), "82a474797065a468656c64a6656e67696e65a165"),
+        (
+            HeldSteering("e", "m", Version(3, "w"), "why"),
+            "85a474797065a468656c64a6656e67696e65a165a66d6f64756c65a16da776657273696f6e9203a177a6726561736f6ea3776879",
+        ),
         (Refused("no"), "82a474797065a772656675736564a6726561736f6ea26e6f"),
         (
             next(each for each in MESSAGES if isinstance(each, Welcome) and each.controllers[0].steering is not None),

@@ -1,7 +1,11 @@
-"""An engine that several commands start: rows equal those of one process.
+"""An engine that several commands start: rows equal those of one process, and all commands steer alike.
 
 The nodes are processes of this machine that reach each other and the hub through TCP.
 """
+
+import json
+import urllib.error
+import urllib.request
 
 import pytest
 
@@ -10,6 +14,7 @@ from tests.kit.hubs import free_port, running_hub
 from tests.kit.nodes import running, started
 from tests.kit.rows import ALL, Keeper
 from tests.kit.servers import post
+from tests.kit.waiting import eventually
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(560)]
 
@@ -44,6 +49,18 @@ def completion(node, name, seed, **fields):
 
 def plain(values, layer=1):
     return {"post_block": {str(layer): values.tolist()}}
+
+
+def call(node, path, body=None, method=None):
+    """Return the code and the body of an answer."""
+    data = None if body is None else json.dumps(body).encode()
+    url = f"http://127.0.0.1:{node.port}/v1/steering{path}"
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as e:
+        return e.code, json.load(e)
 
 
 def hold_all(keeper, reference, fronts):
@@ -108,6 +125,7 @@ def test_replicas_with_a_load_balancer_of_the_user(experts, keeper, tmp_path):
     reference = Reference(experts)
     with running(tmp_path, experts, *each) as (first, second):
         assert hold_all(keeper, reference, [first, second]) == {(0, 0, 0), (0, 1, 0)}
+        steered_alike(keeper, reference, first, second)
 
 
 def test_a_load_balancer_of_each_node(experts, keeper, tmp_path):
@@ -117,3 +135,24 @@ def test_a_load_balancer_of_each_node(experts, keeper, tmp_path):
     reference = Reference(experts)
     with running(tmp_path, experts, *each) as (first, second):
         assert {rank[1] for rank in hold_all(keeper, reference, [first, second])} >= {0, 2}
+        steered_alike(keeper, reference, first, second)
+
+
+def steered_alike(keeper, reference, first, second):
+    """Hold what one front end changes against requests of the other."""
+    assert call(first, "/modules", {"name": "calm", "vectors": plain(vector(4))})[0] == 200
+    tokens = completion(second, "by-module", 1, steering_name="calm")
+    keeper.hold("by-module", tokens, reference, {1: 4})
+    assert call(second, "/set", {"vectors": plain(vector(5), 2)})[0] == 200
+    for node, name in ((first, "global-1"), (second, "global-2")):
+        keeper.hold(name, completion(node, name, 2), reference, {2: 5})
+    assert call(first, "/freeze", {})[0] == 200
+    assert [call(node, "")[1]["frozen"] for node in (first, second)] == [True, True]
+    keeper.hold("frozen", completion(second, "frozen", 2), reference)
+    assert call(second, "/unfreeze", {})[0] == 200
+    assert [call(node, "")[1]["frozen"] for node in (first, second)] == [False, False]
+    assert call(second, "/clear", {})[0] == 200
+    keeper.hold("cleared", completion(first, "cleared", 2), reference)
+    assert call(first, "/modules/calm", method="DELETE")[0] == 200
+    assert call(second, "/modules")[1]["modules"] == []
+    eventually(lambda: len(keeper.done) == len(keeper.rows))

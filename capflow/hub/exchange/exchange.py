@@ -22,6 +22,7 @@ from capflow.hub.exchange.actions import Actions
 from capflow.hub.exchange.answers import Answers
 from capflow.hub.exchange.frames import Frames
 from capflow.hub.exchange.sessions import Sessions, name_of_peer
+from capflow.hub.exchange.shared_steering import SharedStates
 from capflow.hub.exchange.watchers import Watchers
 from capflow.hub.peers.budget import Budget
 from capflow.hub.peers.departures import Departures
@@ -38,8 +39,11 @@ from capflow.protocol.message import (
     Await,
     Beat,
     Bye,
+    FollowSteering,
+    HeldSteering,
     Hello,
     Message,
+    SharedSteering,
     Status,
     WatchRequest,
     WorkerCounts,
@@ -88,6 +92,7 @@ class Exchange:
         self._effects = effects = Effects(self.roster)
         self.departures = Departures(effects)
         self.watchers = Watchers(effects)
+        self.shared = SharedStates(budget.state, effects)
         self.answers = Answers(self.index, self.roster, budget.state, effects)
         self.actions = Actions(self.index, self.roster, self.watchers, budget.state, effects, hub_id)
         self.frames: Frames = Frames(self.index, self.answers, self.watchers, self.departures, self.counts, effects)
@@ -97,6 +102,7 @@ class Exchange:
             self.actions,
             self.answers,
             self.watchers,
+            self.shared,
             self.departures,
             guard,
             self.counts,
@@ -190,6 +196,8 @@ class Exchange:
                 engines = list(self.roster.engines.values())
                 name = name_of_peer(peer, member.session)
                 self.watchers.take(peer, name, member.owner, message, engines)
+            case FollowSteering() | SharedSteering() | HeldSteering():
+                self.shared.receive(peer, member, message)
             case Beat(counts=WorkerCounts() as counts) if member.source is not None:
                 source = member.source
                 source.reported, source.troubles = counts, message.troubles
@@ -300,6 +308,7 @@ class Exchange:
         self._effects.now = now
         self.sessions.check_rights()
         self.actions.expire()
+        self.shared.tick()
         workers = (member.hello for member in self.roster.peers.values() if member.source is not None)
         self._effects.add(FindMissed({(hello.engine, hello.rank.dp) for hello in workers}))
         self.roster.forget_missed(now)

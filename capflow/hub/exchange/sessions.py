@@ -18,6 +18,7 @@ from capflow.hub.effects import Effects, Log, Refuse, Send
 from capflow.hub.exchange.actions import Actions
 from capflow.hub.exchange.answers import Answers
 from capflow.hub.exchange.frames import Frames
+from capflow.hub.exchange.shared_steering import SharedStates
 from capflow.hub.exchange.watchers import Watchers
 from capflow.hub.peers.departures import Departures
 from capflow.hub.peers.guard import Guard
@@ -28,8 +29,11 @@ from capflow.protocol.message import (
     ActionOutcome,
     Await,
     Bye,
+    FollowSteering,
+    HeldSteering,
     Hello,
     Message,
+    SharedSteering,
     Status,
     WatchRequest,
     Welcome,
@@ -61,6 +65,7 @@ class Sessions:
         actions: Actions,
         answers: Answers,
         watchers: Watchers,
+        shared: SharedStates,
         departures: Departures,
         guard: Guard,
         counts: Counts,
@@ -76,6 +81,7 @@ class Sessions:
         self._actions = actions
         self._answers = answers
         self._watchers = watchers
+        self._shared = shared
         self._departures = departures
         self._guard = guard
         self._counts = counts
@@ -87,7 +93,7 @@ class Sessions:
             controllers=tuple(controller.spec() for controller in roster.controllers),
             actions=minds_actions,
         )
-        self._welcome_client = Welcome(hub_id, 0, captures=tuple(captures), readers=readers)
+        self._welcome_client = Welcome(hub_id, 0, captures=tuple(captures), readers=readers, shares=True)
         # A worker's credit comes from its intake.
         self._welcome_worker = Welcome(hub_id, 0)
         # Peers that were refused and may stay connected, the oldest first.
@@ -106,12 +112,17 @@ class Sessions:
     def may(self, peer: bytes, member: Peer, message: Frame | Message) -> bool:
         """Return whether a peer has the right to a message. If not, the action or the peer is refused."""
         right = _RIGHT.get(type(message)) or ("capture" if member.hello.role != "client" else None)
+        if isinstance(message, FollowSteering | SharedSteering):
+            # Front ends have the key of their engine. Without keys, anyone could steer, as by an action.
+            right = "capture" if member.session.user else "steer"
         reason = None if right is None else self._guard.refusal(member.session.user, right)
         if reason is None:
             return True
         if isinstance(message, Act | ActBatch):
             for act in (message,) if isinstance(message, Act) else message.acts:
                 self._effects.say(peer, ActionOutcome(Rejected(act.id, reason)))
+        elif isinstance(message, FollowSteering | SharedSteering):
+            self._effects.say(peer, HeldSteering(message.engine, reason=reason))
         else:
             self._expel(peer, member, reason)
         return False
@@ -285,6 +296,7 @@ class Sessions:
         if member.hello.role == "client":
             self._answers.gone(peer)
             self._watchers.gone(peer)
+            self._shared.gone(peer)
         elif for_good:
             args = (member.hello.engine, member.hello.role)
             self._log("session_closed", logging.INFO, peer, member.session, "engine %s: its %s left", *args)

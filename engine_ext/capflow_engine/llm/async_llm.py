@@ -41,6 +41,7 @@ from capflow_engine.settings import (  # noqa: E402
 from capflow_engine.steering.applied import Dynamic  # noqa: E402
 from capflow_engine.steering.budget import Size  # noqa: E402
 from capflow_engine.steering.fit import Fit  # noqa: E402
+from capflow_engine.steering.sharing import Sharing  # noqa: E402
 from capflow_engine.steering.store import SteeringStore  # noqa: E402
 
 
@@ -127,6 +128,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         size = Size.of(steering_bank_bytes, self.capflow_model.hidden_size, requests_max)
         self._fit = Fit(self.capflow_model, size)
         self.steering = SteeringStore(check=self._fit.check)
+        self._sharing = Sharing.start(armed.settings, self.steering)
         check_added(self, self.vllm_config.model_config.max_model_len)
         if armed.hub is not None:
             self._stop_hub = armed.hub.stop
@@ -189,6 +191,8 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         if self._at_exit is not None and self._at_exit.detach() is None:
             return
         super().shutdown(timeout=limits.ENGINE_END_S_MAX if timeout is None else timeout)
+        if self._sharing is not None:
+            self._sharing.close()
         self._stop_hub()
 
     async def __aenter__(self) -> Self:
@@ -200,6 +204,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
     # Ends an engine that was not shut down; dead after a shutdown.
     _at_exit: weakref.finalize[Any, Any] | None = None
     _stop_hub: Callable[[], Any] = staticmethod(lambda: None)
+    _sharing: Sharing | None = None
 
     async def _add_results(self, output: RequestOutput, options: RequestOptions, dynamic: Dynamic | None) -> None:
         """Put the results of a request on its output; none if no hub is known and the request did not ask for any."""

@@ -35,6 +35,7 @@ from capflow_engine.request.reach import check_added  # noqa: E402
 from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Outbound, engine_arguments  # noqa: E402
 from capflow_engine.steering.budget import Size  # noqa: E402
 from capflow_engine.steering.fit import Fit  # noqa: E402
+from capflow_engine.steering.sharing import Sharing  # noqa: E402
 from capflow_engine.steering.store import SteeringStore  # noqa: E402
 
 
@@ -129,6 +130,7 @@ class LLM(VLLM):  # type: ignore[misc]
         self.capflow_settings = settings = armed.settings
         self._results = AllResults(settings)
         self._readers = Readers(settings)
+        self._sharing: Sharing | None = None
         try:
             super().__init__(model, **engine_arguments(settings), **kwargs)
             config = self.llm_engine.vllm_config
@@ -137,6 +139,7 @@ class LLM(VLLM):  # type: ignore[misc]
             size = Size.of(steering_bank_bytes, self.capflow_model.hidden_size, requests_max)
             self._fit = Fit(self.capflow_model, size)
             self.steering = SteeringStore(check=self._fit.check)
+            self._sharing = Sharing.start(settings, self.steering)
             check_added(self.llm_engine, config.model_config.max_model_len)
         except BaseException:
             self.close()
@@ -191,6 +194,8 @@ class LLM(VLLM):  # type: ignore[misc]
             engine.engine_core.shutdown(timeout=limits.ENGINE_END_S_MAX)
             del self.llm_engine
         self._results.close()
+        if self._sharing is not None:
+            self._sharing.close()
         self._stop_hub()
 
     def __enter__(self) -> Self:

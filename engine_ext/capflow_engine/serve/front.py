@@ -31,6 +31,7 @@ from capflow_engine.settings import Settings
 from capflow_engine.steering.applied import NOTHING_KEY, Dynamic, dynamic_key
 from capflow_engine.steering.budget import Size
 from capflow_engine.steering.fit import Fit
+from capflow_engine.steering.sharing import Sharing
 from capflow_engine.steering.store import SteeringStore
 
 
@@ -43,6 +44,7 @@ class Front:
         requests_max = vllm_config.scheduler_config.max_num_seqs
         self.fit = Fit(self.info, Size.of(self.settings.steering_bank_bytes, self.info.hidden_size, requests_max))
         self.store = SteeringStore(serving.directory, self.fit.check)
+        self.sharing = Sharing.start(self.settings, self.store)
         self.keys = serving.keys
         self.length_max: int = vllm_config.model_config.max_model_len
         self.body_bytes_max = serving.body_bytes_max

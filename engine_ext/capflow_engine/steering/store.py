@@ -6,9 +6,12 @@ each sees a change of another at its next access. The directory holds
 | file | content |
 |---|---|
 | `generation` | one byte per change; only its size is read |
-| `index` | msgpack: the digest of the global state, and of each module by name |
+| `index` | msgpack: the digest of the global state, and of each module by name; and their versions |
 | `DIGEST.steering` | msgpack of one `Steering`, named by its content; never written twice |
 | `lock` | locked by the process that changes something |
+
+Each part, that is a module or the global state, has a version, which stays when the part is removed. So stores without
+a common directory can exchange parts: the larger version holds (`capflow_engine.steering.sharing`).
 
 Invariant: the files that an index names exist until the next index is written. A `StoreState` is complete and does not
 change. The creator of a store decides, with `check`, what fits the model.
@@ -21,6 +24,7 @@ import fcntl
 import hashlib
 import os
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -29,6 +33,7 @@ import msgspec
 from capflow import limits
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.files import write_whole
+from capflow.protocol.message import Version
 from capflow.steering.compiler import GLOBAL, REQUEST, module_owner, program_of
 from capflow.steering.gate import SteeringGate
 from capflow.steering.program import SteeringProgram
@@ -42,17 +47,49 @@ class UnknownModuleError(UsageError):
     """No module of this name is registered."""
 
 
+THE_GLOBAL_STATE = ""
+"""The name of the global state among the parts of a store."""
+
+
 class StoreState(msgspec.Struct, frozen=True):
     """The content of a store at one time.
 
     generation: the number of changes before.
     everywhere: the global state.
     modules: the modules by name.
+    versions: the version of each part that was ever changed, by its name.
     """
 
     generation: int = 0
     everywhere: Steering = NOTHING
     modules: Mapping[str, Steering] = msgspec.field(default_factory=dict)
+    versions: Mapping[str, Version] = msgspec.field(default_factory=dict)
+
+    def part(self, name: str) -> Steering | None:
+        """Return a part; None if it was removed, or never was. name: of a module, or `THE_GLOBAL_STATE`."""
+        if name == THE_GLOBAL_STATE:
+            return None if self.everywhere == NOTHING else self.everywhere
+        return self.modules.get(name)
+
+    def with_part(self, name: str, steering: Steering | None, version: Version) -> StoreState:
+        """Return the content with another part in a version."""
+        state = msgspec.structs.replace(self, versions=_with_version(self, name, version))
+        if name == THE_GLOBAL_STATE:
+            return msgspec.structs.replace(state, everywhere=NOTHING if steering is None else steering)
+        modules = {other: module for other, module in self.modules.items() if other != name}
+        return msgspec.structs.replace(state, modules=modules if steering is None else {**modules, name: steering})
+
+    def changed_by(self, writer: str, before: StoreState) -> StoreState:
+        """Return the content in which each part that differs from an earlier content has a new version."""
+        names = [name for name in {*before.modules, *self.modules} if before.part(name) is not self.part(name)]
+        if self.everywhere is not before.everywhere:
+            names.append(THE_GLOBAL_STATE)
+        state = self
+        for name in sorted(names):
+            count = 1 + max((version.count for version in state.versions.values()), default=0)
+            versions = _with_version(state, name, Version(count, writer))
+            state = msgspec.structs.replace(state, versions=versions)
+        return state
 
     def module(self, name: str, where: str = "steering_name") -> Steering:
         """Return a module; raise UnknownModuleError if there is none of this name.
@@ -78,6 +115,15 @@ class StoreState(msgspec.Struct, frozen=True):
         return [*parts, (REQUEST, own)] if own != NOTHING else parts
 
 
+def _with_version(state: StoreState, name: str, version: Version) -> dict[str, Version]:
+    """Return the versions of a store with another one; the oldest removal is forgotten if there are too many."""
+    versions = {**state.versions, name: version}
+    if len(versions) > limits.SHARED_PARTS_MAX:
+        removed = [other for other in versions if other != name and state.part(other) is None]
+        del versions[min(removed, key=versions.__getitem__)]
+    return versions
+
+
 Check = Callable[[Steering, Steering], None]
 """Raises UsageError for a module or a global state that must not be stored.
 
@@ -90,10 +136,16 @@ class SteeringStore:
 
     directory: an existing directory that processes share; None for a store of this process alone.
     check: raises UsageError for steering that does not fit the model; by default, all fits.
+    check_part: raises UsageError for a part that must not be stored, given its name.
+    on_change: called after a change by this process, with the names of the parts.
     """
 
     def __init__(self, directory: Path | None = None, check: Check = lambda _new, _asked: None) -> None:
+        self.check_part: Callable[[str, Steering], None] = lambda _name, _steering: None
+        self.on_change: Callable[[list[str]], None] = lambda _names: None
         self._check = check
+        # An id that no other store has.
+        self._writer = uuid.uuid4().hex
         self._files = None if directory is None else _Files(directory)
         # Held while a thread of this process changes something.
         self._lock = threading.Lock()
@@ -209,7 +261,42 @@ class SteeringStore:
         """Remove the global state; running requests keep it."""
         self._change(lambda held: msgspec.structs.replace(held, everywhere=NOTHING))
 
+    def merge(self, name: str, steering: Steering | None, version: Version) -> bool:
+        """Take a part of another store unless this one has the same or a newer version; return whether it was taken.
+
+        Raises UsageError if it does not fit the model.
+
+        steering: None if it was removed.
+        """
+        if steering is not None:
+            self._check(steering, steering)
+        taken = False
+
+        def change(held: StoreState) -> StoreState:
+            nonlocal taken
+            taken = version > held.versions.get(name, Version())
+            return held.with_part(name, steering, version) if taken else held
+
+        if version > self.held.versions.get(name, Version()):
+            self._changed(change)
+        return taken
+
     def _change(self, change: Callable[[StoreState], StoreState]) -> None:
+        """Change the store as a user asked for it."""
+        names: list[str] = []
+
+        def versioned(held: StoreState) -> StoreState:
+            new = change(held).changed_by(self._writer, held)
+            names[:] = [name for name, version in new.versions.items() if held.versions.get(name) != version]
+            for name in names:
+                if (part := new.part(name)) is not None:
+                    self.check_part(name, part)
+            return new
+
+        self._changed(versioned)
+        self.on_change(names)
+
+    def _changed(self, change: Callable[[StoreState], StoreState]) -> None:
         with self._lock:
             if self._files is not None:
                 self._held = self._files.change(change)
@@ -221,6 +308,7 @@ class SteeringStore:
 class _Index(msgspec.Struct, frozen=True):
     everywhere: str | None = None
     modules: dict[str, str] = msgspec.field(default_factory=dict)
+    versions: dict[str, Version] = msgspec.field(default_factory=dict)
 
     @property
     def digests(self) -> set[str]:
@@ -258,6 +346,7 @@ class _Files:
                 generation,
                 steerings[index.everywhere] if index.everywhere else NOTHING,
                 {name: steerings[digest] for name, digest in index.modules.items()},
+                index.versions,
             )
 
     def change(self, change: Callable[[StoreState], StoreState]) -> StoreState:
@@ -274,7 +363,7 @@ class _Files:
                     name: before.modules[name] if old.modules.get(name) is module else self._save(module)
                     for name, module in new.modules.items()
                 }
-                after = _Index(everywhere, modules)
+                after = _Index(everywhere, modules, dict(new.versions))
                 write_whole(self._directory / "index", msgspec.msgpack.encode(after))
                 os.write(self._generation, b".")
                 for path in self._directory.glob("*.steering"):

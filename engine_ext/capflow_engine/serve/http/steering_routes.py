@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import APIRouter, Depends, HTTPException, Request, Security
 from fastapi.concurrency import run_in_threadpool
 from fastapi.routing import APIRoute
@@ -18,7 +19,7 @@ from fastapi.security import APIKeyHeader, HTTPBearer
 
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.serve_options import STEERING_KEY
-from capflow.steering.action import Freeze, Gain, Unfreeze
+from capflow.steering.action import ActionApplied, Freeze, Gain, Unfreeze
 from capflow.text.jsontext import check_keys
 from capflow_engine.compat.protocol import ErrorResponse
 from capflow_engine.hubs import HubAt
@@ -42,8 +43,10 @@ from capflow_engine.serve.http.steering_bodies import (
     TiersState,
 )
 from capflow_engine.serve.refusals import refused
+from capflow_engine.settings import Settings
 from capflow_engine.steering.applied import NOTHING_KEY, key_of
 from capflow_engine.steering.module import as_written
+from capflow_engine.steering.sharing import NotEverywhereError
 
 # How long a hub may take to answer.
 _HUB_S = 1.0
@@ -61,6 +64,8 @@ class _Route(APIRoute):
                 return await handler(request)
             except UsageError as e:
                 return refused(e)
+            except NotEverywhereError as e:
+                return refused(str(e), HTTPStatus.SERVICE_UNAVAILABLE)
 
         return answer
 
@@ -211,13 +216,35 @@ async def unfreeze(request: Request, body: EmptyBody | None = None) -> EngineCha
 
 
 async def _change(request: Request, action: Gain | Freeze | Unfreeze) -> EngineChanged:
-    """Return the engine's answer to an action. Raises HTTPException if it does not answer."""
+    """Return the engine's answer to an action. Raises HTTPException if a part of the engine does not answer."""
+    settings = front_of(request).settings
     try:
-        return EngineChanged.of(await ask(request.app.state.engine_client, action))
+        state = await ask(request.app.state.engine_client, action)
+        if settings.shared:  # other commands have other replicas
+            await run_in_threadpool(act_everywhere, settings, action)
     except UsageError:
         raise
     except CapflowError as e:
         raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, str(e)) from e
+    return EngineChanged.of(state)
+
+
+def act_everywhere(settings: Settings, action: Gain | Freeze | Unfreeze) -> None:
+    """Apply an action on all replicas of an engine, through a hub. Raises NotEverywhereError if one lacks it."""
+    reason = "no hub answers"
+    action = msgspec.structs.replace(action, engine=settings.engine)
+    for hub in settings.hubs:
+        try:
+            with hub.client(_HUB_S) as client:
+                outcome = client.act(action)
+        except CapflowError as e:
+            reason = str(e)
+            continue
+        if isinstance(outcome, ActionApplied) and not outcome.reason:
+            return
+        reason = outcome.reason
+    do = "the action holds in the replicas of this command; send it again"
+    raise NotEverywhereError(explain("steering: not all replicas of the engine", got=reason, do=do))
 
 
 @router.get("/dynamic")
