@@ -53,9 +53,9 @@ lane-others:
 	@$(PYTHON) $(LANE) "not (browser or engine or long)" $(WAITING:%=--ignore=%)
 
 proof: env system  ## run the long tests, minutes each
-	@# pip accepts no file in which only some packages have hashes. Each of the packages below is for one test.
+	@# pip accepts no file in which only some packages have hashes. Each of the packages below is for a few tests.
 	@sed 's/ --hash=.*//' requirements/cpu.lock > .venv/constraints.txt
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint .venv/constraints.txt "ray>=2.40" "sae-lens>=6" \
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint .venv/constraints.txt "ray[serve]>=2.40" "sae-lens>=6" \
 		"kubernetes-validate>=1.31"
 	$(PYTHON) -m pytest -m long
 
