@@ -1,13 +1,14 @@
 """Streams of answers: what is wrong with a request before its answer begins is raised before there is a stream."""
 
 import asyncio
+import json
 
 import pytest
 
 pytest.importorskip("fastapi")
 
 from capflow.errors import UsageError
-from capflow_engine.serve.http.answers import begun
+from capflow_engine.serve.http.answers import begun, responses_stream
 
 CREATED, RUNNING = "event: response.created\ndata: {}\n\n", "event: response.in_progress\ndata: {}\n\n"
 WORDS = ["event: response.output_text.delta\ndata: {}\n\n", "event: response.completed\ndata: {}\n\n"]
@@ -46,3 +47,22 @@ def test_no_more_is_waited_for_than_the_first_words():
         return taken
 
     assert asyncio.run(ask()) == [CREATED, WORDS[0]]
+
+
+@pytest.mark.parametrize("kind", ["completed", "incomplete"])
+def test_the_event_of_a_whole_response_has_the_members(kind):
+    """vLLM sends `response.incomplete` instead of `response.completed` from 0.33 on, at the limit of tokens."""
+
+    async def members():
+        return b',"capture_results":{"log":{"status":"ok"}}'
+
+    async def ask():
+        last = f'event: response.{kind}\ndata: {{"response":{{"id":"r1"}}}}\n\n'
+        return [chunk async for chunk in responses_stream(stream([CREATED, last]), members)]
+
+    first, last = asyncio.run(ask())
+    event, _, data = last.partition("\n")
+    assert (first, event) == (CREATED, f"event: response.{kind}")
+    assert json.loads(data.removeprefix("data:")) == {
+        "response": {"id": "r1", "capture_results": {"log": {"status": "ok"}}}
+    }

@@ -181,7 +181,7 @@ def test_a_response_has_the_results_too(served):
     assert answer.model_extra["capture_results"]["filesystem"]["status"] == "ok"
     assert capflow.open(root)["responded"].prompt_length == answer.usage.input_tokens
     *_, last = client.responses.create(**call, stream=True, extra_body={**extra, "capture_id": "streamed"})
-    assert last.type == "response.completed"
+    assert last.type in ("response.completed", "response.incomplete")  # the latter from vLLM 0.33 on
     assert last.response.model_extra["capture_results"]["filesystem"]["status"] == "ok"
     assert last.response.output_text == answer.output_text
     assert "streamed" in capflow.open(root)

@@ -1,7 +1,8 @@
 """vLLM's answers with capflow's members in their JSON objects, whole or streamed. All else stays unchanged.
 
 The last chunk of a stream has the members. In a stream of completions it finishes every choice, or has the usage; in
-one of the Responses API it is the event `response.completed`, in one of messages the event `message_stop`.
+one of the Responses API it is the event `response.completed`, or `response.incomplete` at a limit of tokens; in one of
+messages it is the event `message_stop`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Members = Callable[[], Awaitable[bytes]]
 """Returns the members as JSON, with a comma before them."""
 
 _DONE = "data: [DONE]"
-_COMPLETED = "event: response.completed\n"
+_WHOLE = ("event: response.completed\n", "event: response.incomplete\n")
 _STOPPED = "event: message_stop\n"
 _BEGINS = ("event: message_start\n", "event: response.created\n", "event: response.in_progress\n")
 
@@ -56,11 +57,12 @@ async def responses_stream(chunks: Any, members: Members) -> AsyncIterator[str]:
     """Yield a stream's events as they come, that of the whole response with members in it."""
     async with contextlib.aclosing(chunks):
         async for chunk in chunks:
-            if chunk.startswith(_COMPLETED):
-                event = msgspec.json.decode(chunk.removeprefix(_COMPLETED).removeprefix("data:"))
+            if chunk.startswith(_WHOLE):
+                kind, _, data = chunk.partition("\n")
+                event = msgspec.json.decode(data.removeprefix("data:"))
                 more = msgspec.json.decode(b"{" + (await members())[1:] + b"}")
                 event["response"] = {**event["response"], **more}
-                yield f"{_COMPLETED}data: {msgspec.json.encode(event).decode()}\n\n"
+                yield f"{kind}\ndata: {msgspec.json.encode(event).decode()}\n\n"
             else:
                 yield chunk
 
