@@ -122,6 +122,11 @@ def test_a_wrong_job_is_refused_before_anything_starts(tmp_path, prompts, argume
         pytest.param(("--consumer", "log", "--sites", "post_block:77"), "post_block:77", marks=LONG),
         pytest.param(("--consumer", "log", "--engine-arg", "colour=red"), "colour", marks=LONG),
         pytest.param(
+            ("--consumer", "log", "--engine-arg", "additional_config=5"),
+            "--engine-arg additional_config: got 5, expected a JSON object",
+            marks=LONG,
+        ),
+        pytest.param(
             ("--consumer", "log", "--policy", "spill", "--spool-dir", "/dev/null/spool"),
             "--spool-dir: got /dev/null",
             marks=LONG,

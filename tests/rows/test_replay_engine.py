@@ -31,6 +31,8 @@ def test_a_replay_of_a_models_run_gives_byte_for_byte_the_same_data_set(tiny_wit
         "max_model_len=256",
         "--engine-arg",
         "enforce_eager=true",
+        "--engine-arg",
+        'additional_config={"kda_prefill_backend": "triton"}',
         "--address",
         f"ipc://{tmp_path}/h",
     ]

@@ -54,6 +54,9 @@ def run(job: JobRequest, tell: Tell) -> None:
         raise
     except (TypeError, ValueError) as e:
         raise UsageError(explain("--engine-arg or --sampling", got=str(e), expected="names that vLLM knows")) from e
+    user = arguments.additional_config or {}
+    if not isinstance(user, dict):
+        raise UsageError(explain("--engine-arg additional_config", got=user, expected="a JSON object"))
     tapped = compat_model.check_model(arguments, job.sites, job.steer_sites)
     tell("model", num_layers=tapped.num_layers, sites=tapped.sites)
     if slow := processor.advice(arguments, "--engine-arg dtype=float32"):
@@ -70,9 +73,10 @@ def run(job: JobRequest, tell: Tell) -> None:
         steering_bank_bytes=job.steering_bank_bytes,
         on_divergence=job.on_divergence,
         hub_wait_s=30.0,
+        user=user,
     )
     for name, value in engine_arguments(settings).items():
-        if name in job.engine:
+        if name in job.engine and name != "additional_config":
             raise UsageError(explain(f"--engine-arg {name}", expected="to be left out; capflow brings its own"))
         setattr(arguments, name, value)
     compat.run_in_this_process(vars(arguments))
