@@ -100,6 +100,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     boot: new at every start of the peer's process.
     model: the engine's model; None for a client.
     former: the process sends frames of an earlier process, and its engine may be gone.
+    off: from a scheduler: the features that do not work with the engine's version of vLLM, and for each the reason.
     """
 
     role: Role
@@ -109,6 +110,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     model: ModelInfo | None = None
     version: int = PROTOCOL_VERSION
     former: bool | msgspec.UnsetType = msgspec.UNSET
+    off: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):

@@ -213,6 +213,13 @@ class TestTheView:
         assert re.search(r"client 00ff +7 +2\.9 MiB +2\n", text)
         assert "skipped" not in shown(view(statuses[1], None))
 
+    def test_of_features_that_are_off_for_an_engine_names_each_once(self, statuses):
+        scheduler = {"role": "scheduler", "engine": EVIL, "rank": [0, 0, 0], "off": {"KV offloading": "x: missing"}}
+        sessions = [*statuses[1]["sessions"], scheduler, {**scheduler, "rank": [0, 1, 0]}]
+        text = shown(view({**statuses[1], "sessions": sessions}, None))
+        assert text.count("off with this vLLM: KV offloading: x: missing") == 1
+        assert "off with" not in shown(view(statuses[1], None))
+
 
 class TestTheScreen:
     @pytest.fixture

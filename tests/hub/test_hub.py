@@ -697,3 +697,12 @@ def test_stop_is_bounded_though_a_consumer_hangs(address, caplog):
             assert time.monotonic() - before < 10
         assert "consumer recorder does not stop" in caplog.text
         consumer.go.set()
+
+
+def test_the_status_has_what_is_off_in_an_engine(address):
+    off = {"KV offloading": "x: missing"}
+    hello = msgspec.structs.replace(make_hello(role="scheduler", boot="s"), off=off)
+    with running_hub(address, Recorder()), raw_peer(address) as peer, Client(address) as client:
+        peer.send(message.encode(hello))
+        peer.recv()
+        assert [each.get("off") for each in client.status()["sessions"] if each["role"] == "scheduler"] == [off]

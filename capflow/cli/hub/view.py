@@ -222,6 +222,9 @@ def _memory(status: Status) -> str:
 def _troubles(status: Status) -> Iterator[Text]:
     for problem in status["problems"]:
         yield Text(clean(problem), "red")
+    off = {name: reason for session in status["sessions"] for name, reason in session.get("off", {}).items()}
+    for name, reason in off.items():
+        yield Text(f"off with this vLLM: {clean(name)}: {clean(reason)}", "yellow")
     lost = [(reason, rows, "") for reason, rows in status["dropped_rows"].items()]
     for name, consumer in status["consumers"].items():
         lost += [(reason, rows, f" ({name})") for reason, rows in consumer["dropped_rows"].items()]

@@ -83,6 +83,8 @@ class Peer(NamedTuple):
         fields: dict[str, Any] = {"role": self.hello.role, "engine": self.hello.engine, "rank": list(self.hello.rank)}
         if self.hello.model is not None:
             fields["model"] = self.hello.model.name
+        if self.hello.off:
+            fields["off"] = self.hello.off
         if self.source is not None:
             fields |= {
                 "frames": self.source.frames,
