@@ -10,7 +10,7 @@ STAY := $(shell test -t 2 && echo --stay)
 
 .DEFAULT_GOAL := help
 export NO_MKDOCS_2_WARNING := 1
-.PHONY: help demo check test-one test lane-engines lane-waiting lane-browser lane-others proof simulate simulate-fleet fuzz chaos soak soak-requests architectures lint format bench docs docs-serve metrics proto env system compiler page-tools lock sbom audit clean
+.PHONY: help demo check test-one test lane-engines lane-waiting lane-browser lane-others proof simulate simulate-fleet fuzz chaos soak soak-requests architectures matrix lint format bench docs docs-serve metrics proto env system compiler page-tools lock sbom audit clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -81,6 +81,9 @@ soak-requests: env  ## compare 5,000 random requests with the reference; a quart
 
 architectures: env  ## compare every architecture with Transformers and write docs/compatibility.md; 45 minutes
 	$(PYTHON) -m tests.architectures --write
+
+matrix: env system  ## prove versions of vLLM and write docs/compatibility.md: make matrix V="0.33.0" C="rows,HTTP"
+	$(PYTHON) -m tests.matrix $(if $(C),--only "$(C)") $(V)
 
 lint: env page-tools  ## run ruff and mypy, and Biome and tsc for the dashboard's page
 	@$(PYTHON) -m ruff check .

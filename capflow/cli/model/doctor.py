@@ -115,6 +115,8 @@ def doctor(
         console.print(f"failed: {e}", markup=False, soft_wrap=True)
         sys.exit(1)
     console.print(f"works: {checked['rows']} rows, largest relative error against Transformers {checked['error']:.1e}.")
+    for feature, reason in checked["off"].items():
+        console.print(f"Off with this vLLM: {feature}: {reason}", markup=False, soft_wrap=True)
 
 
 def _version(name: str) -> str | None:

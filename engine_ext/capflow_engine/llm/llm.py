@@ -16,7 +16,7 @@ from capflow.steering.divergence import ON_DIVERGENCE_DEFAULT
 from capflow.steering.program import SteeringProgram
 from capflow.steering.request import Steering
 from capflow_engine.compat import engine as compat
-from capflow_engine.compat.surface import BEAM_SEARCH
+from capflow_engine.compat.versions.surface import BEAM_SEARCH
 
 compat.require()
 

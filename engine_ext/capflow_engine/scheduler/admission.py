@@ -139,7 +139,8 @@ class Admission:
         # The wants for the next step's orders, by number.
         self._new_wants = {0: self._wants}
         replica = compat.replica_of(vllm_config)
-        hello = Hello("scheduler", self.settings.engine, self._boot, Rank(0, replica, 0), self.info)
+        rank = Rank(0, replica, 0)
+        hello = Hello("scheduler", self.settings.engine, self._boot, rank, self.info, off=compat.features_off())
         self.links = HubLinks(self.settings.hubs, hello, self._incarnations.get, self._at_once)
         self._answers = CertainAnswers(self.links.outcome)
         self.actions = EngineActions(

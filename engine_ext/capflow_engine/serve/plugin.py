@@ -86,6 +86,7 @@ class Plugin:
         ):
             compat.remove_route(app, path)
             app.post(path, dependencies=json_only, responses=answers, response_model=None)(route)
+            compat.check_route(app, path, route)
         app.include_router(steering_routes.router)
         app.include_router(capture_routes.router)
         app.include_router(APIRouter(lifespan=_beside))

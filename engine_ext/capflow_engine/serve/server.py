@@ -34,7 +34,7 @@ from capflow_engine.compat import engine as compat
 from capflow_engine.compat import model as compat_model
 from capflow_engine.compat import processor
 from capflow_engine.compat.launch import Launch, end_workers
-from capflow_engine.compat.surface import HTTP
+from capflow_engine.compat.versions.surface import HTTP
 from capflow_engine.hubs import hubs_at
 from capflow_engine.jobs import demo
 from capflow_engine.serve import api_keys

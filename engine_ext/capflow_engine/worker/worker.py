@@ -34,7 +34,7 @@ from capflow_engine.compat import engine as compat
 from capflow_engine.compat import launch
 from capflow_engine.compat import model as compat_model
 from capflow_engine.compat import step as compat_step
-from capflow_engine.compat.surface import V2_RUNNER
+from capflow_engine.compat.versions.surface import V2_RUNNER
 from capflow_engine.ranks.agreement import Agreement
 from capflow_engine.ranks.checksums import Checksums
 from capflow_engine.scheduler.orders import (

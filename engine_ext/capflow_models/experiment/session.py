@@ -30,7 +30,7 @@ from capflow.errors import CapflowError, explain
 from capflow.plugins.configure import escaped
 from capflow.probes.probe import Probe, as_float32
 from capflow_engine.compat import engine as compat
-from capflow_engine.compat.surface import FORCED_TOKENS
+from capflow_engine.compat.versions.surface import FORCED_TOKENS
 from capflow_models.backends import resolved_model
 from capflow_models.experiment.arms import (
     POSITIONS,

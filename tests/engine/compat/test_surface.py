@@ -10,9 +10,18 @@ from types import SimpleNamespace
 import pytest
 
 from capflow.errors import CapflowError, UsageError
-from capflow_engine.compat import contract
 from capflow_engine.compat import engine as compat
-from capflow_engine.compat.surface import BEAM_SEARCH, CORE, FEATURES, HTTP, OPTIONAL, OVERRIDES, REPLACED, SYMBOLS
+from capflow_engine.compat.versions import contract
+from capflow_engine.compat.versions.surface import (
+    BEAM_SEARCH,
+    CORE,
+    FEATURES,
+    HTTP,
+    OPTIONAL,
+    OVERRIDES,
+    REPLACED,
+    SYMBOLS,
+)
 from tests.kit.sources import modules
 
 SOURCES = {
@@ -233,6 +242,7 @@ BROKEN = {need: [contract.Break(need, "vllm.x.y", "missing")] for need in (CORE,
 def newer(monkeypatch):
     """Make the installed vLLM a newer one; call with what is off."""
     compat._warn_untested.cache_clear()
+    compat._warn_off.cache_clear()
 
     def make(mode, off):
         monkeypatch.setattr(compat, "vllm_version", lambda: ("vllm", "0.99.0"))
@@ -241,6 +251,7 @@ def newer(monkeypatch):
 
     yield make
     compat._warn_untested.cache_clear()
+    compat._warn_off.cache_clear()
 
 
 def test_a_newer_version_runs_with_a_warning_and_one_line_for_each_feature_that_is_off(newer, caplog):
@@ -259,7 +270,7 @@ def test_a_newer_version_runs_with_a_warning_and_one_line_for_each_feature_that_
     ("mode", "words"),
     [
         ("probe", r"^vllm 0\.99\.0: got 'vllm\.x\.y: missing'?.*pip install 'vllm>="),
-        ("strict", r"^vllm version: got 0\.99\.0, expected at least .* pip install"),
+        ("strict", r"^vllm version: got 0\.99\.0, expected one of 0\.26\.0, .* pip install"),
         ("never", r"^CAPFLOW_VLLM: got never, expected probe, strict, force"),
     ],
 )
@@ -276,7 +287,7 @@ def test_force_takes_every_version(newer):
 
 def test_the_probe_imports_nothing_of_vllm():
     code = (
-        "import sys; from capflow_engine.compat import contract; contract.breaks(contract.installed());"
+        "import sys; from capflow_engine.compat.versions import contract; contract.breaks(contract.installed());"
         "print([name for name in ('vllm', 'torch') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)

@@ -12,6 +12,7 @@ import httpx
 import numpy as np
 
 from capflow.errors import UsageError
+from capflow_engine.compat import engine as compat
 from capflow_engine.serve.api_keys import Keys, is_loopback, keys_of
 from capflow_engine.serve.ask import ParsedRequest
 from capflow_engine.serve.fields import FIELDS
@@ -392,3 +393,10 @@ def test_a_body_that_is_nested_too_deeply_is_refused(servers, path):
     here, _ = servers
     answer = here.post(path, content='{"capture": ' + "[" * 50_000, headers={"content-type": "application/json"})
     assert 400 <= answer.status_code < 500
+
+
+def test_the_state_names_what_does_not_work_with_this_vllm(servers, monkeypatch):
+    here, _ = servers
+    assert here.get("/v1/steering").json()["off"] == {}
+    monkeypatch.setattr(compat, "features_off", lambda: {"KV offloading": "x: missing"})
+    assert here.get("/v1/steering").json()["off"] == {"KV offloading": "x: missing"}

@@ -181,6 +181,9 @@ class SteeringState(ModulesState):
     frozen: bool | None = Field(
         default=None, description="Whether the engine is frozen; null if the engine says nothing."
     )
+    off: dict[str, str] = Field(
+        default={}, description="The features that do not work with this version of vLLM, and for each the reason."
+    )
 
 
 class LayerState(BaseModel):

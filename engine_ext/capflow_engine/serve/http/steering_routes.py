@@ -21,6 +21,7 @@ from capflow.errors import CapflowError, UsageError, explain
 from capflow.serve_options import STEERING_KEY
 from capflow.steering.action import ActionApplied, Freeze, Gain, Unfreeze
 from capflow.text.jsontext import check_keys
+from capflow_engine.compat import engine as compat
 from capflow_engine.compat.protocol import ErrorResponse
 from capflow_engine.hubs import HubAt
 from capflow_engine.scheduler.calls import ask
@@ -152,6 +153,7 @@ def state(front: Front) -> SteeringState:
         key=key,
         everywhere=TiersState.of(held.everywhere),
         generation=held.generation,
+        off=compat.features_off(),
         **dict(ModulesState.of(held)),
     )
 

@@ -1,19 +1,15 @@
-"""The contract: compares the surface table with the Python source of a vLLM, without importing it.
-
-`python -m capflow_engine.compat.contract WHEEL…` checks wheels, or folders that have `vllm/`, in about a second each.
-"""
+"""The contract: compares the surface table with the Python source of a vLLM, without importing it."""
 
 from __future__ import annotations
 
 import ast
-import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from capflow_engine.compat.surface import CORE, OPTIONAL, OVERRIDES, REPLACED, SYMBOLS
+from capflow_engine.compat.versions.surface import CORE, OPTIONAL, OVERRIDES, REPLACED, SYMBOLS
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -151,7 +147,7 @@ def breaks(theirs: Source, ours: Source | None = None) -> list[Break]:
 
     ours: the source of `capflow_engine`; by default the running one's.
     """
-    ours = ours or Source.of(Path(__file__).parents[2])
+    ours = ours or Source.of(Path(__file__).parents[3])
     result = []
     for symbol in SYMBOLS:
         places = filter(None, (symbol.module, symbol.instead))
@@ -281,20 +277,3 @@ def installed() -> Source:
     assert spec is not None
     assert spec.origin is not None
     return Source.of(Path(spec.origin).parents[1])
-
-
-def main() -> int:
-    """Print what is missing in the wheels or folders that the command line names; return 1 if core is."""
-    code = 0
-    for name in sys.argv[1:]:
-        broken = off(breaks(Source.of(Path(name))))
-        print(f"{Path(name).name}: {'complete' if not broken else ''}")
-        for need, each in broken.items():
-            for one in each:
-                print(f"  {need}: {one.name}: {one.problem}")
-        code |= CORE in broken
-    return int(code)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

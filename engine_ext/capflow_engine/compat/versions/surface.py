@@ -1,7 +1,7 @@
 """The surface table: each name of vLLM that capflow imports, overrides or replaces, and what needs it.
 
 A test compares the table with the source: it fails for a name that is not here, and for an entry that nothing uses.
-`compat.contract` compares it with a vLLM, without importing that.
+`contract` compares it with a vLLM, without importing that.
 """
 
 from __future__ import annotations
