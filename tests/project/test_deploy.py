@@ -95,6 +95,31 @@ def test_every_option_is_one_of_the_command(name):
         assert [word.partition("=")[0] for word in vllms if word.startswith("--")] == ["--host", "--port"]
 
 
+IMAGES = dict(
+    re.findall(r"AS (\w+)\n.*?pip install \S+ '/src\[(.*?)\]'", (DEPLOY / "Dockerfile").read_text(), re.DOTALL)
+)
+"""The extras of each image."""
+
+
+def test_each_image_is_built_from_the_checkout():
+    """The `capflow` of PyPI is another project."""
+    text = (DEPLOY / "Dockerfile").read_text()
+    assert len(re.findall("pip install", text)) == len(IMAGES) == 2
+    builds = {service["build"]["target"]: service["build"] for service in COMPOSE["services"].values()}
+    assert builds.keys() == IMAGES.keys()
+    for build in builds.values():
+        assert (DEPLOY / build["context"]).resolve() == ROOT
+        assert (ROOT / build["dockerfile"]) == DEPLOY / "Dockerfile"
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_each_image_has_what_its_command_needs(name):
+    words = COMMANDS[name]
+    given = IMAGES["hub" if words[1] == "run" else "engine"].split(",")
+    needed = {"metrics": "--metrics-address", "files": "--consumer=filesystem", "grpc": "--grpc-port"}
+    assert {extra for extra, option in needed.items() if any(word.startswith(option) for word in words)} <= {*given}
+
+
 @pytest.mark.parametrize("name", ["pod engine", "compose engine"])
 def test_the_hubs_of_an_engine_are_services(made, tmp_path, name):
     public = made
