@@ -46,10 +46,12 @@ class Launch(NamedTuple):
 
     over_nodes: the ranks of a replica are on several nodes, each with a command of its own.
     by_replicas: several commands start the replicas.
+    on_ray: Ray chooses the nodes of workers.
     """
 
     over_nodes: bool
     by_replicas: bool
+    on_ray: bool = False
 
     @classmethod
     def of(cls, engine_args: Any, *, headless: bool = False) -> Launch:
@@ -58,7 +60,10 @@ class Launch(NamedTuple):
         headless: whether this command serves no HTTP.
         """
         nodes = engine_args.nnodes
+        on_ray = "ray" in (engine_args.distributed_executor_backend, engine_args.data_parallel_backend)
         replicas = engine_args.data_parallel_size
+        if on_ray:
+            return cls(over_nodes=False, by_replicas=False, on_ray=True)  # one command starts all replicas
         if replicas == 1 and int(os.environ.get("VLLM_DP_SIZE") or 1) > 1:
             return cls(over_nodes=False, by_replicas=True)  # each process of a script has one replica
         here = engine_args.data_parallel_size_local
@@ -79,9 +84,10 @@ class Launch(NamedTuple):
 
         hub_from, id_from: the names of the options that hubs and id come from.
         """
-        for hub in hubs if self.several else ():
+        for hub in hubs if self.several or self.on_ray else ():
             if not hub.address.startswith("tcp://"):
-                got = f"{without_key(hub.address)}, with several commands for one engine"
+                launched = "workers that Ray places" if self.on_ray else "several commands for one engine"
+                got = f"{without_key(hub.address)}, with {launched}"
                 do = "give the hub such an address (`capflow run --address …`), and name it to each command with --hub"
                 raise UsageError(
                     explain(hub_from, got=got, expected="tcp://HOST:PORT, which every node reaches", do=do)

@@ -76,8 +76,8 @@ def arm(
     launched = Launch.of(engine_args)
     if not consumers:
         launched.check(hubs, engine_id, hub_from="hub", id_from="engine_id")
-    elif launched.several or engine_id is not None:
-        got = "an engine of several processes, each with a hub of its own"
+    elif launched.several or launched.on_ray or engine_id is not None:
+        got = "an engine of several commands, each with a hub of its own, or of workers on other machines"
         do = "start a hub with `capflow run`, and name it with hub"
         raise UsageError(explain("consumers", got=got, expected="one hub, which every process reaches", do=do))
     tapped = compat_model.check_model(engine_args, sites, steer_sites)

@@ -38,12 +38,12 @@ def launch(headless=False, **arguments):
     ids=str,
 )
 def test_how_many_commands_start_an_engine(arguments, over_nodes, by_replicas):
-    assert launch(**arguments) == (over_nodes, by_replicas)
+    assert launch(**arguments)[:2] == (over_nodes, by_replicas)
 
 
 def test_a_process_of_a_script_has_one_replica(monkeypatch):
     monkeypatch.setenv("VLLM_DP_SIZE", "2")
-    assert launch() == (False, True)
+    assert launch()[:2] == (False, True)
 
 
 def test_each_node_must_reach_the_hub():
@@ -52,6 +52,16 @@ def test_each_node_must_reach_the_hub():
     with pytest.raises(UsageError, match=r"--hub: got ipc:///run/hub.sock, .* expected tcp://HOST:PORT, which every"):
         over_nodes.check([TCP, IPC], None, hub_from="--hub", id_from="--engine-id")
     launch(tensor_parallel_size=2).check([IPC], None, hub_from="--hub", id_from="--engine-id")
+
+
+@pytest.mark.parametrize("option", ["distributed_executor_backend", "data_parallel_backend"])
+def test_workers_that_ray_places_must_reach_the_hub(option):
+    on_ray = launch(tensor_parallel_size=2, **{option: "ray"})
+    on_ray.check([TCP], None, hub_from="hub", id_from="engine_id")
+    with pytest.raises(
+        UsageError, match=r"hub: got ipc:///run/hub.sock, with workers that Ray places, expected tcp://"
+    ):
+        on_ray.check([IPC], None, hub_from="hub", id_from="engine_id")
 
 
 def test_replicas_of_several_commands_need_an_id():
