@@ -8,9 +8,12 @@ from vllm.config import KVTransferConfig
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
+from capflow_engine.compat import connectors
+
 
 def offloading():
-    """Return the argument of an engine that offloads."""
+    """Return the argument of an engine that offloads, and have capflow allow it."""
+    connectors.SPECS.add("CopyingSpec")
     extra = {"spec_name": "CopyingSpec", "spec_module_path": __name__, "cpu_bytes_to_use": 64 << 20}
     config = KVTransferConfig(
         kv_connector="OffloadingConnector",

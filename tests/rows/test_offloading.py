@@ -114,6 +114,7 @@ def connected(name, **extra):
         (connected("NixlConnector"), "with NixlConnector: it takes the blocks of a request from another engine"),
         (connected("SimpleCPUOffloadConnector"), "with SimpleCPUOffloadConnector: it was not tested"),
         (connected("OffloadingConnector", spec_name="TieringOffloadingSpec"), "and TieringOffloadingSpec: it was not"),
+        (connected("OffloadingConnector", spec_name="Mine", spec_module_path="mine"), "and Mine: it was not tested"),
         (connected("OffloadingConnector"), "with OffloadingConnector on a CPU: vLLM offloads from GPUs only"),
         ({"kv_offloading_size": 1.0}, "--kv-offloading-size is not supported with OffloadingConnector on a CPU"),
         (

@@ -38,9 +38,10 @@ _REASONS = {
 }
 _DO = f"leave it out, or use {ALLOWED} (--kv-offloading-size)"
 
-# The kinds of memory of `ALLOWED` that were not tested: these share blocks with other engines.
-_SPEC_REFUSED = "TieringOffloadingSpec"
 _SPEC_DEFAULT = "CPUOffloadingSpec"
+
+SPECS = {_SPEC_DEFAULT}
+"""The kinds of memory of `ALLOWED` that were tested. Others may share blocks with other engines."""
 
 
 def check_arguments(engine_args: Any) -> None:
@@ -73,7 +74,7 @@ def _check(flag: str, name: Any, extra: dict[str, Any]) -> None:
     if name != ALLOWED:
         raise UsageError(explain(f"{thing}: it {_REASONS.get(str(name), _NOT_TRIED)}", do=_DO))
     spec = extra.get("spec_name", _SPEC_DEFAULT)
-    if spec == _SPEC_REFUSED:
+    if spec not in SPECS:
         raise UsageError(explain(f"{thing} and {spec}: it {_NOT_TRIED}", do=f"leave out spec_name: {_SPEC_DEFAULT}"))
     from vllm.platforms import current_platform
 
