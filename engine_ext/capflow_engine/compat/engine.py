@@ -22,7 +22,7 @@ from capflow.errors import CapflowError, UsageError, explain
 from capflow.extras import install
 from capflow_engine.compat import connectors
 from capflow_engine.compat.versions import contract, record
-from capflow_engine.compat.versions.surface import CORE, KV_OFFLOADING
+from capflow_engine.compat.versions.surface import CORE, KV_OFFLOADING, PARALLEL
 from capflow_engine.settings import Settings
 
 logger = logging.getLogger("vllm.capflow")
@@ -335,6 +335,8 @@ def check_arguments(engine_args: Any) -> None:
         raise UsageError(explain("--decode-context-parallel-size", got=got, expected=expected, do=do))
     if any(getattr(engine_args, name, None) is not None for name in ("kv_transfer_config", "kv_offloading_size")):
         need(KV_OFFLOADING)
+    if sharded or engine_args.pipeline_parallel_size > 1:
+        need(PARALLEL)
 
 
 def _on_cpu() -> bool:

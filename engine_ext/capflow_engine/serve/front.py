@@ -22,6 +22,7 @@ from capflow.errors import UsageError, explain
 from capflow.steering.program import SteeringProgram
 from capflow.steering.request import NOTHING
 from capflow_engine.compat import engine as compat
+from capflow_engine.compat.versions.surface import BEAM_SEARCH
 from capflow_engine.llm.readers import Readers
 from capflow_engine.llm.results import Askers
 from capflow_engine.request.beams import BEAMS, Beams
@@ -85,7 +86,12 @@ class Front:
             self.end(ask)
 
     def begin(self, ask: ParsedRequest) -> None:
-        """Note that a request runs. Raises UsageError if another running request has its id."""
+        """Note that a request runs.
+
+        Raises UsageError if another running request has its id, or if it needs a feature that is off.
+        """
+        if ask.beams and ask.program is not None:
+            compat.need(BEAM_SEARCH)
         for name in ask.names:
             if name in self._running:
                 raise UsageError(explain("capture_id", got=name, expected="one that no running request has"))

@@ -34,7 +34,7 @@ from capflow_engine.compat import engine as compat
 from capflow_engine.compat import model as compat_model
 from capflow_engine.compat import processor
 from capflow_engine.compat.launch import Launch, end_workers
-from capflow_engine.compat.versions.surface import HTTP
+from capflow_engine.compat.versions.surface import GRPC, HTTP
 from capflow_engine.hubs import hubs_at
 from capflow_engine.jobs import demo
 from capflow_engine.serve import api_keys
@@ -66,6 +66,8 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
         engine_args = AsyncEngineArgs.from_cli_args(args)
     if args.headless and mine.grpc_port is not None:
         raise UsageError(explain(GRPC_PORT, got="--headless with it", expected="one of them"))
+    if mine.grpc_port is not None:
+        compat.need(GRPC)
     tapped = compat_model.check_model(engine_args, mine.sites or SITES_DEFAULT, mine.steer_sites)
     if slow := processor.advice(engine_args, "--dtype float32"):
         logger.warning("capflow: %s", slow)

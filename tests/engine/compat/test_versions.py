@@ -7,9 +7,9 @@ import pytest
 
 from capflow.errors import CapflowError, UsageError
 from capflow_engine.compat import engine as compat
-from capflow_engine.compat.versions import record
+from capflow_engine.compat.versions import contract, record
 from capflow_engine.compat.versions.record import NEEDS, Outcome, VersionRecord
-from capflow_engine.compat.versions.surface import CORE, FEATURES, HTTP, KV_OFFLOADING
+from capflow_engine.compat.versions.surface import CORE, FEATURES, HTTP, KV_OFFLOADING, PARALLEL
 from tests.matrix.checks import TESTS
 from tests.matrix.run import counted, requirement, table
 
@@ -162,3 +162,19 @@ def test_a_route_that_would_answer_before_ours_is_refused_at_the_start(path):
         return
     with pytest.raises(CapflowError, match=rf"/v1/completions: got a route of {__name__} before capflow's; remove"):
         compat.check_route(app, "/v1/completions", ours)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "feature"),
+    [({"tensor_parallel_size": 2}, PARALLEL), ({"pipeline_parallel_size": 2}, PARALLEL), ({}, None)],
+)
+def test_an_engine_that_needs_what_is_off_is_refused_from_its_arguments(monkeypatch, arguments, feature):
+    from vllm.engine.arg_utils import EngineArgs
+
+    broken = {need: [contract.Break(need, "two ranks", "1 of 3 tests failed")] for need in FEATURES}
+    monkeypatch.setattr(compat, "off", lambda version: broken)
+    if feature is None:
+        compat.check_arguments(EngineArgs(model="none"))
+        return
+    with pytest.raises(UsageError, match=rf"^{feature}: off with .*: got two ranks: 1 of 3 tests failed; pip install"):
+        compat.check_arguments(EngineArgs(model="none", **arguments))

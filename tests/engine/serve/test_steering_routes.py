@@ -13,6 +13,8 @@ import numpy as np
 
 from capflow.errors import UsageError
 from capflow_engine.compat import engine as compat
+from capflow_engine.compat.versions.contract import Break
+from capflow_engine.compat.versions.surface import BEAM_SEARCH
 from capflow_engine.serve.api_keys import Keys, is_loopback, keys_of
 from capflow_engine.serve.ask import ParsedRequest
 from capflow_engine.serve.fields import FIELDS
@@ -400,3 +402,13 @@ def test_the_state_names_what_does_not_work_with_this_vllm(servers, monkeypatch)
     assert here.get("/v1/steering").json()["off"] == {}
     monkeypatch.setattr(compat, "features_off", lambda: {"KV offloading": "x: missing"})
     assert here.get("/v1/steering").json()["off"] == {"KV offloading": "x: missing"}
+
+
+def test_steered_beams_are_refused_where_they_are_off(servers, monkeypatch):
+    here, _ = servers
+    broken = {BEAM_SEARCH: [Break(BEAM_SEARCH, "beam search", "1 of 3 tests failed")]}
+    monkeypatch.setattr(compat, "off", lambda version: broken)
+    body = {"model": "tiny", "prompt": "a", "use_beam_search": True, "steering_vectors": ONE["vectors"]}
+    answer = here.post("/v1/completions", json=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"].startswith("beam search: off with ")

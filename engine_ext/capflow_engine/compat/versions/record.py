@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from capflow_engine.compat.versions.contract import Break
-from capflow_engine.compat.versions.surface import ASYNC_LLM, BEAM_SEARCH, CORE, HTTP, KV_OFFLOADING, V2_RUNNER
+from capflow_engine.compat.versions.surface import (
+    ASYNC_LLM,
+    BEAM_SEARCH,
+    CORE,
+    GRPC,
+    HTTP,
+    KV_OFFLOADING,
+    PARALLEL,
+    V2_RUNNER,
+)
 
 PATH = Path(__file__).with_name("records.json")
 
@@ -20,10 +29,10 @@ NEEDS = {
     "steering": CORE,
     "steering while running": CORE,
     "new weights": CORE,
-    "two ranks": CORE,
+    "two ranks": PARALLEL,
     "V2 runner": V2_RUNNER,
     "HTTP": HTTP,
-    "gRPC": HTTP,
+    "gRPC": GRPC,
     "AsyncLLM": ASYNC_LLM,
     "beam search": BEAM_SEARCH,
     "KV offloading": KV_OFFLOADING,
@@ -53,7 +62,8 @@ class VersionRecord(NamedTuple):
     @property
     def right(self) -> bool:
         """Whether its rows were checked and no core check failed."""
-        return "rows" in self.outcomes and CORE not in {each.need for each in self.breaks()}
+        checked = "rows" in self.outcomes and self.outcomes["rows"].passed > 0
+        return checked and CORE not in {each.need for each in self.breaks()}
 
     def breaks(self) -> list[Break]:
         """Return the names that are missing and the checks with failed tests."""

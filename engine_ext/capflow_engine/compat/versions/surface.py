@@ -20,8 +20,10 @@ ASYNC_LLM = "capflow.AsyncLLM"
 BEAM_SEARCH = "beam search"
 FORCED_TOKENS = "forced tokens of experiments"
 KV_OFFLOADING = "KV offloading"
+GRPC = "the gRPC server"
+PARALLEL = "tensor and pipeline parallelism"
 
-FEATURES = (HTTP, ASYNC_LLM, V2_RUNNER, BEAM_SEARCH, FORCED_TOKENS, KV_OFFLOADING)
+FEATURES = (HTTP, ASYNC_LLM, V2_RUNNER, BEAM_SEARCH, FORCED_TOKENS, KV_OFFLOADING, GRPC, PARALLEL)
 """What is refused by name where a name of vLLM is missing; all else works."""
 
 
