@@ -3,9 +3,9 @@
     python examples/cluster.py rows/ --probe examples/code.safetensors --ray auto
 
 Prints the mean norm of the rows by layer, and the tokens with the highest scores on each probe of the file. `rows` is
-the root of a data set of `filesystem:layout=sharded`, or a URL that Daft reads (`s3://…`). Without `--ray` it runs in
-threads on this machine. `--ray auto` joins the cluster to which this machine belongs, `--ray local` starts one of this
-machine alone.
+the root of a data set of `filesystem:layout=sharded`, or its URL, `s3://BUCKET/PREFIX?endpoint=URL&region=NAME`.
+Without `--ray` it runs in threads on this machine. `--ray auto` joins the cluster to which this machine belongs,
+`--ray local` starts one of this machine alone.
 
 The probes must be linear. Only the columns and row groups that a step needs are read. Vectors never leave the workers.
 """
@@ -16,12 +16,14 @@ import argparse
 import os
 import sys
 from typing import Any, NamedTuple
+from urllib.parse import parse_qsl
 
 import daft
 import ml_dtypes
 import numpy as np
 from daft import DataType, col, lit
 from daft.exceptions import DaftCoreException
+from daft.io import IOConfig, S3Config
 
 from capflow import Probe, UsageError, explain
 
@@ -89,22 +91,40 @@ def open_shards(root: str) -> Shards:
 
     Daft refuses shards of several dtypes: their columns have different types. A column of uint16 is bfloat16.
     """
-    pattern = root if root.endswith(".parquet") else f"{root.rstrip('/')}/*.parquet"
+    place, _, options = root.partition("?") if root.startswith("s3://") else (root, "", "")
+    pattern = place if place.endswith(".parquet") else f"{place.rstrip('/')}/*.parquet"
     try:
-        data = daft.read_parquet(pattern)
+        data = daft.read_parquet(pattern, io_config=_store(dict(parse_qsl(options))))
     except FileNotFoundError as e:
         do = "name the root of a data set of filesystem:layout=sharded; a shard appears once it is sealed"
         raise UsageError(explain(root, got="no *.parquet", expected="a sharded data set", do=do)) from e
     except DaftCoreException as e:
-        do = "Daft does not know float16: capture with dtype=float32, or use DuckDB"
-        expected = "shards of bfloat16 or float32"
-        raise UsageError(explain(root, got=str(e).rpartition(": ")[2], expected=expected, do=do)) from e
+        # Of float16, Daft says that the metadata is bad.
+        if "parse parquet metadata" in str(e):
+            do = "Daft does not know float16: capture with dtype=float32, or use DuckDB"
+            got = str(e).rpartition(": ")[2]
+            raise UsageError(explain(root, got=got, expected="shards of bfloat16 or float32", do=do)) from e
+        got = next(line for line in reversed(str(e).splitlines()) if line.strip()).strip()
+        raise UsageError(explain(root, got=got, expected="a sharded data set that this machine may read")) from e
     kind = data.schema()["vector"].dtype if "vector" in data.column_names else None
     names = {DataType.uint16(): "bfloat16", DataType.float32(): "float32"}
     if kind is None or not kind.is_fixed_size_list() or kind.dtype not in names:
         got = "no vectors" if kind is None else f"vectors of {kind}"
         raise UsageError(explain(root, got=got, expected="shards of bfloat16 or float32"))
     return Shards(data, names[kind.dtype], kind.size)
+
+
+def _store(options: dict[str, str]) -> IOConfig:
+    """Return how Daft reaches a bucket: keys are those of the environment, as for capflow."""
+    if unknown := options.keys() - {"endpoint", "region"}:
+        raise UsageError(explain("URL", got=min(unknown), expected="endpoint or region"))
+    environment = os.environ.get
+    endpoint = options.get("endpoint") or environment("AWS_ENDPOINT_URL_S3") or environment("AWS_ENDPOINT_URL")
+    region = options.get("region") or environment("AWS_REGION") or environment("AWS_DEFAULT_REGION")
+    if endpoint is not None:
+        region = region or "us-east-1"  # a store of one's own has none, and Daft would ask AWS
+    plain = endpoint is not None and endpoint.startswith("http://")
+    return IOConfig(s3=S3Config(endpoint_url=endpoint, region_name=region, use_ssl=not plain, num_tries=3))
 
 
 def load_probe(path: str, shards: Shards) -> Probe:

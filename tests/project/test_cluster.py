@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from pyarrow import fs
 from safetensors.numpy import save_file
 
 from capflow.capture import dtypes
@@ -19,6 +20,7 @@ from capflow.probes.probe import Probe
 from capflow_consumers.filesystem.consumer import FilesystemConfig, FilesystemConsumer
 from tests.kit.frames import make_frame, make_model
 from tests.kit.networks import network
+from tests.kit.s3d import READER, keys, s3d
 from tests.kit.sources import ROOT
 
 SCRIPT = ROOT / "examples" / "cluster.py"
@@ -136,6 +138,27 @@ def test_a_root_without_shards_that_daft_reads_is_refused(tmp_path):
     check_refused(run(tmp_path / "half"), expected)
     pyarrow.parquet.write_table(pa.table({"vector": [1, 2]}), tmp_path / "other.parquet")
     check_refused(run(tmp_path), "got vectors of Int64, expected shards of bfloat16 or float32\n")
+
+
+def test_a_bucket_is_read_with_the_keys_of_the_environment(tmp_path, probe, monkeypatch):
+    rows = write_shards(tmp_path / "rows", "bfloat16")
+    options = ("--probe", tmp_path / "mood.safetensors", "--top", 5)
+    for name, value in keys(READER).items():
+        monkeypatch.setenv(name, value)
+    with s3d(tmp_path, "rows") as server:
+        fs.copy_files(
+            str(tmp_path / "rows"),
+            "rows/run",
+            source_filesystem=fs.LocalFileSystem(),
+            destination_filesystem=server.client(),
+        )
+        check(said(server.url("rows/run"), *options), rows, probe, 5)
+        check_refused(run(f"{server.url('rows/run')}&zone=a"), "URL: got zone, expected endpoint or region\n")
+        check_refused(run(server.url("rows/none")), "got no *.parquet, expected a sharded data set; name the root")
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.endpoint)
+        check(said("s3://rows/run", *options), rows, probe, 5)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
+        check_refused(run("s3://rows/run"), "SignatureDoesNotMatch")
 
 
 @pytest.mark.long
