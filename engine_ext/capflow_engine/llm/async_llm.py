@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Self
 
 from capflow import limits
@@ -138,9 +138,10 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str | None = None, **kwargs: Any
     ) -> AsyncIterator[RequestOutput]:
-        """Yield outputs as vLLM's `generate` does. The last one and each of its samples have `capture_results`.
+        """Yield outputs as vLLM's `generate` does. The last one has `capture_results` and `steering_applied`.
 
-        The last one also has `steering_applied`, as an output of `capflow.LLM`.
+        Both are as in an output of `capflow.LLM`. With the last output, each of `n` samples gets `capture_results` of
+        its own, in the output in which it ended: vLLM does not yield it again when other samples end later.
 
         request_id: vLLM's name of the request; by default that of its parameters, or a new one.
         Raises UsageError for what does not fit the model, the bank or the prompt, for a part of a streaming input that
@@ -158,12 +159,15 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
             prompt = _checked_parts(prompt)
         outputs = super().generate(prompt, prepared.params, request_id or prepared.options.id, **kwargs)
         dynamic: Dynamic | None = None
+        # The newest state of each sample, by its number.
+        samples: dict[int, Any] = {}
         try:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     dynamic = taken(output) or dynamic
+                    samples.update((sample.index, sample) for sample in output.outputs)
                     if output.finished:
-                        await self._add_results(output, prepared.options, dynamic)
+                        await self._add_results(output, samples, prepared.options, dynamic)
                         output.steering_applied = prepared.applied_with(dynamic)
                     yield output
         finally:
@@ -206,8 +210,17 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
     _stop_hub: Callable[[], Any] = staticmethod(lambda: None)
     _sharing: Sharing | None = None
 
-    async def _add_results(self, output: RequestOutput, options: RequestOptions, dynamic: Dynamic | None) -> None:
-        """Put the results of a request on its output; none if no hub is known and the request did not ask for any."""
+    async def _add_results(
+        self,
+        output: RequestOutput,
+        samples: Mapping[int, Any],
+        options: RequestOptions,
+        dynamic: Dynamic | None,
+    ) -> None:
+        """Put the results of a request on its last output, and its own on the last state of each sample.
+
+        There are none if no hub is known and the request did not ask for any.
+        """
         results = {}
         captures = options.capture is not None
         if captures or self._knows_hub:
@@ -215,8 +228,8 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
             placed = {} if dynamic is None else dynamic.hubs
             results = await self._asker.ask(options.names, placed, captures=captures, wait_s=wait_s, patient=captures)
         output.capture_results = joined(results)
-        for sample in output.outputs:
-            sample.capture_results = results.get(options.names[sample.index], {})
+        for number, sample in samples.items():
+            sample.capture_results = results.get(options.names[number], {})
 
 
 def _end(core: Any, hub: HubProcess | None) -> None:

@@ -33,25 +33,36 @@ async def drive(model, root):
     message = {}
     async with llm:
 
-        async def last(prompt, **options):
+        async def yielded(prompt, **options):
             params = capflow.sampling_params(**{**GREEDY, "max_tokens": 6, **options})
             if isinstance(prompt, AsyncGenerator):
                 params.output_kind = RequestOutputKind.DELTA  # as vLLM wants it of streaming input
-            return [output async for output in llm.generate(prompt, params)][-1]
+            return [output async for output in llm.generate(prompt, params)]
+
+        async def last(prompt, **options):
+            return (await yielded(prompt, **options))[-1]
 
         first, second = prompts([9, 30])
         capture = {"hooks": {"post_block": "all"}}
-        outputs = await asyncio.gather(
+        two = functools.partial(yielded, second, capture=capture, n=2, temperature=1.0, seed=1)
+        plain, steered, together, other = await asyncio.gather(
             last(first, id="plain", capture=capture),
             last(first, id="steered", capture=capture, steering_vectors=STEERING),
-            last(second, id="two", capture=capture, n=2, temperature=1.0, seed=1),
+            two(id="two"),
             last(second),
         )
+        outputs = [plain, steered, together[-1], other]
+        samples = samples_of(together)
+        stop = next(token for token in samples[0].token_ids[:-1] if token not in samples[1].token_ids)
+        apart = await two(id="apart", stop_token_ids=[stop])  # the first sample ends before the second
         message["tokens"] = [[list(sample.token_ids) for sample in output.outputs] for output in outputs]
         message["results"] = [
-            {name: result.status for name, result in output.capture_results.items()} for output in outputs
+            {name: result.status for name, result in output.capture_results.items()} for output in (*outputs, apart[-1])
         ]
-        message["each"] = [sample.capture_results["filesystem"].status for sample in outputs[2].outputs]
+        message["each"] = [
+            [sample.capture_results["filesystem"].status for sample in samples_of(ones)] for ones in (together, apart)
+        ]
+        message["lengths"] = [len(sample.token_ids) for sample in samples_of(apart)]
         llm.steering.set_global(capflow_steering(), replace=True)
         message["global"] = list((await last(first)).outputs[0].token_ids)
         collector = await llm.add_request("added", first, capflow.sampling_params(**GREEDY, max_tokens=6))
@@ -114,6 +125,12 @@ async def drive(model, root):
     print("SAID " + json.dumps(message))
 
 
+def samples_of(outputs):
+    """Return the last state of each sample of a request; one that ends before the others is in no later output."""
+    samples = {sample.index: sample for output in outputs for sample in output.outputs}
+    return [samples[index] for index in sorted(samples)]
+
+
 def capflow_steering(vectors=STEERING):
     from capflow.steering.request import Steering
 
@@ -154,8 +171,9 @@ def test_requests_at_once_are_captured_and_steered(report, reference):
 
 def test_each_output_and_each_sample_says_what_became_of_its_rows(report):
     output, _ = report
-    assert output["results"][:3] == [{"filesystem": "ok"}] * 3
-    assert output["each"] == ["ok", "ok"]
+    assert output["results"] == [{"filesystem": "ok"}] * 3 + [{"filesystem": "not_requested"}, {"filesystem": "ok"}]
+    assert output["each"] == [["ok", "ok"]] * 2
+    assert output["lengths"][0] < output["lengths"][1] == 6
 
 
 def test_each_last_output_says_what_steered_it(report):
