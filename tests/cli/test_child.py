@@ -1,5 +1,6 @@
 """How the command line runs a child that does an engine's work: what it makes of each way in which that ends."""
 
+import os
 import time
 
 import pytest
@@ -22,7 +23,7 @@ sys.exit(work_for_parent(work))
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
 
@@ -60,6 +61,15 @@ def test_a_failure_has_its_cause_and_keeps_the_log(run, tmp_path, body, words):
     assert "hint" not in str(error.value)
     assert str(error.value).endswith(".log")
     assert ["vLLM prints this" in log for log in logs(tmp_path)] == [True]
+
+
+def test_a_build_that_breaks_what_imports_it_is_named(run, tmp_path):
+    (tmp_path / "torchvision.py").write_text('raise RuntimeError("operator torchvision::nms does not exist")')
+    words = (
+        r"^torchvision: got operator torchvision::nms does not exist, expected a build for torch 2.*; pip uninstall "
+    )
+    with pytest.raises(CapflowError, match=words):
+        run("import no_such_module")
 
 
 def test_what_was_asked_for_wrongly_is_an_error_of_use_without_a_log(run, tmp_path):

@@ -1,4 +1,4 @@
-"""A machine that only consumes: fresh environments with the wheel, without torch, vLLM and the checkout."""
+"""Fresh environments with the wheel and without the checkout: machines that only consume, and one with an engine."""
 
 import os
 import re
@@ -51,7 +51,7 @@ def with_dashboard(wheel, tmp_path_factory):
     return programs
 
 
-def run(bare, *command, code=0):
+def run(bare, *command, code=0, timeout=60):
     """Run a program of the environment, away from the checkout; return what it wrote."""
     done = subprocess.run(
         [bare / command[0], *command[1:]],
@@ -59,7 +59,7 @@ def run(bare, *command, code=0):
         env={k: v for k, v in os.environ.items() if not k.startswith("PYTHON")} | {"COLUMNS": "200"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=timeout,
         check=False,
     )
     assert done.returncode == code, done.stderr
@@ -314,3 +314,63 @@ def test_doctor_calls_it_a_consumers_machine(bare):
     output = run(bare, "capflow", "doctor")
     assert "This machine can consume" in output
     assert "missing: duckdb, pyarrow; pip install 'capflow[duckdb]'" in output
+
+
+@pytest.fixture(scope="module")
+def with_engine(wheel, tmp_path_factory):
+    """Return the programs of an environment in which pip installed the extra `cpu`, as the page on it says."""
+    programs, install = environment(tmp_path_factory.mktemp("engine"))
+    subprocess.run([*install, f"{wheel}[cpu]"], check=True, capture_output=True)
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    (remedy,) = re.findall("`(pip uninstall [^`]*)`", page)
+    subprocess.run([programs / "python", "-m", *remedy.split(), "--yes"], check=True, capture_output=True)
+    return programs
+
+
+ENGINE = """
+import tempfile
+import numpy as np
+import torch
+import transformers
+import capflow
+
+if __name__ == "__main__":
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
+    )
+    torch.manual_seed(0)
+    root = tempfile.mkdtemp()
+    transformers.LlamaForCausalLM(config).save_pretrained(f"{root}/model")
+    consumers = [f"filesystem:root={root}/rows,capture=requests"]
+    sites = ["post_block:0", "pre_attn:1"]
+    arguments = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "max_model_len": 64}
+    vector = np.zeros(64, np.float32)
+    vector[5] = 3.0
+
+    def params(id, **more):
+        capture = {"hooks": {"pre_attn": [1]}}
+        return capflow.sampling_params(
+            id=id, capture=capture, max_tokens=4, temperature=0.0, ignore_eos=True, detokenize=False, **more
+        )
+
+    with capflow.LLM(f"{root}/model", consumers=consumers, sites=sites, **arguments) as llm:
+        steered = params("steered", steering_vectors={"post_block": {0: vector}})
+        llm.generate([{"prompt_token_ids": [1, 2, 3, 4, 5]}] * 3, [params("plain"), steered, params("again")])
+    data = capflow.open(f"{root}/rows")
+    rows = {id: np.asarray(data[id]["pre_attn:1"].rows) for id in ("plain", "steered", "again")}
+    moved = (rows["steered"] - rows["plain"])[:5]  # the prompt is the same
+    assert np.abs(np.delete(moved, 5, 1)).max() < 1e-5
+    print(
+        f"rows {list(rows['plain'].shape)} {data['steered'].status}, moved by {moved[:, 5].mean():.1f}, "
+        f"plain again {np.abs(rows['again'] - rows['plain']).max():.1f}"
+    )
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_an_engine_captures_and_steers(with_engine):
+    assert "A small capture … works: 24 rows" in run(with_engine, "capflow", "doctor", timeout=400)
+    (with_engine.parent / "engine.py").write_text(ENGINE)
+    output = run(with_engine, "python", "engine.py", timeout=400)
+    assert output.splitlines()[-1] == "rows [8, 64] ok, moved by 3.0, plain again 0.0"

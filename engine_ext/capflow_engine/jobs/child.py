@@ -7,11 +7,13 @@ The field `event` is the kind of an object. When the work fails, the last one is
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from types import FrameType
 from typing import IO, Any
 
@@ -78,6 +80,20 @@ def work_for_parent(work: Callable[[Tell], None]) -> int:
         return _INTERRUPTED
     except Exception as e:  # noqa: BLE001 - the parent gets the error, and standard error the traceback
         traceback.print_exc()
-        tell("error", usage=False, message=explain("the engine failed", got=f"{type(e).__name__}: {e}"))
+        broken = _broken_torchvision()
+        message = broken or explain("the engine failed", got=f"{type(e).__name__}: {e}")
+        tell("error", usage=False, message=message)
         return 1
     return 0
+
+
+def _broken_torchvision() -> str | None:
+    """Return why torchvision does not import, if it is there; vLLM and Transformers then fail with other errors."""
+    try:
+        importlib.import_module("torchvision")
+    except ImportError:
+        return None
+    except RuntimeError as e:
+        do = "pip uninstall torchvision torchaudio torchcodec, or install their builds for this torch"
+        return explain("torchvision", got=f"{e}", expected=f"a build for torch {version('torch')}", do=do)
+    return None
