@@ -16,6 +16,7 @@ import capflow
 from capflow import limits
 from capflow.capture.frame import Dropped, Rank
 from capflow.capture.losses import described
+from capflow.capture.result import CaptureResult
 from capflow.capture.site import Site
 from capflow.plugins.configure import configure, load_plugins
 from capflow.protocol import message
@@ -25,7 +26,7 @@ from capflow.transport.links.former import FormerLink
 from capflow.transport.outbox import Outbox, left_behind
 from capflow.transport.promises import Promises, read
 from tests.kit.frames import make_finished, make_frame, make_hello, make_model
-from tests.kit.hubs import Recorder, address, configured, raw_peer, running_hub, worker_link
+from tests.kit.hubs import Later, Recorder, address, configured, raw_peer, running_hub, worker_link
 from tests.kit.processes.hub_crash import hub_options
 from tests.kit.sources import PROCESSES
 from tests.kit.waiting import eventually
@@ -50,11 +51,13 @@ class Hub:
     """A hub with files and an inbox, in a process of its own."""
 
     def __init__(self, address, directory):
-        command = [sys.executable, PROCESSES / "hub_crash.py", str(address), directory, "never", "0", "packed"]
+        self.address = str(address)
+        command = [sys.executable, PROCESSES / "hub_crash.py", self.address, directory, "never", "0", "packed"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
 
     def __enter__(self):
-        return self.process
+        with Client(self.address, 60):  # it answers: its process has started, however long that takes
+            return self.process
 
     def __exit__(self, *_):
         self.process.stdin.close()
@@ -316,8 +319,9 @@ def test_an_end_that_comes_after_the_hub_gave_its_engine_up_leaves_no_result_pen
         first.kill()
         first.wait(20)
     kept = configure("filesystem", hub_options(tmp_path, "packed"), load_plugins())
-    with running_hub(address, kept), Client(str(address)) as client:
-        eventually((tmp_path / "rows" / "r1").exists)  # as much as came of it
+    with running_hub(address, kept) as hub, Client(str(address)) as client:
+        eventually(lambda: hub.lanes[0].results)  # for as much as came of it
+        assert hub.lanes[0].results == {"partial_error": 1}
         with raw_peer(address) as worker:
             worker.send(message.encode(make_hello(boot="killed")))
             worker.recv()
@@ -325,7 +329,7 @@ def test_an_end_that_comes_after_the_hub_gave_its_engine_up_leaves_no_result_pen
             over = make_frame([], finished=[died], boot="killed", seq=2)
             worker.send_multipart(over.encode())
             (result,) = client.results(["r1"], timeout=20)["r1"].values()
-    assert (result.status, "did not end" in result.error) == ("error", True)
+    assert (result.status, "did not end" in result.error) == ("partial_error", True)
     assert [(each.reason, each.rows) for each in result.dropped] == [("earlier_hub", 2)]
     assert "earlier_hub" in result.error
     assert [path.name for path in (tmp_path / "rows").iterdir() if not path.name.startswith(".")] == ["r1"]
@@ -345,8 +349,9 @@ def test_late_ends_of_the_stages_of_a_pipeline_name_what_each_lost(address, tmp_
         first.kill()
         first.wait(20)
     kept = configure("filesystem", hub_options(tmp_path, "packed"), load_plugins())
-    with running_hub(address, kept), Client(str(address)) as client:
-        eventually((tmp_path / "rows" / "r1").exists)  # as much as came of it
+    with running_hub(address, kept) as hub, Client(str(address)) as client:
+        eventually(lambda: hub.lanes[0].results)  # for as much as came of it
+        assert hub.lanes[0].results == {"partial_error": 1}
         with raw_peer(address) as one, raw_peer(address) as other:
             for pp, (worker, hello) in enumerate(zip((one, other), hellos, strict=True)):
                 worker.send(message.encode(hello))
@@ -356,7 +361,31 @@ def test_late_ends_of_the_stages_of_a_pipeline_name_what_each_lost(address, tmp_
                 over = make_frame([], finished=[died], boot=hello.boot, rank=hello.rank, seq=2)
                 worker.send_multipart(over.encode())
             (result,) = client.results(["r1"], timeout=20)["r1"].values()
+    assert result.status == "partial_error"
     assert {each.reason: each.rows for each in result.dropped} == {"queue_full": 10, "earlier_hub": 5}
+
+
+def test_an_end_that_comes_while_the_consumer_stores_what_came_is_in_its_result(tmp_path):
+    later = Later()
+    with MemoryHub(configured(later, "spill", spool_dir=tmp_path)) as hub:
+        engine = hub.engine("a", boot="killed")
+        engine.step([("r1", 4, 0, 4)])
+        engine.settle()
+        engine.lose()
+        eventually(lambda: "r1" in later.futures)
+        again = hub.engine("a", boot="killed", seq=1)
+        again.promise("r1", 4, 0, 4)
+        again.promise("r1", 4, 4, 2)
+        again.finish("r1", status="error")
+        again.settle()
+        eventually(lambda: hub.hub.snapshot().rows_lost)  # the consumer's lane has read the end
+        later.futures["r1"].set_result(CaptureResult("ok", payload={"rows": later.rows["r1"]}))
+        result = hub.result("r1")
+    lost = 2 * len(again.sites)
+    assert (result.status, result.payload) == ("partial_error", {"rows": later.rows["r1"]})
+    assert [(each.reason, each.rows) for each in result.dropped] == [("earlier_hub", lost)]
+    assert f"{lost} rows lost: earlier_hub" in result.error
+    assert "did not end" in result.error
 
 
 def test_the_next_hub_on_a_machine_names_what_died_with_the_last_without_an_engine(address, tmp_path):

@@ -28,16 +28,17 @@ from capflow.buffers.policy import WhenFull
 from capflow.buffers.shares import Shares
 from capflow.buffers.spool import FullError, Lost
 from capflow.capture.frame import Frame, FrameHeader, Rank, RequestRows, rows_of
-from capflow.capture.losses import described, note_chunk
+from capflow.capture.losses import note_chunk
 from capflow.capture.model import ModelInfo
 from capflow.capture.result import CaptureResult, RequestDone
 from capflow.errors import CapflowError, RemoteProtocolError, kind_of
 from capflow.hub.lanes.dead_letters import SUFFIX, DeadLetters, Letter, cut
+from capflow.hub.lanes.given_up import GivenUp
 from capflow.hub.lanes.inbox import Gone, Inbox, InboxItem, Known, Missed, RequestDoneMark, Unkept
 from capflow.hub.lanes.lane import Lane, LaneFiles, LeftError, OnAction, OnResult
 from capflow.hub.lanes.leftover import take_beside, tell_of_others
 from capflow.hub.lanes.notes import weight
-from capflow.hub.lanes.tally import NOT_ENDED, Delivery, Tallies, Tally
+from capflow.hub.lanes.tally import Delivery, Tallies, Tally
 from capflow.hub.lanes.writer import Greeting, InboxWriter, QueuedFrame, Taken
 from capflow.hub.requests.index import Arrival, RequestIndex
 from capflow.hub.requests.request import KnownEngine, Request, RequestName
@@ -154,6 +155,7 @@ class DurableLane(Lane):
         self._handled = 0
         # Another hub may have stored records up to this one, so their frames are checked once more; set by `open`.
         self._found_through = 0.0
+        self._given_up = GivenUp()
         # Whether the last `RequestDoneMark` could not be stored. It is logged once.
         self._stuck = False
         # Requests that have results and are still in `_open` or `_long`: the last record of each, and whether the inbox
@@ -715,13 +717,13 @@ class DurableLane(Lane):
                     late = self.requests.late(finished, engine, header.rank.pp)
                     if late is None:
                         continue  # the hub, too, waits for the other pipeline stages
+                    again = RequestName(engine.name, finished.id)
+                    if (result := self._given_up.late(again, late)) is not None:
+                        self._on_result(again, self.index, result)
                     if late.untold:
                         untold[finished.id] = late.untold
                     for lost in late.untold:
                         self.dropped[lost.reason] += lost.rows
-                    again = RequestName(engine.name, finished.id)
-                    text = "; ".join([*map(described, late.dropped), NOT_ENDED])
-                    self._on_result(again, self.index, CaptureResult("error", text, dropped=late.dropped))
             self._losses.tell_late(untold, engine.name)
             for request in self.requests.finish(header, engine):
                 self._end(request, number)
@@ -762,13 +764,18 @@ class DurableLane(Lane):
 
     def _end_all(self, lost: Iterable[Request], number: int) -> None:
         for request in lost:
-            self._end(request, number)
+            self._end(request, number, given_up=True)
 
-    def _end(self, request: Request, number: int) -> None:
-        """Tell the consumer of the end of a request, whose last record has this number, unless an earlier hub did."""
+    def _end(self, request: Request, number: int, *, given_up: bool = False) -> None:
+        """Tell the consumer of the end of a request, whose last record has this number, unless an earlier hub did.
+
+        given_up: its engine is gone.
+        """
         if request.shares[0] is None:
             return
         tally = self._tallies.pop(request)
+        if given_up:
+            self._given_up.begin(tally)
         if rows := request.lost.rows["earlier_hub"]:
             self._explain(request, rows)
         if (request.engine, request.id) in self._aside:
@@ -798,6 +805,9 @@ class DurableLane(Lane):
     def _name(self, request: Request) -> RequestName:
         """Return a request as the hub knows it, which may never have seen it."""
         return RequestName(request.engine, request.id)
+
+    def _final(self, tally: Tally, judged: CaptureResult) -> CaptureResult:
+        return self._given_up.settle(tally, judged)
 
     def _done_with(self, request: Request, number: int) -> None:
         """Put down that the consumer has made a request its own. Called on any thread."""

@@ -418,9 +418,13 @@ class Lane(abc.ABC):
             with self._lock:
                 self.unkept += 1
         self._losses.tell(tally.request.id, judged.dropped, engine=tally.request.engine)
-        self._on_result(self._name(tally.request), self.index, judged)
+        self._on_result(self._name(tally.request), self.index, self._final(tally, judged))
         if settled is not None:
             settled()
+
+    def _final(self, tally: Tally, judged: CaptureResult) -> CaptureResult:  # noqa: ARG002
+        """Return the result of a request for the hub. Called on any thread."""
+        return judged
 
     def _name(self, request: Request) -> Request | RequestName:
         """Return a request as the hub knows it."""

@@ -109,11 +109,13 @@ class Late(NamedTuple):
     dropped: what was lost of it.
     untold: what no result of it could say.
     given: whether a consumer wanted something of it whose lane is not durable.
+    came: whether rows of it had come.
     """
 
     dropped: tuple[Dropped, ...]
     untold: tuple[Dropped, ...]
     given: bool
+    came: bool
 
 
 class RequestIndex:
@@ -349,7 +351,8 @@ class RequestIndex:
         if len(lost.ended) < engine.model.stages:
             return None
         untold, lost.logged = lost.rows - lost.logged, lost.rows
-        return Late(losses.dropped, tuple(Dropped(rows, reason) for reason, rows in untold.items()), lost.given)
+        untold_rows = tuple(Dropped(rows, reason) for reason, rows in untold.items())
+        return Late(losses.dropped, untold_rows, lost.given, any(lost.received.values()))
 
     def over(self, request: Request | RequestName) -> Request | None:
         """Return a request that a lane says is over; None when it is not known here, or not over.
