@@ -15,7 +15,6 @@ from capflow.cli.engine.run import run
 from capflow.serve_options import engine_options
 from capflow.transport.client import Client
 from capflow_engine.hubs import hubs_at
-from tests.kit.hubs import free_port
 from tests.kit.servers import environment
 from tests.kit.sources import ROOT
 
@@ -28,6 +27,13 @@ PODS = {one["metadata"]["name"]: one["spec"]["template"]["spec"] for one in MANI
 COMMANDS = {
     **{f"pod {name}": pod["containers"][0]["command"] for name, pod in PODS.items()},
     **{f"compose {name}": service["command"] for name, service in COMPOSE["services"].items()},
+}
+ENVIRONMENTS = {
+    **{
+        f"pod {name}": {one["name"]: one["value"] for one in pod["containers"][0]["env"] if "value" in one}
+        for name, pod in PODS.items()
+    },
+    **{f"compose {name}": service["environment"] for name, service in COMPOSE["services"].items()},
 }
 
 
@@ -64,17 +70,23 @@ def test_a_hub_starts_as_the_files_say_and_admits_the_engines_key(made, tmp_path
     for path in mounted.iterdir():
         path.chmod(0o640)
     keys = secret if name.startswith("compose") else installed(PODS["hub"], mounted, tmp_path / "keys")
-    port = free_port()
-    places = {"0.0.0.0:7000": f"127.0.0.1:{port}", "0.0.0.0:9400": f"127.0.0.1:{free_port()}"}
+    # Port 0: one that is free.
+    places = {"0.0.0.0:7000": "127.0.0.1:0", "0.0.0.0:9400": "127.0.0.1:0"}
     places |= {"/keys/own": str(keys), "/keys": str(keys), "/state": str(tmp_path / "state")}
     command = [_replaced(word, places) for word in COMMANDS[name]]
+    home = {variable: _replaced(value, places) for variable, value in ENVIRONMENTS[name].items()}
     with subprocess.Popen(
-        [sys.executable, "-m", *command], env=environment(tmp_path / "home"), stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", *command],
+        env=environment(tmp_path / "home", **home),
+        stderr=subprocess.PIPE,
+        text=True,
     ) as hub:
         try:
-            assert "listening" in hub.stderr.readline()
+            listening = re.search(r"listening at (tcp://[\w@.]+:\d+)", hub.stderr.readline())
+            assert listening is not None
+            assert f"//{public}@" in listening[1]
             key = tmp_path / "engine" / "capflow" / "keys" / "engine.key"
-            with Client(f"tcp://{public}@127.0.0.1:{port}", key=str(key)) as client:
+            with Client(listening[1], 20, key=str(key)) as client:
                 assert list(client.status()["consumers"]) == ["filesystem"]
         finally:
             hub.terminate()
