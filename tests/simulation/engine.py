@@ -20,6 +20,7 @@ from tests.simulation.oracle import Sent, rows_of
 ADDRESS = "tcp://127.0.0.1:5555"
 LARGE = (150, 600, 1200)  # tokens of a prompt; up to 300 KiB in a frame
 REFUSED_LATER_S = 0.2  # until what was not taken is tried again
+SECOND = "got a second worker"  # what a hub says that takes the last life, which was killed, for a live one
 
 
 def model_of(layers, hidden, stages, dtype="float32"):
@@ -75,9 +76,10 @@ class Engine:
             self.links.append(link)
         for link in self.links:
             while link.wait_welcome(5.0) is None:
-                if link.refusal is not None:
+                if link.refusal is not None and SECOND not in link.refusal:
                     self.oracle.fail(f"{self.name} is refused: {link.refusal}")
                     return
+                world.sleep(REFUSED_LATER_S)  # the link asks again by itself
         for step in range(self.steps):
             self._turn(step)
             world.sleep(choose.expovariate(1 / self.pause_s))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from capflow.plugins.configure import ConfiguredConsumer
 from tests.simulation.bounds import checked
 from tests.simulation.consumers import Filing, Listening, Shelf
 from tests.simulation.database import SITE, Base
-from tests.simulation.engine import ADDRESS, Engine, model_of
+from tests.simulation.engine import ADDRESS, SECOND, Engine, model_of
 from tests.simulation.hostile import WAYS, Hostile
 from tests.simulation.network import Dealer, Network, Router, Waker
 from tests.simulation.oracle import Oracle
@@ -42,6 +43,8 @@ DUCKDB, HOSTILE, LARGE = 0.2, 0.4, 0.1  # how likely they take part: LARGE, an e
 HEADER_BYTES = 8 * limits.KIB  # of a frame with long prompts, at most
 QUIET_S_MAX = 600.0  # of virtual time, until everything is handled once faults have ended
 SYNCED_S_MAX = 60.0  # of virtual time, from then until everything is durable
+# Of virtual time, from the kill of an engine until the hub has read its last messages and they are too old to count.
+REPLACED_S_MAX = limits.NAME_KEPT_S + 1.0
 
 
 @dataclass
@@ -95,6 +98,8 @@ class Simulation:
         self.engines = []
         # The names of honest engines.
         self.honest = set()
+        # When the last life of an engine was killed, by its name.
+        self.killed_at = {}
         # The hostile peers.
         self.peers = []
         # The faults, for the report.
@@ -175,9 +180,13 @@ class Simulation:
             self.oracle.excused.add("spool_damaged")
 
     def note_refused(self, engine, reason):
-        """Have the oracle know that the hub refused an engine."""
+        """Have the oracle know that the hub refused an engine.
+
+        It may refuse the next life of one that was killed lately: it cannot know yet that the last one is gone.
+        """
         self.world.trace(f"refuse {engine} {reason}")
-        if engine in self.honest:
+        killed_s = self.world.now - self.killed_at.get(engine, -math.inf)
+        if engine in self.honest and not (SECOND in reason and killed_s < REPLACED_S_MAX):
             self.oracle.fail(f"{engine} is honest, and refused: {reason}")
 
     def watch_results(self, lane, life):
@@ -316,6 +325,7 @@ class Simulation:
             return None
         slot, engine = self.world.choose.choice(alive)
         engine.process.kill()
+        self.killed_at[engine.name] = self.world.now
         self.engines.remove((slot, engine))
         return slot
 
