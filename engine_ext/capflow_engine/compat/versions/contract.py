@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from capflow_engine.compat.versions.surface import CORE, OPTIONAL, OVERRIDES, REPLACED, SYMBOLS
+from capflow_engine.compat.versions.surface import CORE, OPTIONAL, OVERRIDES, READS, REPLACED, SYMBOLS
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -167,6 +167,12 @@ def breaks(theirs: Source, ours: Source | None = None) -> list[Break]:
         cls, _, name = path.rpartition(".")
         if theirs.member(module, cls, name) is None:
             result.append(Break(replaced.need, f"{module}.{path}", "missing"))
+    for read in READS:
+        module, _, cls = read.cls.partition(":")
+        if read.unless and theirs.member(module, cls, read.unless) is not None:
+            continue
+        missing = [name for name in read.names if theirs.member(module, cls, name) is None]
+        result += [Break(read.need, f"{module}.{cls}.{name}", "missing") for name in missing]
     return [each for each in dict.fromkeys(result) if each.need != OPTIONAL]
 
 

@@ -1,4 +1,4 @@
-"""The surface table: each name of vLLM that capflow imports, overrides or replaces, and what needs it.
+"""The surface table: each name of vLLM that capflow imports, overrides, replaces or reads, and what needs it.
 
 A test compares the table with the source: it fails for a name that is not here, and for an entry that nothing uses.
 `contract` compares it with a vLLM, without importing that.
@@ -57,6 +57,19 @@ class Replaced(NamedTuple):
     theirs: str
     by: str
     need: str = CORE
+
+
+class Read(NamedTuple):
+    """Attributes that are read of objects of a vLLM class.
+
+    cls: `module:Class`.
+    unless: a member of the class; a vLLM that has it needs no other of `names`.
+    """
+
+    cls: str
+    names: tuple[str, ...]
+    need: str = CORE
+    unless: str = ""
 
 
 _SERVE = "vllm.entrypoints"
@@ -227,4 +240,97 @@ REPLACED = (
         KV_OFFLOADING,
     ),
     Replaced("vllm.v1.core.sched.scheduler:Scheduler.kv_cache_manager", "capflow_engine.compat.cache:limit_reads"),
+)
+
+
+def _read(cls: str, names: str, need: str = CORE, unless: str = "") -> Read:
+    return Read(cls, tuple(names.split()), need, unless)
+
+
+READS = (
+    _read(
+        "vllm.v1.core.sched.scheduler:Scheduler",
+        "block_size connector finish_requests has_requests kv_cache_manager max_model_len",
+    ),
+    _read(
+        "vllm.v1.core.sched.scheduler:Scheduler",
+        "skipped_waiting waiting policy",
+        unless="_handle_blocked_waiting_request",
+    ),
+    _read(
+        "vllm.v1.core.sched.output:SchedulerOutput",
+        "num_scheduled_tokens scheduled_new_reqs scheduled_spec_decode_tokens",
+    ),
+    _read("vllm.v1.core.sched.output:NewRequestData", "num_computed_tokens prompt_embeds req_id"),
+    _read(
+        "vllm.v1.core.sched.output:CachedRequestData",
+        "new_token_ids num_computed_tokens num_output_tokens num_reqs req_ids",
+    ),
+    _read("vllm.v1.core.sched.request_queue:RequestQueue", "prepend_request remove_requests"),
+    _read(
+        "vllm.v1.request:Request",
+        "client_index get_finished_reason is_finished kv_transfer_params num_computed_tokens num_output_tokens"
+        " num_prompt_tokens prompt_embeds request_id resumable skip_reading_prefix_cache spec_token_ids stop_reason"
+        " trace_headers update_block_hashes",
+    ),
+    _read("vllm.v1.request:Request", "num_stale_output_tokens", OPTIONAL),
+    _read(
+        "vllm.v1.worker.gpu.input_batch:InputBatch",
+        "input_ids",
+        V2_RUNNER,
+    ),
+    _read("vllm.v1.request:RequestStatus", "FINISHED_ABORTED FINISHED_STOPPED"),
+    _read("vllm.v1.outputs:ModelRunnerOutput", "req_id_to_index req_ids sampled_token_ids"),
+    _read("vllm.v1.engine:EngineCoreOutput", "finish_reason finished kv_transfer_params new_token_ids request_id"),
+    _read("vllm.v1.engine:EngineCoreOutputs", "outputs"),
+    _read("vllm.v1.engine:EngineCoreRequest", "prompt_embeds request_id"),
+    _read("vllm.v1.engine.core:EngineCore", "async_scheduling scheduler vllm_config"),
+    _read("vllm.v1.engine.async_llm:AsyncLLM", "engine_core output_handler output_processor vllm_config", HTTP),
+    _read(
+        "vllm.v1.engine.llm_engine:LLMEngine",
+        "abort_request engine_core from_engine_args has_unfinished_requests output_processor vllm_config",
+    ),
+    _read("vllm.v1.engine.output_processor:OutputProcessor", "request_states"),
+    _read("vllm.v1.worker.gpu_worker:Worker", "get_model model_runner use_v2_model_runner vllm_config"),
+    _read("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "get_model input_batch input_ids vllm_config"),
+    _read("vllm.v1.worker.gpu_input_batch:InputBatch", "num_computed_tokens_cpu num_reqs req_id_to_index req_ids"),
+    _read("vllm.v1.worker.gpu.model_runner:GPUModelRunner", "get_model vllm_config", V2_RUNNER),
+    _read(
+        "vllm.v1.worker.gpu.input_batch:InputBatch",
+        "num_computed_tokens_np num_reqs num_scheduled_tokens num_tokens_after_padding query_start_loc_np req_ids",
+        V2_RUNNER,
+    ),
+    _read(
+        "vllm.config:VllmConfig",
+        "additional_config cache_config compilation_config kv_transfer_config parallel_config scheduler_config"
+        " model_config speculative_config",
+    ),
+    _read(
+        "vllm.config:ModelConfig",
+        "enforce_eager get_hidden_size get_total_num_hidden_layers get_vocab_size max_model_len served_model_name"
+        " skip_tokenizer_init trust_remote_code",
+    ),
+    _read(
+        "vllm.config:ParallelConfig",
+        "data_parallel_index data_parallel_size enable_dbo enable_expert_parallel nnodes_within_dp"
+        " pipeline_parallel_size tensor_parallel_size use_ubatching",
+    ),
+    _read("vllm.config:SchedulerConfig", "async_scheduling max_num_batched_tokens max_num_seqs"),
+    _read("vllm.config:CacheConfig", "kv_sharing_fast_prefill"),
+    _read("vllm.config:CompilationConfig", "pass_config static_forward_context"),
+    _read("vllm.config:SpeculativeConfig", "num_speculative_tokens"),
+    _read("vllm.config:KVTransferConfig", "kv_connector kv_connector_extra_config"),
+    _read(
+        "vllm.engine.arg_utils:EngineArgs",
+        "additional_config create_engine_config create_model_config data_parallel_backend data_parallel_external_lb"
+        " data_parallel_rank data_parallel_size data_parallel_size_local decode_context_parallel_size"
+        " distributed_executor_backend enable_expert_parallel enforce_eager nnodes pipeline_parallel_size"
+        " tensor_parallel_size",
+    ),
+    _read("vllm:LLM", "get_default_sampling_params llm_engine reset_prefix_cache"),
+    _read("vllm:SamplingParams", "clone detokenize extra_args n prompt_logprobs"),
+    _read("vllm.outputs:RequestOutput", "finished kv_transfer_params outputs request_id"),
+    _read("vllm.lora.request:LoRARequest", "lora_name"),
+    _read("vllm.distributed.parallel_state:GroupCoordinator", "broadcast_object cpu_group rank_in_group world_size"),
+    _read(f"{_OFFLOADING}:OffloadingConnector", "_max_loadable_tokens", KV_OFFLOADING),
 )
