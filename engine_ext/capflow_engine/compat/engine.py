@@ -317,6 +317,12 @@ def argument_names() -> set[str]:
 def check_arguments(engine_args: Any) -> None:
     """Raise UsageError for engine arguments under which ranks or platforms are not capflow's to follow."""
     check_platform()
+    _refuse(
+        (_DBO, engine_args.enable_dbo),
+        (_CONTEXT, getattr(engine_args, "prefill_context_parallel_size", 1) > 1),
+        (_SEQUENCE, _divides_tokens(engine_args.compilation_config)),
+        (_FAST_PREFILL, engine_args.kv_sharing_fast_prefill),
+    )
     sharded = engine_args.tensor_parallel_size > 1
     if sharded and engine_args.distributed_executor_backend == "external_launcher":
         got = f"external_launcher with --tensor-parallel-size {engine_args.tensor_parallel_size}"
@@ -357,19 +363,35 @@ def check_config(vllm_config: Any) -> None:
             )
         )
     parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
-    for name, on in (
-        ("--enable-dbo", parallel.enable_dbo or parallel.use_ubatching),
-        ("--prefill-context-parallel-size", getattr(parallel, "prefill_context_parallel_size", 1) > 1),
-        ("pass_config.enable_sp of --compilation-config", _divides_tokens(vllm_config.compilation_config)),
-        ("--kv-sharing-fast-prefill", vllm_config.cache_config.kv_sharing_fast_prefill),
+    _refuse(
+        (_DBO, parallel.enable_dbo or parallel.use_ubatching),
+        (_CONTEXT, getattr(parallel, "prefill_context_parallel_size", 1) > 1),
+        (_SEQUENCE, _divides_tokens(vllm_config.compilation_config)),
+        (_FAST_PREFILL, vllm_config.cache_config.kv_sharing_fast_prefill),
         ("adaptive verification of drafts", getattr(speculative, "enable_adaptive_verification", False)),
-        ("a diffusion model", getattr(vllm_config.model_config, "is_diffusion", False)),
-    ):
+    )
+    connectors.check_config(vllm_config)
+    check_kind(vllm_config.model_config)
+
+
+_DBO = "--enable-dbo"
+_CONTEXT = "--prefill-context-parallel-size"
+_SEQUENCE = "pass_config.enable_sp of --compilation-config"
+_FAST_PREFILL = "--kv-sharing-fast-prefill"
+
+
+def _refuse(*options: tuple[str, Any]) -> None:
+    """Raise UsageError for the first option that is on. Each has its name, and whether it is."""
+    for name, on in options:
         if on:
             raise UsageError(explain(f"{name} is not supported with capflow", do="leave it out"))
-    connectors.check_config(vllm_config)
-    if vllm_config.model_config.runner_type != "generate":
-        got = vllm_config.model_config.runner_type
+
+
+def check_kind(model_config: Any) -> None:
+    """Raise UsageError unless a model generates text token by token."""
+    _refuse(("a diffusion model", getattr(model_config, "is_diffusion", False)))
+    if model_config.runner_type != "generate":
+        got = model_config.runner_type
         raise UsageError(explain("model runner type", got=got, expected="a model that generates text"))
 
 

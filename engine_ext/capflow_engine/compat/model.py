@@ -72,6 +72,7 @@ def _structures(engine_args: Any, report: child.Report) -> tuple[Structure, ...]
     with explaining(engine_args.model):
         config = single.create_engine_config()
     model_config = config.model_config
+    compat.check_kind(model_config)
     num_layers = model_config.get_total_num_hidden_layers()
     report("making it without weights")
     try:

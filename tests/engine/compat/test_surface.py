@@ -358,6 +358,9 @@ def test_the_probe_imports_nothing_of_vllm():
             {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
             "--decode-context-parallel-size: got 2, expected 1 on a CPU",
         ),
+        ({"enable_dbo": True}, "--enable-dbo is not supported with capflow; leave it out"),
+        ({"prefill_context_parallel_size": 2}, "--prefill-context-parallel-size is not supported with capflow"),
+        ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill is not supported with capflow"),
     ],
 )
 def test_what_divides_a_step_among_ranks_is_refused_from_the_arguments(arguments, option):
@@ -371,6 +374,18 @@ def test_what_divides_a_step_among_ranks_is_refused_from_the_arguments(arguments
 def test_a_pass_that_divides_tokens_is_seen(on):
     """vLLM 0.32 has no such pass."""
     assert compat._divides_tokens(SimpleNamespace(pass_config=SimpleNamespace(enable_sp=on))) == on
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ({"runner_type": "pooling"}, "model runner type: got pooling"),
+        ({"is_diffusion": True}, "a diffusion model is not"),
+    ],
+)
+def test_a_model_that_generates_no_tokens_is_refused(kind, words):
+    with pytest.raises(UsageError, match=words):
+        compat.check_kind(SimpleNamespace(**{"runner_type": "generate", "is_diffusion": False} | kind))
 
 
 def test_a_platform_with_workers_of_its_own_is_refused_by_name(monkeypatch):
