@@ -64,6 +64,8 @@ def test_results_files_and_tables_name_the_weights_and_new_ones_read_no_old_cach
         return output
 
     with engine(tiny, consumers=consumers, **CACHING) as llm:
+        if not hasattr(llm.llm_engine, "set_weight_version"):
+            pytest.skip("vLLM below 0.27 has no names of weights")
         outputs = {name: ask(name) for name in ("first", "again")}
         reload(llm, directory)
         llm.llm_engine.set_weight_version("step-100")
