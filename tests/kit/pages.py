@@ -94,19 +94,21 @@ class OpenPage:
         """Click a token; one that is broken over two lines in its last part."""
         token = self.tokens().nth(number)
         token.scroll_into_view_if_needed()
-        # Parts of the page that are still being loaded may move it.
+        # Parts of the page that are still being loaded may move it, or break it elsewhere.
         x, y = token.evaluate(
             """async (token) => {
               for (let last = ""; ; ) {
+                const box = token.getBoundingClientRect();
                 const part = [...token.getClientRects()].at(-1);
-                const place = [part.x + part.width / 2, part.y + 4];
-                if (`${place}` === last) return place;
-                last = `${place}`;
+                const place = [part.x + part.width / 2 - box.x, part.y + 4 - box.y];
+                if (`${place} ${box.x} ${box.y}` === last) return place;
+                last = `${place} ${box.x} ${box.y}`;
                 await new Promise((done) => setTimeout(done, 100));
               }
             }"""
         )
-        self.page.mouse.click(x, y)
+        # Playwright waits until a click there is one on the token.
+        token.click(position={"x": x, "y": y})
 
     def cells(self, rows, columns, width=None):
         """Return the colour of the middle of each cell of the heatmap, [rows from the bottom, columns, rgb].
