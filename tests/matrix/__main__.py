@@ -18,7 +18,7 @@ def main():
     if unknown := [check for check in checks if check not in TESTS]:
         parser.error(f"--only: got {unknown[0]}, expected some of {', '.join(TESTS)}")
     right = [run(version, checks) for version in given.versions or reversed(record.tested())]
-    write(record.decoded(record.PATH.read_text("utf-8")))
+    write(record.read())
     return 0 if all(right) else 1
 
 

@@ -36,7 +36,7 @@ def run(version, checks):
     missing = {need: (first.name, first.problem) for need, (first, *_) in contract.off(contract.breaks(source)).items()}
     right = CORE not in missing
     for check in checks:
-        versions = dict(record.decoded(record.PATH.read_text("utf-8")))
+        versions = record.read()
         outcomes = dict(versions[version].outcomes) if version in versions else {}
         if NEEDS[check] in missing:
             outcomes.pop(check, None)

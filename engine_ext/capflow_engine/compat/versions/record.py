@@ -97,10 +97,15 @@ def encoded(versions: Mapping[str, VersionRecord]) -> str:
     return "{\n" + ",\n".join(entries) + "\n}\n"
 
 
+def read() -> dict[str, VersionRecord]:
+    """Return the versions in the file, oldest first."""
+    return decoded(PATH.read_text("utf-8"))
+
+
 @functools.cache
 def tested() -> Mapping[str, VersionRecord]:
-    """Return the recorded versions, oldest first."""
-    return decoded(PATH.read_text("utf-8"))
+    """Return the versions in the file, oldest first, as they were when first asked for."""
+    return read()
 
 
 def bounds(versions: Mapping[str, VersionRecord]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -63,7 +63,7 @@ class Read(NamedTuple):
     """Attributes that are read of objects of a vLLM class.
 
     cls: `module:Class`.
-    unless: a member of the class; a vLLM that has it needs no other of `names`.
+    unless: a member of the class; where a vLLM has it, none of `names` is read.
     """
 
     cls: str
@@ -274,11 +274,6 @@ READS = (
         " trace_headers update_block_hashes",
     ),
     _read("vllm.v1.request:Request", "num_stale_output_tokens", OPTIONAL),
-    _read(
-        "vllm.v1.worker.gpu.input_batch:InputBatch",
-        "input_ids",
-        V2_RUNNER,
-    ),
     _read("vllm.v1.request:RequestStatus", "FINISHED_ABORTED FINISHED_STOPPED"),
     _read("vllm.v1.outputs:ModelRunnerOutput", "req_id_to_index req_ids sampled_token_ids"),
     _read("vllm.v1.engine:EngineCoreOutput", "finish_reason finished kv_transfer_params new_token_ids request_id"),
@@ -297,7 +292,8 @@ READS = (
     _read("vllm.v1.worker.gpu.model_runner:GPUModelRunner", "get_model vllm_config", V2_RUNNER),
     _read(
         "vllm.v1.worker.gpu.input_batch:InputBatch",
-        "num_computed_tokens_np num_reqs num_scheduled_tokens num_tokens_after_padding query_start_loc_np req_ids",
+        "input_ids num_computed_tokens_np num_reqs num_scheduled_tokens num_tokens_after_padding query_start_loc_np"
+        " req_ids",
         V2_RUNNER,
     ),
     _read(
