@@ -62,8 +62,8 @@ class OpenPage:
             page.evaluate("place => { location.hash = place; }", place)
 
     def _on_console(self, message):
-        # A page asks for its session again; while the dashboard closes, that is reset, and then refused.
-        gone = self.consumer.closed and re.search("ERR_CONNECTION_(REFUSED|RESET)", message.text)
+        # A page asks for its session again; while the dashboard closes, that is reset or cut, and then refused.
+        gone = self.consumer.closed and re.search("ERR_(CONNECTION_(REFUSED|RESET)|SOCKET_NOT_CONNECTED)", message.text)
         if message.type in ("error", "warning") and not gone and self.excused not in message.text:
             self.complaints.append(message.text)
 
