@@ -117,6 +117,7 @@ SILENCE_S_MAX = 10.0
 NAME_KEPT_S = 3.0  # since the last message of an engine; until then no other engine may have its name
 REFUSED_S = 2.0  # pause before a refused peer sends its next Hello
 RESUME_S_MAX = 3600.0  # silence after which a hub forgets which frames of a worker it has
+HANDOVER_QUIET_S = 2 * HEARTBEAT_S  # a hub that hands over ends when nothing came for so long
 MISSED_S = 5.0  # time without a connection after which an engine counts as gone
 HUB_WAIT_S_DEFAULT = 5.0
 BLOCK_S_MAX = 30.0

@@ -173,6 +173,10 @@ class Dispatch:
         self.do(self.exchange.tick(now, waiting))
         self.log.flush(now)
 
+    def hand_over(self) -> None:
+        """Have engines send new requests to their other hubs."""
+        self.do(self.exchange.hand_over(time.monotonic()))
+
     def drain(self) -> None:
         """Take no more frames, end the open requests, and let each consumer end when it has handled what it has."""
         self.do(self.exchange.drain(time.monotonic()))

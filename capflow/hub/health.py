@@ -16,6 +16,8 @@ class HubState(enum.Enum):
     STARTING = "starting"
     """Its consumers are being opened; nothing is taken yet."""
     RUNNING = "running"
+    HANDING_OVER = "handing over"
+    """It takes what comes; engines send new requests to their other hubs."""
     DRAINING = "draining"
     """Nothing is taken any more; the consumers handle what they have."""
     STOPPED = "stopped"

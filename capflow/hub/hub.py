@@ -165,6 +165,16 @@ class Hub:
             if self.address.startswith("ipc://"):
                 runtime.collect(Path(self.address.removeprefix("ipc://")).parent)
 
+    def hand_over(self) -> None:
+        """Have engines send new requests to their other hubs. `handed_over` says when no request is left here."""
+        self.state = HubState.HANDING_OVER
+        self.post(self._dispatch.hand_over)
+
+    @property
+    def handed_over(self) -> bool:
+        """Whether the handover is done: every request of this hub is over, and its rows are here."""
+        return self._exchange.handover.done
+
     def stop(self, drain_s: float = limits.DRAIN_S_MAX, *, leave: bool = False) -> bool:
         """Let the consumers handle what they have, for at most `drain_s` seconds, close them and end.
 
@@ -256,7 +266,7 @@ class Hub:
 
     def stuck(self, now: float) -> bool:
         """Return whether the hub's thread has ended before its time, or stands still."""
-        if self.state not in (HubState.RUNNING, HubState.DRAINING):
+        if self.state not in (HubState.RUNNING, HubState.HANDING_OVER, HubState.DRAINING):
             return False
         return not self._thread.is_alive() or now - self._turned_at > limits.SILENCE_S_MAX
 

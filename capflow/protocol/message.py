@@ -229,6 +229,8 @@ class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
     troubles: a worker's or a scheduler's reasons why controllers do not work.
     controllers: the counts of a worker's controllers, by name.
     determinism: whether the ranks of the engine steer alike; from the first rank of the first pipeline stage.
+    handover: from a hub: it ends, so new requests shall go to the engine's other hubs. From a scheduler: they do, and
+        it has no request of this hub any more.
     """
 
     counts: WorkerCounts | None = None
@@ -237,6 +239,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
         msgspec.field(default_factory=dict)
     )
     determinism: Determinism | None = None
+    handover: bool = False
 
 
 class Act(msgspec.Struct, frozen=True, tag="act", omit_defaults=True):

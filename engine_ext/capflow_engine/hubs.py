@@ -4,11 +4,13 @@ A hub's number is its place in the list that the engine was started with. It dec
 (`capflow.protocol.routing`). What a hub wants holds for its own requests; it may ask for actions on any request.
 
 The last hubs of the list may be spare ones, which start while the engine runs. The scheduler shares new requests out
-among the hubs that have ever answered and the others that are not spare. A request stays with its hub.
+among the hubs that have ever answered and the others that are not spare. One that hands over gets none until it is back,
+unless every hub does. A request stays with its hub.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -81,6 +83,7 @@ class HubLinks:
     """A scheduler's sessions, one with each hub.
 
     running, at_once: as in `SchedulerLink`.
+    holds: returns whether a request of a hub, by number, runs or waits.
     """
 
     def __init__(
@@ -89,13 +92,29 @@ class HubLinks:
         hello: Hello,
         running: Callable[[str], str | None],
         at_once: Callable[[Act], Outcome | None] = lambda _: None,
+        holds: Callable[[int], bool] = lambda _: False,
     ) -> None:
-        self._links = [SchedulerLink(hub.address, hello, key=hub.key, running=running, at_once=at_once) for hub in hubs]
+        self._links = [
+            SchedulerLink(
+                *(hub.address, hello),
+                key=hub.key,
+                running=running,
+                at_once=at_once,
+                holds=functools.partial(holds, number),
+            )
+            for number, hub in enumerate(hubs)
+        ]
 
     @property
     def welcomes(self) -> tuple[Welcome | None, ...]:
         """Each hub's latest Welcome; None if the hub was never there."""
         return tuple(link.welcome for link in self._links)
+
+    def in_service(self, regular: int) -> list[int]:
+        """Return the numbers of the hubs that get new requests; the first `regular` hubs are not spare."""
+        links = enumerate(self._links)
+        there = [number for number, link in links if number < regular or link.welcome is not None]
+        return [number for number in there if not self._links[number].hands_over] or there
 
     def wait_welcomes(self, timeout_s: float, spares: int = 0) -> None:
         """Wait until every hub has answered but the last `spares`, for at most `timeout_s` seconds in all."""

@@ -46,6 +46,15 @@ def tokens_of(output):
     return [*output.prompt_token_ids, *output.outputs[0].token_ids]
 
 
+# `capflow` of a release whose wire protocol has another version.
+OTHER_RELEASE = """
+from capflow.capture import frame
+frame.PROTOCOL_VERSION += 1
+from capflow.cli import main
+main()
+"""
+
+
 class HubThatDies:
     """`capflow run` with a filesystem consumer, which can be killed and started again."""
 
@@ -54,10 +63,11 @@ class HubThatDies:
         self.root = Path(home) / f"rows-{name}"
         self._environment = environment(home)
 
-    def running(self):
+    def running(self, *options, release=("-m", "capflow")):
         return process(
-            *("run", "--address", self.address, "--consumer", f"filesystem:root={self.root}"),
+            *("run", "--address", self.address, "--consumer", f"filesystem:root={self.root}", *options),
             environment=self._environment,
+            python=release,
         )
 
     def wait(self):
@@ -112,6 +122,81 @@ def test_each_request_is_whole_in_its_hub_and_one_that_dies_holds_up_no_other(ti
             check_rows(roots[hub][name], tokens_of(output), reference)
         assert 4 < sum(name in roots[0] for name in before) + sum(name in roots[0] for name in after) < 12
         assert not any(tmp_path.iterdir()) or not any((tmp_path / "hub-1").iterdir())
+
+
+def test_a_hub_that_hands_over_loses_no_request_and_has_its_share_again_when_it_is_back(tiny, reference):
+    """With the policy `drop`, so that whatever is sent to a hub that is gone is lost."""
+    with tempfile.TemporaryDirectory(prefix="cf") as home, contextlib.ExitStack() as running:
+        first, second = HubThatDies(home, "a"), HubThatDies(home, "b")
+        with first.running() as (one, _):
+            with second.running("--handover-s", "50") as (two, lines):
+                first.wait()
+                second.wait()
+                llm = running.enter_context(engine(tiny, hub=[first.address, second.address], policy="drop"))
+                scheduler = llm.llm_engine.engine_core.engine_core.scheduler.capflow
+                early, late = names("early"), names("late")
+                params = [capflow.sampling_params(id=name, max_tokens=40, **GREEDY) for name in early]
+                llm.enqueue(prompts(LENGTHS), params, use_tqdm=False)
+                for _ in range(3):
+                    llm.llm_engine.step()
+                two.send_signal(signal.SIGTERM)
+                eventually(lambda: scheduler.links.in_service(2) == [0])
+                params = [capflow.sampling_params(id=name, max_tokens=12, **GREEDY) for name in late]
+                llm.enqueue(prompts(LENGTHS), params, use_tqdm=False)
+                assert two.poll() is None
+                outputs = dict(zip(early + late, llm.wait_for_completion(use_tqdm=False), strict=True))
+                two.wait(30)
+            assert two.returncode == 0
+            assert any("capflow: handing over" in line for line in lines)
+            assert "capflow: handed over" in lines
+            gone = generate(llm, names("gone"))
+            with second.running() as (two, _):
+                eventually(lambda: scheduler.links.in_service(2) == [0, 1])
+                back = generate(llm, names("back"))
+                running.close()
+                end(two)
+            end(one)
+        roots = [capflow.open(first.root), capflow.open(second.root)]
+        for name, output in (outputs | gone | back).items():
+            hub = hub_of(name, 2) if name in early or name in back else 0
+            assert name not in roots[1 - hub]
+            assert output.capture_results["filesystem"].status == "ok", name
+            check_rows(roots[hub][name], tokens_of(output), reference)
+        assert sum(name in roots[1] for name in early) > 1
+        assert sum(name in roots[1] for name in back) > 1
+
+
+def test_rows_wait_in_the_spool_for_a_hub_of_another_release(tiny, reference, tmp_path):
+    """As while the hubs of an engine are updated: the one refuses until it speaks the engine's protocol again."""
+    with tempfile.TemporaryDirectory(prefix="cf") as home, contextlib.ExitStack() as running:
+        first, second = HubThatDies(home, "a"), HubThatDies(home, "b")
+        with first.running() as (one, _):
+            with second.running() as (two, _):
+                first.wait()
+                second.wait()
+                hubs = [first.address, second.address]
+                llm = running.enter_context(engine(tiny, hub=hubs, policy="spill", spool_dir=str(tmp_path)))
+                before = generate(llm, names("before"))
+                end(two)
+            worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.capflow
+            link = worker.outlets.links[1]
+            with second.running(release=("-c", OTHER_RELEASE)) as (two, _):
+                eventually(lambda: link.refusal is not None)
+                assert "version of the wire protocol: got 1, expected 2" in link.refusal
+                refused = generate(llm, names("refused", 1))
+                assert not link.counters["dropped_frames"]
+                assert link.counters["spool"]["frames_spilled"] > 0
+                end(two)
+            with second.running() as (two, _):
+                eventually(lambda: link.connected and link.drained)
+                after = generate(llm, names("after"))
+                running.close()
+                end(two)
+            end(one)
+        assert two.returncode == one.returncode == 0
+        roots = [capflow.open(first.root), capflow.open(second.root)]
+        for name, output in (before | refused | after).items():
+            check_rows(roots[hub_of(name, 2)][name], tokens_of(output), reference)
 
 
 def test_each_hub_has_what_it_asked_for_of_its_own_requests(tiny, reference, tmp_path):

@@ -342,6 +342,7 @@ class TestTheCommand:
             ),
             (["--consumer", "filesystem:root=x"], "--consumer filesystem with --tap: got policy"),
             (["--consumer", "dashboard:port=0", "--model", "m", "--prompts", "p"], "--tap: got --model with it"),
+            (["--consumer", "dashboard:port=0", "--handover-s", "5"], "--handover-s: got --tap with it"),
             (["--consumer", "dashboard:port=0"], "no hub answers at ipc:///"),
         ],
     )

@@ -29,10 +29,13 @@ def environment(home, *, path=None, **more):
 
 
 @contextlib.contextmanager
-def process(*arguments, environment):
-    """Run a capflow command; it must be gone, by itself, when the block is over."""
+def process(*arguments, environment, python=("-m", "capflow")):
+    """Run a capflow command; it must be gone, by itself, when the block is over.
+
+    python: how Python runs the command.
+    """
     running = subprocess.Popen(
-        [sys.executable, "-m", "capflow", *arguments],
+        [sys.executable, *python, *arguments],
         env=environment,
         stderr=subprocess.PIPE,
         text=True,

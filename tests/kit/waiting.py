@@ -14,3 +14,12 @@ def eventually(condition: Callable[[], object], limit_s: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come to hold in time"
         pause.wait(0.005)
+
+
+def never(condition: Callable[[], object], for_s: float = 1.0) -> None:
+    """Return when the condition has not held for a while; fail when it does."""
+    deadline = time.monotonic() + for_s
+    pause = threading.Event()
+    while time.monotonic() < deadline:
+        assert not condition(), "the condition came to hold"
+        pause.wait(0.005)

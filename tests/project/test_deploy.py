@@ -164,8 +164,9 @@ def test_a_pod_has_every_volume_port_and_second_that_it_names(name):
     (main,) = pod["containers"]
     ports = {port["name"] for port in main["ports"]}
     assert {main[probe]["httpGet"]["port"] for probe in main if probe.endswith("Probe")} <= ports
-    (seconds,) = (float(word.partition("=")[2]) for word in main["command"] if re.match("--(drain-s|shutdown)", word))
-    assert pod["terminationGracePeriodSeconds"] > seconds
+    ends = [word for word in main["command"] if re.match("--(handover-s|drain-s|shutdown)", word)]
+    assert ends
+    assert pod["terminationGracePeriodSeconds"] > sum(float(word.partition("=")[2]) for word in ends)
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ from rich.console import Console
 from capflow import limits
 from capflow.buffers.spool import check_root, default_root
 from capflow.capture.frame import Frame
+from capflow.capture.spec import CaptureSpec
 from capflow.cli.hub.view import view
 from capflow.errors import CapflowError, UsageError
 from capflow.hub.monitor.metrics import registry_of
@@ -87,6 +88,21 @@ def test_what_is_sent_while_the_hub_is_gone_comes_in_order_when_it_is_back(addre
             assert worker.link.counters["spool"]["frames_spilled"] < 36
             eventually(lambda: worker.outbox.unacknowledged == 0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_sent_while_the_hub_refuses_comes_when_it_does_not(address, tmp_path):
+    """Also if no hub has ever taken the worker."""
+    strange, consumer = Recorder(spec=CaptureSpec({"post_block": [9]})), Recorder()
+    with Spilling(address, tmp_path) as worker:
+        with running_hub(address, strange):
+            assert worker.link.wait_welcome(20) is None
+            eventually(lambda: worker.link.refused)
+            assert worker.send(10) == [None] * 10
+        eventually(lambda: worker.link._session.state is State.LOST)
+        assert worker.send(10, first=10) == [None] * 10
+        with running_hub(address, consumer):
+            eventually(lambda: consumer.rows["r1"] == 80)
+            assert consumer.seqs == list(range(1, 21))
 
 
 def test_what_has_no_room_in_memory_goes_to_disk_and_nothing_is_lost(address, tmp_path):

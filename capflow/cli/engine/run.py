@@ -76,6 +76,11 @@ def _failures_in_its_log(command: Callable[..., None]) -> Callable[..., None]:
     type=click.FloatRange(min=0),
     help="How long consumers that make progress may take at the end. Default: 20; with --model 60.",
 )
+@click.option(
+    "--handover-s",
+    type=click.FloatRange(min=0),
+    help="How long running requests may go on at the end, while engines send new ones to their other hubs. Default: 0.",
+)
 @click.option("--model", metavar="MODEL", help="Run this model over --prompts, then end.")
 @click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE", help="The prompts for --model, JSON Lines.")
 @click.option(
@@ -138,6 +143,7 @@ def run(
     taps: tuple[str, ...],
     tap_key: str | None,
     drain_s: float | None,
+    handover_s: float | None,
     model: str | None,
     prompts: Path | None,
     stay: bool,
@@ -183,10 +189,7 @@ def run(
     if model is None and (steers or engine_name is not None):
         option = "--" + next(iter(steers), "engine_name").replace("_", "-")
         raise UsageError(explain(option, got="no --model", expected="it beside", do="see `capflow serve` for a server"))
-    if taps and model is not None:
-        raise UsageError(explain("--tap", got="--model with it", expected="one of them"))
-    if not taps and tap_key is not None:
-        raise UsageError(explain("--tap-key", got="no --tap", expected="both or neither"))
+    _check_apart(model, taps, tap_key, handover_s)
     if taps and address is None:
         address = private_address("tap")
     address = check_address(address or default_address(), insecure=insecure or key is not None, where="--address")
@@ -224,6 +227,7 @@ def run(
         key=key,
         insecure=insecure,
         drain_s=drain_s,
+        handover_s=handover_s or 0.0,
         memory_bytes_max=memory_bytes_max,
         ends=job is not None or until_eof,
         metrics=metrics,
@@ -256,6 +260,20 @@ def _check_beside(outbound: dict[str, Any], model: str | None, policy: str | Non
             missing = "no --model" if model is None else "no --policy spill"
             do = "say the policy where the engine is started" if model is None else ""
             raise UsageError(explain("--" + name.replace("_", "-"), got=missing, expected="it beside", do=do))
+
+
+def _check_apart(model: str | None, taps: tuple[str, ...], tap_key: str | None, handover_s: float | None) -> None:
+    """Raise UsageError for options that exclude each other."""
+    from capflow.errors import UsageError, explain
+
+    if handover_s and (model is not None or taps):
+        got = "--model with it" if model is not None else "--tap with it"
+        do = "it is for a hub of engines that have several"
+        raise UsageError(explain("--handover-s", got=got, expected="neither --model nor --tap", do=do))
+    if taps and model is not None:
+        raise UsageError(explain("--tap", got="--model with it", expected="one of them"))
+    if not taps and tap_key is not None:
+        raise UsageError(explain("--tap-key", got="no --tap", expected="both or neither"))
 
 
 def _stop_at_eof(running: HubRun) -> None:

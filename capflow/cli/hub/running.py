@@ -48,11 +48,13 @@ _PLAIN_S = 10.0  # between two plain lines, without a terminal
 class HubRun:
     """A hub that runs inside a `with` block. At the end of the block it drains and prints a summary.
 
-    The first Ctrl-C or SIGTERM sets `stopped`, and `wait` returns. The second one cuts the drain short.
+    The first Ctrl-C or SIGTERM sets `stopped`, and `wait` returns. The second one cuts the handover and the drain
+    short.
     `refusals` lists engines that were refused, and the reason of each, oldest first.
 
     drain_s: how long consumers may take at the end; by default `limits.DRAIN_S_MAX` with `ends`, else
-    `DRAIN_S_DEFAULT`.
+        `DRAIN_S_DEFAULT`.
+    handover_s: how long its requests may run on at the end, while engines send new ones to their other hubs.
     memory_bytes_max: as in `Hub`.
     ends: whether this run is the last on its inboxes: consumers that spill then handle all their frames before the
         end. Otherwise frames that are not handled stay in the inbox for the next hub.
@@ -71,6 +73,7 @@ class HubRun:
         key: str | None = None,
         insecure: bool = False,
         drain_s: float | None = None,
+        handover_s: float = 0.0,
         memory_bytes_max: int | None = None,
         ends: bool = False,
         metrics: tuple[str, int] | None = None,
@@ -88,6 +91,7 @@ class HubRun:
         self.ends = ends
         self._shown = shown
         self.drain_s = (limits.DRAIN_S_MAX if ends else limits.DRAIN_S_DEFAULT) if drain_s is None else drain_s
+        self.handover_s = handover_s
         self.refusals: list[tuple[str, str]] = []
         self.signals = signals or Signals()
         self.stopped = self.signals.first
@@ -184,6 +188,8 @@ class HubRun:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         with self._undo:
+            if self.handover_s and error is None:
+                self._hand_over()
             before = self.hub.snapshot()
             if before.queued_bytes:
                 size = human_bytes(before.queued_bytes)
@@ -244,6 +250,20 @@ class HubRun:
             if time.monotonic() >= due:
                 due = time.monotonic() + every_s
                 yield
+
+    def _hand_over(self) -> None:
+        """Hand new requests over to other hubs; wait until those of this hub are over, at most `handover_s`."""
+        until = time.monotonic() + self.handover_s
+        running = self.hub.snapshot().requests_open
+        text = f"handing over: engines send new requests to their other hubs, and {running} run on here"
+        self.tell("handing_over", text, requests=running)
+        self.hub.hand_over()
+        while not self.hub.handed_over and time.monotonic() < until and not self.signals.second.wait(limits.IDLE_S):
+            self.rate()
+        left = self.hub.snapshot().requests_open
+        done = self.hub.handed_over
+        text = "handed over" if done else f"the handover was cut short; {left} requests run on"
+        self.tell("handed_over", text, requests=left, done=done)
 
     def _stop_hub(self) -> bool:
         """Stop the hub within `drain_s`, or at once after a second signal; return whether it drained."""

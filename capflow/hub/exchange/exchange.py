@@ -21,6 +21,7 @@ from capflow.hub.effects import Effect, Effects, FindMissed, Hold, Log, Lose, Pa
 from capflow.hub.exchange.actions import Actions
 from capflow.hub.exchange.answers import Answers
 from capflow.hub.exchange.frames import Frames
+from capflow.hub.exchange.handover import Handover
 from capflow.hub.exchange.sessions import Sessions, name_of_peer
 from capflow.hub.exchange.shared_steering import SharedStates
 from capflow.hub.exchange.watchers import Watchers
@@ -95,6 +96,7 @@ class Exchange:
         self.shared = SharedStates(budget.state, effects)
         self.answers = Answers(self.index, self.roster, budget.state, effects)
         self.actions = Actions(self.index, self.roster, self.watchers, budget.state, effects, hub_id)
+        self.handover = Handover(self.index, self.roster, effects)
         self.frames: Frames = Frames(self.index, self.answers, self.watchers, self.departures, self.counts, effects)
         self.sessions = Sessions(
             self.roster,
@@ -104,6 +106,7 @@ class Exchange:
             self.watchers,
             self.shared,
             self.departures,
+            self.handover,
             guard,
             self.counts,
             effects,
@@ -204,6 +207,7 @@ class Exchange:
                 source.controllers, source.determinism = message.controllers, message.determinism
             case Beat() if member.hello.role == "scheduler":
                 member.troubles[:] = message.troubles
+                self.handover.note(peer, message)
             case Bye():
                 self.sessions.forget(peer, for_good=True)
                 self.actions.gone(member.hello.boot)
@@ -313,6 +317,13 @@ class Exchange:
         self._effects.add(FindMissed({(hello.engine, hello.rank.dp) for hello in workers}))
         self.roster.forget_missed(now)
         self.sessions.tick(waiting)
+        self.handover.tick()
+        return self._effects.take()
+
+    def hand_over(self, now: float) -> list[Effect]:
+        """Have engines send new requests to their other hubs."""
+        self._effects.now = now
+        self.handover.begin()
         return self._effects.take()
 
     def drain(self, now: float) -> list[Effect]:

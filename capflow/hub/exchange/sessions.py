@@ -18,6 +18,7 @@ from capflow.hub.effects import Effects, Log, Refuse, Send
 from capflow.hub.exchange.actions import Actions
 from capflow.hub.exchange.answers import Answers
 from capflow.hub.exchange.frames import Frames
+from capflow.hub.exchange.handover import Handover
 from capflow.hub.exchange.shared_steering import SharedStates
 from capflow.hub.exchange.watchers import Watchers
 from capflow.hub.peers.departures import Departures
@@ -67,6 +68,7 @@ class Sessions:
         watchers: Watchers,
         shared: SharedStates,
         departures: Departures,
+        handover: Handover,
         guard: Guard,
         counts: Counts,
         effects: Effects,
@@ -83,6 +85,7 @@ class Sessions:
         self._watchers = watchers
         self._shared = shared
         self._departures = departures
+        self._handover = handover
         self._guard = guard
         self._counts = counts
         self._effects = effects
@@ -204,6 +207,7 @@ class Sessions:
             self._effects.add(Send(peer, parts))
         if hello.role == "scheduler":
             self._actions.again(peer, hello.boot)
+            self._handover.greet(peer)
 
     # Refusals.
 

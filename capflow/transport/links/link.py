@@ -76,6 +76,11 @@ class Link:
         return self._session.refusal or self._unmade
 
     @property
+    def refused(self) -> bool:
+        """Whether a hub ever refused this peer."""
+        return bool(self._refused_for)
+
+    @property
     def welcome(self) -> Welcome | None:
         """The hub's last Welcome; it stays after the connection is lost."""
         return self._session.welcome

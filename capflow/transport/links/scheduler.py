@@ -51,6 +51,7 @@ class SchedulerLink(Link):
     running: returns the incarnation of a running request by id, None if none runs; called on the link's thread.
     at_once: answers an action on all requests of an idle engine; None if the next step does. Called on the link's
         thread.
+    holds: returns whether a request of this hub runs or waits; called on the link's thread.
     """
 
     def __init__(
@@ -61,10 +62,17 @@ class SchedulerLink(Link):
         key: str | None = None,
         running: Callable[[str], str | None] = lambda _: "",
         at_once: Callable[[Act], Outcome | None] = lambda _: None,
+        holds: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(address, hello, key=key)
         self._running = running
         self._at_once = at_once
+        self._holds = holds
+        # Whether the hub ends and new requests are for others; the next Welcome clears it.
+        self.hands_over = False
+        # Since when, on the monotonic clock, and whether the hub has been told that none of its requests is left.
+        self._hands_over_since = 0.0
+        self._handed_over = False
         self._lock = threading.Lock()
         # Actions that the scheduler has not taken, by key; guarded by `_lock`.
         self._waiting: dict[_Key, Act] = {}
@@ -121,10 +129,13 @@ class SchedulerLink(Link):
 
     def _beat(self, now: float) -> Parts | None:
         beat, troubles = super()._beat(now), self._troubles
-        if self._session.state is not State.OPEN or not (troubles != self._reported or (troubles and beat)):
+        # Within the first second the scheduler may admit a request that it shared out before.
+        over = self.hands_over and now >= self._hands_over_since + limits.HEARTBEAT_S and not self._holds()
+        news = troubles != self._reported or over != self._handed_over
+        if self._session.state is not State.OPEN or not (news or ((troubles or over) and beat)):
             return beat
-        self._reported = troubles
-        return self._session.send(Beat(troubles=troubles), now)
+        self._reported, self._handed_over = troubles, over
+        return self._session.send(Beat(troubles=troubles, handover=over), now)
 
     def _answer(self, key: _Key, outcome: Outcome) -> None:
         """Answer an action under each id under which it arrived."""
@@ -149,7 +160,11 @@ class SchedulerLink(Link):
     def _received(self, message: Frame | Message) -> None:
         if isinstance(message, Welcome):
             self._reported = ()
+            self.hands_over = self._handed_over = False
             self._greeted(message.hub)
+        elif isinstance(message, Beat) and message.handover and not self.hands_over:
+            self._hands_over_since = time.monotonic()
+            self.hands_over = True
         elif isinstance(message, Act):
             self._take(message)
 

@@ -56,13 +56,13 @@ class WorkerLink(Link):
     * `no_hub`: no hub was ever connected, and none is expected.
     * `hub_gone`: the hub is gone and the queue is full.
     * `queue_full`: the hub is connected and slower than the worker.
-    * `refused`: the hub refused this worker.
+    * `refused`: the hub refuses this worker, and the policy is not `spill`.
     * `too_large`: the frame exceeds what a hub accepts, e.g. `limits.PAYLOAD_BYTES_MAX`.
     * `closed`: the link is closed.
     * `spool_full`, `disk_full`, `disk_failed`: the outbox refused the frame.
 
     With policy `spill` a frame goes to the outbox if it has no room in the queue, and every frame does while the hub is
-    gone. If the outbox is full, `fallback` applies. The link opens and closes the outbox.
+    gone or refuses this worker. If the outbox is full, `fallback` applies. The link opens and closes the outbox.
 
     outbound_bytes_max: the bound of the frames in the queue. Frames that are sent and not acknowledged are bounded by
         the hub's credit and by `limits.UNACKED_BYTES_MAX`.
@@ -122,8 +122,8 @@ class WorkerLink(Link):
 
     @property
     def found(self) -> bool:
-        """Whether the hub was ever connected or is expected."""
-        return self.ever_connected or self._expected
+        """Whether the hub was ever connected or is expected; with `spill` also one that refuses counts."""
+        return self.ever_connected or self._expected or (self._spills and self.refused)
 
     def expect(self) -> None:
         """Keep frames from now on, also before the first connection: another process of the engine found the hub."""
@@ -194,12 +194,13 @@ class WorkerLink(Link):
             return "too_large"
         if self._closing.is_set():
             return "closed"
-        if self._session.state is State.REFUSED:
+        outbox = self.outbox if self._spills else None
+        if outbox is None and self._session.state is State.REFUSED:
             return "refused"
         if not self.found:
             return "no_hub"
-        if self._spills and self.outbox is not None:
-            return self._offer_or_spill(self.outbox, header, view)
+        if outbox is not None:
+            return self._offer_or_spill(outbox, header, view)
         item, nbytes = (self._frames + 1, header, view), len(view) + _FRAME_OVERHEAD_BYTES
         if len(view) == 0 and self._queue.nbytes <= self._queue.bytes_max + limits.HEADER_BYTES_MAX:
             # A frame without rows carries ends of requests. It may exceed the bound by a little.

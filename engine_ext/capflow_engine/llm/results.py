@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import MappingProxyType
 
-from capflow.errors import CapflowError, HubUnreachableError
+from capflow.errors import CapflowError
 from capflow.protocol.routing import hub_among
 from capflow.transport.client import Client
 from capflow_engine.hubs import HubAt
@@ -37,7 +37,7 @@ class HubResults:
         self._no_hub_until = 0.0
 
     def ask(self, requests: Sequence[tuple[str, bool]]) -> Results:
-        """Return the results of the requests whose rows were wanted, by id; nothing if there is no hub.
+        """Return the results of the requests whose rows were wanted, by id; nothing if there is no hub, or if it refuses.
 
         requests: the id of each, and whether it brought a spec of its own. If none did, a missing hub is not waited
             for.
@@ -54,7 +54,7 @@ class HubResults:
             everything = bool(self._client.captures)
             names = [name for name, captures in requests if everything or captures]
             return self._client.final_results(names, _STILL_S_MAX, engine=self._engine) if names else {}
-        except HubUnreachableError as e:
+        except CapflowError as e:
             if asked or not self._no_hub_until:
                 logger.warning("%s; the results of captures are unknown", e)
             self._no_hub_until = time.monotonic() + _NO_HUB_S

@@ -101,6 +101,8 @@ class Admission:
         self._incarnations: dict[str, str] = {}
         # The number of the hub of each running request, by its key.
         self._hubs: dict[str, int] = {}
+        # How many requests of each hub run or wait. The threads of the links read it.
+        self._held_of = [0] * len(self.settings.hubs)
         self._numbers_admitted = itertools.count(1)
         # The options of each running request, with its steering compiled.
         self._options: dict[str, RequestOptions] = {}
@@ -131,8 +133,6 @@ class Admission:
         self.drafting = Drafting(*ahead) if (ahead := compat.drafts_ahead(vllm_config)) else None
         self.stops = Stops(lambda: compat.load_tokenizer(vllm_config))
         self._welcomes: tuple[Welcome | None, ...] = (None,) * len(self.settings.hubs)
-        # The numbers of the hubs that get new requests.
-        self._in_service: Sequence[int] = range(self.settings.regular)
         # What each hub wants of requests that are admitted now. The number counts the changes.
         self._wants = (Wants(),) * len(self.settings.hubs)
         self._wants_number = 0
@@ -141,7 +141,10 @@ class Admission:
         replica = compat.replica_of(vllm_config)
         rank = Rank(0, replica, 0)
         hello = Hello("scheduler", self.settings.engine, self._boot, rank, self.info, off=compat.features_off())
-        self.links = HubLinks(self.settings.hubs, hello, self._incarnations.get, self._at_once)
+        self.links = HubLinks(
+            *(self.settings.hubs, hello, self._incarnations.get, self._at_once),
+            holds=lambda hub: bool(self._held_of[hub]),
+        )
         self._answers = CertainAnswers(self.links.outcome)
         self.actions = EngineActions(
             self.info,
@@ -176,7 +179,7 @@ class Admission:
             name = f"{name}~{key}"
         self._keys[name], self._names[key] = key, name
         self._incarnations[name] = f"{self._boot[:12]}-{next(self._numbers_admitted)}"
-        hub = self._hubs[key] = hub_among(name, self._in_service)
+        hub = self._share_out(key, name)
         wants = self._wants[hub]
         together = key if len(names) < 2 else compat_step.parent_of(key)
         controllers = [spec for spec in wants.controllers if spec.sees(name)]
@@ -215,6 +218,12 @@ class Admission:
         if not all(spec.ordered for spec in controllers):  # they may steer it in any step without the scheduler
             compat.fork_cache_from(request, request.num_prompt_tokens, f"{self._boot}:{key}", self.hash_block_size)
         return refusal is None
+
+    def _share_out(self, key: str, name: str) -> int:
+        """Give a new request to a hub; return its number."""
+        hub = self._hubs[key] = hub_among(name, self.links.in_service(self.settings.regular))
+        self._held_of[hub] += 1
+        return hub
 
     def _take_options(self, request: Any) -> tuple[RequestOptions, tuple[Need, ...], UsageError | None]:
         """Remove a new request's options from its parameters, because workers get them with the orders.
@@ -462,7 +471,8 @@ class Admission:
         self._options.pop(key, None)
         self._held.release(key)
         self._preempted_at.pop(key, None)
-        self._hubs.pop(key, None)
+        if (hub := self._hubs.pop(key, None)) is not None:
+            self._held_of[hub] -= 1
         name = self._names.pop(key, None)
         self.reports.end(key)
         self._answers.end(key)
@@ -495,8 +505,6 @@ class Admission:
         welcomes = self.links.welcomes
         if any(new is not last for new, last in zip(welcomes, self._welcomes, strict=True)):
             self._welcomes = welcomes
-            regular = self.settings.regular
-            self._in_service = [n for n, each in enumerate(welcomes) if n < regular or each is not None]
             wants = tuple(Wants() if welcome is None else self._wants_of(welcome) for welcome in welcomes)
             if wants != self._wants:
                 self._wants = wants
