@@ -68,7 +68,7 @@ def require() -> None:
             explain(f"{name} version", got=version, expected=f"one of {', '.join(record.tested())}", do=_remedy(name))
         )
     if mode != "force" and older:
-        low, high = (".".join(map(str, v)) for v in (VERSION_MIN, VERSION_BELOW))
+        low, high = _bounds()
         expected = f"at least {low} and below {high}"
         raise CapflowError(explain(f"{name} version", got=version, expected=expected, do=_remedy(name)))
     missing = off(version)
@@ -109,7 +109,7 @@ def features_off() -> dict[str, str]:
 @functools.cache
 def _warn_untested(version: str) -> None:
     """Log, once in a process, that a version was not tested."""
-    low, high = (".".join(map(str, v)) for v in (VERSION_MIN, VERSION_BELOW))
+    low, high = _bounds()
     text = "capflow was not tested with vLLM %s, only with versions from %s to below %s"
     logger.warning(text, version, low, high)
 
@@ -121,8 +121,14 @@ def _warn_off(version: str) -> None:
         logger.warning("capflow: %s: off with vLLM %s: %s", feature, version, _reasons(reasons))
 
 
+def _bounds() -> tuple[str, str]:
+    """Return the lowest minor version that works, and the lowest one above that was not tested, as texts."""
+    low, high = (".".join(map(str, version)) for version in (VERSION_MIN, VERSION_BELOW))
+    return low, high
+
+
 def _remedy(name: str) -> str:
-    low, high = (".".join(map(str, v)) for v in (VERSION_MIN, VERSION_BELOW))
+    low, high = _bounds()
     return f"pip install '{name}>={low},<{high}'"
 
 
