@@ -13,24 +13,18 @@ from tests.kit.servers import environment, healthy, wait_until
 
 KIT = Path(__file__).parent
 SIZES = ("--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "8", "--served-model-name", "tiny")
+VARIABLES = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 class Node:
     """One command of the engine: `port` is that of its HTTP server, if it has one; `log` is what it wrote."""
 
-    def __init__(self, home, arguments):
+    def __init__(self, home, arguments, variables):
         home.mkdir(mode=0o700)
         self.port = free_port()
         self.serves = "--headless" not in arguments
         self._log = home / "log"
-        variables = environment(
-            home,
-            path=KIT / "gloo_experts",
-            VLLM_CPU_OMP_THREADS_BIND="nobind",
-            VLLM_HOST_IP="127.0.0.1",
-            GLOO_SOCKET_IFNAME="lo",
-            XDG_STATE_HOME=str(home / "state"),
-        )
+        mine = {"path": KIT / "gloo_experts", "XDG_STATE_HOME": str(home / "state"), **VARIABLES, **variables}
         command = [
             sys.executable,
             "-m",
@@ -43,7 +37,9 @@ class Node:
             str(self.port),
         ]
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen(command, env=variables, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(
+                command, env=environment(home, **mine), stdout=log, stderr=log, start_new_session=True
+            )
 
     @property
     def log(self):
@@ -55,12 +51,15 @@ class Node:
 
 
 @contextlib.contextmanager
-def started(home, model, *each):
-    """Start one command for each list of arguments; the commands are killed at the end, if they did not end."""
+def started(home, model, *each, **variables):
+    """Start one command for each list of arguments; the commands are killed at the end, if they did not end.
+
+    variables: of the environment of all of them; `path` as of `environment`.
+    """
     nodes = []
     try:
         for number, arguments in enumerate(each):
-            nodes.append(Node(home / f"node-{number}", [str(model), *SIZES, *arguments]))
+            nodes.append(Node(home / f"node-{number}", [str(model), *SIZES, *arguments], variables))
         yield nodes
     finally:
         for node in nodes:
@@ -70,9 +69,9 @@ def started(home, model, *each):
 
 
 @contextlib.contextmanager
-def running(home, model, *each):
+def running(home, model, *each, **variables):
     """As `started`, and wait until all serve; at the end, all are interrupted and must end by themselves, with 0."""
-    with started(home, model, *each) as nodes:
+    with started(home, model, *each, **variables) as nodes:
         try:
             for node in nodes:
                 wait_until(lambda node=node: node.ready, 300, node.process)

@@ -329,6 +329,7 @@ def check_arguments(engine_args: Any) -> None:
         (_SEQUENCE, _divides_tokens(engine_args.compilation_config)),
         (_FAST_PREFILL, engine_args.kv_sharing_fast_prefill),
     )
+    _check_executor(engine_args.distributed_executor_backend == "ray")
     sharded = engine_args.tensor_parallel_size > 1
     if sharded and engine_args.distributed_executor_backend == "external_launcher":
         got = f"external_launcher with --tensor-parallel-size {engine_args.tensor_parallel_size}"
@@ -376,8 +377,19 @@ def check_config(vllm_config: Any) -> None:
         (_FAST_PREFILL, vllm_config.cache_config.kv_sharing_fast_prefill),
         ("adaptive verification of drafts", getattr(speculative, "enable_adaptive_verification", False)),
     )
+    _check_executor(parallel.use_ray)
     connectors.check_config(vllm_config)
     check_kind(vllm_config.model_config)
+
+
+def _check_executor(on_ray: bool) -> None:
+    """Raise UsageError for vLLM's older executor on Ray, which calls the model runner of a worker past the worker."""
+    from vllm import envs
+
+    if on_ray and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", False):
+        got, expected = "0", "1: vLLM's older executor on Ray gives the steps to no worker of capflow's"
+        do = "set it to 1, or use --distributed-executor-backend mp"
+        raise UsageError(explain("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", got=got, expected=expected, do=do))
 
 
 _DBO = "--enable-dbo"

@@ -1,6 +1,7 @@
 """The surface table has every name of vLLM that the source imports, overrides or replaces, and no other."""
 
 import ast
+import contextlib
 import importlib
 import os
 import subprocess
@@ -368,6 +369,17 @@ def test_what_divides_a_step_among_ranks_is_refused_from_the_arguments(arguments
 
     with pytest.raises(UsageError, match=option):
         compat.check_arguments(EngineArgs(model="none", **arguments))
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_the_older_executor_on_ray_is_refused(monkeypatch, older):
+    """It calls a worker's model runner itself: nothing would be captured or steered."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0" if older else "1")
+    words = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND: got 0, expected 1"
+    with pytest.raises(UsageError, match=words) if older else contextlib.nullcontext():
+        compat.check_arguments(EngineArgs(model="none", distributed_executor_backend="ray"))
 
 
 @pytest.mark.parametrize("on", [True, False])

@@ -82,7 +82,7 @@ SYMBOLS = (
     Symbol("vllm", "RequestOutput"),
     Symbol("vllm", "SamplingParams"),
     Symbol("vllm", "AsyncLLMEngine", ASYNC_LLM),
-    Symbol("vllm", "envs", HTTP),
+    Symbol("vllm", "envs"),
     Symbol("vllm", "ir"),
     Symbol("vllm.config", "ParallelConfig"),
     Symbol("vllm.config", "set_current_vllm_config"),
@@ -309,7 +309,7 @@ READS = (
     _read(
         "vllm.config:ParallelConfig",
         "data_parallel_index data_parallel_size enable_dbo enable_expert_parallel nnodes_within_dp"
-        " pipeline_parallel_size tensor_parallel_size use_ubatching",
+        " pipeline_parallel_size tensor_parallel_size use_ray use_ubatching",
     ),
     _read("vllm.config:SchedulerConfig", "async_scheduling max_num_batched_tokens max_num_seqs"),
     _read("vllm.config:CacheConfig", "kv_sharing_fast_prefill"),
