@@ -1,8 +1,8 @@
 """LoRA adapters: rows and steering of requests with two adapters and with none, in one batch.
 
-The reference is Transformers with the adapter's matrices added to the weights. vLLM's LoRA kernel for CPUs computes a
-request without an adapter with the one in the last slot, if the batch has another adapter. So the engines here have one
-slot more than adapters.
+PEFT wrote the adapters, and its model with one of them, unmerged and with hooks, is the reference. vLLM's LoRA kernel
+for CPUs computes a request without an adapter with the one in the last slot, if the batch has another adapter. So the
+engines here have one slot more than adapters.
 """
 
 import itertools
@@ -11,7 +11,7 @@ import pytest
 
 import capflow
 from tests.kit.adapters import AdaptedReference, save_adapter
-from tests.kit.engines import GREEDY, engine, prompts, vector
+from tests.kit.engines import GREEDY, engine, prompts, relative_error, vector
 from tests.kit.rows import ALL, check_rows
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -30,6 +30,10 @@ def adapters(tiny, reference, tmp_path_factory):
     for number, name in enumerate(NAMES[1:], start=1):
         directory = save_adapter(tiny, home / name, seed=number)
         made[name] = LoRARequest(name, number, directory), AdaptedReference(tiny, directory)
+    # No two compute the same rows of the first layer, so a request with another one's rows is seen at each site.
+    (tokens,) = (prompt["prompt_token_ids"] for prompt in prompts([20]))
+    for (_, one), (_, other) in itertools.combinations(made.values(), 2):
+        assert relative_error(one.post_block(tokens)[0], other.post_block(tokens)[0]) > 0.1
     return made
 
 
