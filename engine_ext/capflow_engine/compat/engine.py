@@ -336,12 +336,7 @@ def check_arguments(engine_args: Any) -> None:
         expected = "one scheduler for all ranks; each process of an external launcher has its own"
         do = "use --distributed-executor-backend mp or ray"
         raise UsageError(explain("--distributed-executor-backend", got=got, expected=expected, do=do))
-    if sharded and engine_args.enable_expert_parallel and engine_args.data_parallel_size > 1:
-        got = (
-            "given with --tensor-parallel-size and --data-parallel-size above 1, which divides a step's tokens by rank"
-        )
-        do = "leave it out, or use --tensor-parallel-size 1"
-        raise UsageError(explain("--enable-expert-parallel", got=got, expected="all tokens on each rank", do=do))
+    _refuse_divided_experts(engine_args)
     if engine_args.decode_context_parallel_size > 1 and _on_cpu():
         got, expected = engine_args.decode_context_parallel_size, "1 on a CPU"
         do = "leave it out: vLLM's attention on CPUs does not divide a request's cache among ranks"
@@ -378,6 +373,7 @@ def check_config(vllm_config: Any) -> None:
         ("adaptive verification of drafts", getattr(speculative, "enable_adaptive_verification", False)),
     )
     _check_executor(parallel.use_ray)
+    _refuse_divided_experts(parallel)
     connectors.check_config(vllm_config)
     check_kind(vllm_config.model_config)
 
@@ -403,6 +399,22 @@ def _refuse(*options: tuple[str, Any]) -> None:
     for name, on in options:
         if on:
             raise UsageError(explain(f"{name} is not supported with capflow", do="leave it out"))
+
+
+def _refuse_divided_experts(parallel: Any) -> None:
+    """Raise UsageError if layers of a mixture of experts divide a step's tokens among tensor-parallel ranks.
+
+    parallel: vLLM's `ParallelConfig`, or its engine arguments, which have the names that vLLM's property reads.
+    """
+    from vllm.config import ParallelConfig
+
+    if ParallelConfig.use_sequence_parallel_moe.fget(parallel):
+        backend = f"--all2all-backend {parallel.all2all_backend}"
+        got = f"given with --tensor-parallel-size and --data-parallel-size above 1 and {backend}"
+        do = "leave it out, use --tensor-parallel-size 1, or choose a backend that gives each rank all tokens"
+        raise UsageError(
+            explain("--enable-expert-parallel", got=got, expected="all tokens of a step on each rank", do=do)
+        )
 
 
 def check_kind(model_config: Any) -> None:

@@ -382,6 +382,38 @@ def test_the_older_executor_on_ray_is_refused(monkeypatch, older):
         compat.check_arguments(EngineArgs(model="none", distributed_executor_backend="ray"))
 
 
+DIVIDED = {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("changed", "divides"),
+    [
+        ({}, True),
+        ({"all2all_backend": "deepep_low_latency"}, True),
+        ({"all2all_backend": "flashinfer_nvlink_two_sided"}, False),
+        ({"tensor_parallel_size": 1}, False),
+        ({"data_parallel_size": 1}, False),
+        ({"enable_expert_parallel": False}, False),
+    ],
+)
+def test_experts_are_refused_exactly_where_vllm_divides_a_steps_tokens(changed, divides):
+    from vllm.config import ParallelConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    for check in (
+        lambda: compat.check_arguments(EngineArgs(model="none", **DIVIDED | changed)),
+        # An old name of the default backend is known to vLLM's configuration only.
+        lambda: compat._refuse_divided_experts(ParallelConfig(**{"all2all_backend": "naive"} | DIVIDED | changed)),
+    ):
+        if divides:
+            with pytest.raises(
+                UsageError, match=r"^--enable-expert-parallel: got .* --all2all-backend \w+, expected all tokens"
+            ):
+                check()
+        else:
+            check()
+
+
 @pytest.mark.parametrize("on", [True, False])
 def test_a_pass_that_divides_tokens_is_seen(on):
     """vLLM 0.32 has no such pass."""

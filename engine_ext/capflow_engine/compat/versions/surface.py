@@ -308,8 +308,8 @@ READS = (
     ),
     _read(
         "vllm.config:ParallelConfig",
-        "data_parallel_index data_parallel_size enable_dbo enable_expert_parallel nnodes_within_dp"
-        " pipeline_parallel_size tensor_parallel_size use_ray use_ubatching",
+        "all2all_backend data_parallel_index data_parallel_size enable_dbo nnodes_within_dp"
+        " pipeline_parallel_size tensor_parallel_size use_ray use_sequence_parallel_moe use_ubatching",
     ),
     _read("vllm.config:SchedulerConfig", "async_scheduling max_num_batched_tokens max_num_seqs"),
     _read("vllm.config:CacheConfig", "kv_sharing_fast_prefill"),
@@ -320,7 +320,7 @@ READS = (
         "vllm.engine.arg_utils:EngineArgs",
         "additional_config create_engine_config create_model_config data_parallel_backend data_parallel_external_lb"
         " data_parallel_rank data_parallel_size data_parallel_size_local decode_context_parallel_size"
-        " distributed_executor_backend enable_expert_parallel enforce_eager nnodes pipeline_parallel_size"
+        " distributed_executor_backend enforce_eager nnodes pipeline_parallel_size"
         " tensor_parallel_size",
     ),
     _read("vllm:LLM", "get_default_sampling_params llm_engine reset_prefix_cache"),
