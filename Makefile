@@ -10,7 +10,7 @@ STAY := $(shell test -t 2 && echo --stay)
 
 .DEFAULT_GOAL := help
 export NO_MKDOCS_2_WARNING := 1
-.PHONY: help demo check test-one test lane-engines lane-waiting lane-browser lane-others proof simulate simulate-fleet fuzz chaos soak soak-requests architectures matrix lint format bench docs docs-serve metrics proto env system compiler page-tools lock sbom audit clean
+.PHONY: help demo check test-one test lane-engines lane-waiting lane-browser-rows lane-others proof simulate simulate-fleet fuzz chaos soak soak-requests architectures matrix lint format bench docs docs-serve metrics proto env system compiler page-tools lock sbom audit clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -38,16 +38,18 @@ LANE := -m pytest --durations 25 -m
 test: env system page-tools  ## run the tests except the long ones: those of engines, of the browser, those that wait and the rest side by side
 	@# Hundreds of tests start a process, which would compile these files again where it may write no bytecode.
 	@$(PYTHON) -m compileall -q capflow consumers dashboard engine_ext tests
-	@$(MAKE) --no-print-directory --jobs --keep-going --output-sync=target lane-engines lane-waiting lane-browser lane-others
+	@$(MAKE) --no-print-directory --jobs --keep-going --output-sync=target lane-engines lane-waiting lane-browser-rows lane-others
 
 lane-engines:
-	@$(PYTHON) $(LANE) "engine and not long"
+	@$(PYTHON) $(LANE) "engine and not long" --ignore=tests/rows
 
 lane-waiting:
 	@$(PYTHON) $(LANE) "not (engine or long)" $(WAITING)
 
-lane-browser:
-	@$(PYTHON) $(LANE) "browser and not (engine or long)" $(WAITING:%=--ignore=%)
+# The browser needs no engine and is done early, so the engines of tests/rows come after it.
+lane-browser-rows:
+	@$(PYTHON) $(LANE) "browser and not (engine or long)" $(WAITING:%=--ignore=%); browser=$$?; \
+		$(PYTHON) $(LANE) "engine and not long" tests/rows && exit $$browser
 
 lane-others:
 	@$(PYTHON) $(LANE) "not (browser or engine or long)" $(WAITING:%=--ignore=%)
