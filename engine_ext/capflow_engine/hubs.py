@@ -4,8 +4,8 @@ A hub's number is its place in the list that the engine was started with. It dec
 (`capflow.protocol.routing`). What a hub wants holds for its own requests; it may ask for actions on any request.
 
 The last hubs of the list may be spare ones, which start while the engine runs. The scheduler shares new requests out
-among the hubs that have ever answered and the others that are not spare. One that hands over gets none until it is back,
-unless every hub does. A request stays with its hub.
+among the hubs that have ever answered and the others that are not spare. One that hands over gets none until it is
+back, unless every hub does. A request stays with its hub.
 """
 
 from __future__ import annotations

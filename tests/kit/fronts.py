@@ -17,7 +17,8 @@ def completion(node, name, seed, **fields):
     body = {"model": "tiny", "prompt": words, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
     body |= {"return_token_ids": True, "capture": ALL, "capture_id": name, "capture_wait": True, **fields}
     answer = post(node.port, body)
-    assert answer["capture_results"]["keeper"]["status"] == "ok", answer
+    status = answer["capture_results"]["keeper"]["status"]
+    assert status == "ok" or (status == "pending" and not body["capture_wait"]), answer
     return prompt["prompt_token_ids"] + answer["choices"][0]["token_ids"]
 
 

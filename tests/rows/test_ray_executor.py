@@ -5,11 +5,12 @@ The nodes are two raylets of this machine. Each says to have a GPU, and the work
 
 import contextlib
 import os
+import time
 
 import pytest
 
-from tests.kit.fronts import hold_all, steered_alike
-from tests.kit.hubs import free_port, running_hub
+from tests.kit.fronts import completion, hold_all, steered_alike
+from tests.kit.hubs import configured, free_port, running_hub
 from tests.kit.nodes import KIT, running
 from tests.kit.rows import Keeper
 
@@ -39,6 +40,14 @@ def cluster():
         finally:
             ray.shutdown()
             nodes.shutdown()
+
+
+class SlowKeeper(Keeper):
+    """Takes a third of a second for each frame, and so has its workers wait."""
+
+    def on_frame(self, frame):
+        time.sleep(0.3)
+        super().on_frame(frame)
 
 
 @pytest.fixture
@@ -72,3 +81,16 @@ def test_workers_on_two_nodes(tiny_with_words, reference, keeper, tmp_path, argu
         assert [name.rpartition("_")[2][2:] for name in names] == ["0", "1"]  # vllm_Worker_…_TP0 and so on
         assert hold_all(keeper, reference, [front]) == ranks
         steered_alike(keeper, reference, front, front)
+
+
+def test_workers_send_their_last_rows_before_they_are_killed(tiny_with_words, reference, tmp_path):
+    """Most frames wait in the workers when the server is told to end."""
+    keeper = SlowKeeper()
+    keeper.address = f"tcp://127.0.0.1:{free_port()}"
+    with cluster() as nodes, running_hub(keeper.address, configured(keeper, "block", queue_bytes_max=1)) as hub:
+        with served(nodes, tmp_path, tiny_with_words, keeper, "-tp", "2", "--enforce-eager") as front:
+            tokens = completion(front, "r1", 1, max_tokens=40, capture_wait=False)
+            assert "r1" not in keeper.done
+        keeper.hold("r1", tokens, reference)
+        assert keeper.done["r1"].status == "length"
+        assert not hub.status()["sessions"]

@@ -13,6 +13,7 @@ import hashlib
 import importlib.metadata
 import logging
 import os
+import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -271,6 +272,31 @@ def let_workers_end() -> None:
     By default, vLLM kills worker processes after 5 seconds.
     """
     os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(round(limits.ENGINE_END_S_MAX)))
+
+
+def call_before_kill(method: str) -> None:
+    """Make the engine core of this process have its workers call `method` before it ends them, where vLLM kills them.
+
+    vLLM's executor on Ray kills its workers; the others let them shut down.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    original = getattr(EngineCore.shutdown, "capflow_original", EngineCore.shutdown)
+
+    @functools.wraps(original)
+    def shutdown(core: Any) -> None:
+        executor = getattr(core, "model_executor", None)  # none if the start failed
+        if executor is not None and core.vllm_config.parallel_config.use_ray:
+            # What Ray does at SIGTERM sets an alarm that ends the process after three seconds.
+            signal.alarm(0)
+            try:
+                executor.collective_rpc(method, timeout=round(limits.ENGINE_END_S_MAX))
+            except Exception as e:  # noqa: BLE001  the engine ends, whatever its workers did
+                logger.warning("capflow: the workers may have rows that they did not send: %r", e)
+        original(core)
+
+    shutdown.capflow_original = original  # type: ignore[attr-defined]
+    setattr(EngineCore, "shutdown", shutdown)  # noqa: B010  mypy takes no other function there
 
 
 def take_calls(answer: Callable[[Any, str], str]) -> None:

@@ -37,7 +37,7 @@ class HubResults:
         self._no_hub_until = 0.0
 
     def ask(self, requests: Sequence[tuple[str, bool]]) -> Results:
-        """Return the results of the requests whose rows were wanted, by id; nothing if there is no hub, or if it refuses.
+        """Return the results of the requests whose rows were wanted, by id; nothing if no hub is there, or it refuses.
 
         requests: the id of each, and whether it brought a spec of its own. If none did, a missing hub is not waited
             for.

@@ -24,6 +24,7 @@ class Captured:
     def __init__(self, *args: Any, vllm_config: Any, **kwargs: Any) -> None:
         super().__init__(*args, vllm_config=vllm_config, **kwargs)  # type: ignore[call-arg]
         compat.let_workers_end()
+        compat.call_before_kill("end_capture")
         compat.take_calls(answer)
         compat_weights.watch(_change_weights)
         compat_cache.limit_reads(self)

@@ -623,9 +623,13 @@ class CaptureWorker(compat.worker_base()):  # type: ignore[misc]
         self.capflow.rest()
         super().execute_dummy_batch()
 
-    def shutdown(self) -> None:
-        """Send the settled rows, then stop."""
+    def end_capture(self) -> None:
+        """Send the settled rows and leave the hubs. No step follows."""
         if self.capflow is not None:
             self.capflow.close()
             self.capflow = None
+
+    def shutdown(self) -> None:
+        """Send the settled rows, then stop."""
+        self.end_capture()
         super().shutdown()

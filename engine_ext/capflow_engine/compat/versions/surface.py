@@ -218,6 +218,7 @@ REPLACED = (
     Replaced(f"{_CORE_OF}.set_weight_version", _WATCH, OPTIONAL),
     Replaced(f"{_CORE_OF}.sleep", _WATCH),
     Replaced(f"{_CORE_OF}.add_lora", _WATCH),
+    Replaced(f"{_CORE_OF}.shutdown", "capflow_engine.compat.engine:call_before_kill"),
     Replaced(
         "vllm.v1.engine.output_processor:OutputProcessor.add_request", "capflow_engine.compat.engine:before_adding"
     ),
@@ -279,7 +280,8 @@ READS = (
     _read("vllm.v1.engine:EngineCoreOutput", "finish_reason finished kv_transfer_params new_token_ids request_id"),
     _read("vllm.v1.engine:EngineCoreOutputs", "outputs"),
     _read("vllm.v1.engine:EngineCoreRequest", "prompt_embeds request_id"),
-    _read("vllm.v1.engine.core:EngineCore", "async_scheduling scheduler vllm_config"),
+    _read("vllm.v1.engine.core:EngineCore", "async_scheduling model_executor scheduler vllm_config"),
+    _read("vllm.v1.executor.abstract:Executor", "collective_rpc"),
     _read("vllm.v1.engine.async_llm:AsyncLLM", "engine_core output_handler output_processor vllm_config", HTTP),
     _read(
         "vllm.v1.engine.llm_engine:LLMEngine",
