@@ -62,6 +62,28 @@ def test_the_arrow_keys_move_by_tokens_and_by_lines_of_text(opened):
         expect(facts).to_have_count(0)
 
 
+def test_text_that_moves_below_a_pointer_at_rest_leaves_the_facts_of_the_token_that_it_clicked(opened):
+    with open_dashboard() as consumer:
+        window = opened(consumer)
+        page = window.page
+        show(consumer, "r1")
+        window.wait_tokens(120)
+        window.click_token(55)
+        facts = page.locator("#token-facts")
+        expect(facts).to_contain_text("position55, ")
+        pointed = """() => new Promise((done) => {
+          const box = document.getElementById("text");
+          const seen = (event) => event.target.matches(".t:not(.at)") && done(event.target.textContent);
+          box.addEventListener("pointerover", seen);
+          box.style.paddingTop = "1.6em";
+        })"""
+        assert page.evaluate(pointed)
+        page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        expect(facts).to_contain_text("position55, ")
+        window.tokens().nth(60).hover()
+        expect(facts).to_contain_text("position60, ")
+
+
 def test_keys_reach_everything_from_anywhere(opened):
     with open_dashboard() as consumer:
         window = opened(consumer)

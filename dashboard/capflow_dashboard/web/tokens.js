@@ -51,6 +51,8 @@ export class Tokens {
     this.marked = null;
     /** @type {HTMLElement | null} */
     this.pointed = null;
+    /** @type {MouseEvent | null} The last click. */
+    this.clicked = null;
     this.lineX = NaN;
     this.look = new IntersectionObserver((entries) => this.onSeen(entries), { root: null, rootMargin: AHEAD });
     new IntersectionObserver(([entry]) => (this.sticks = entry.isIntersecting), {
@@ -63,9 +65,16 @@ export class Tokens {
     });
     follow.observe(this.prompt.box);
     follow.observe(this.generated.box);
-    box.addEventListener("pointerover", (event) => page.over(this.columnOf(event.target)));
+    box.addEventListener("pointerover", (event) => {
+      // Text that moves below a pointer at rest does not take the place of the token that it clicked. A click has whole
+      // coordinates.
+      const { clientX, clientY } = this.clicked ?? { clientX: NaN, clientY: NaN };
+      const rests = Math.hypot(event.clientX - clientX, event.clientY - clientY) < 2;
+      if (!rests) page.over(this.columnOf(event.target));
+    });
     box.addEventListener("pointerleave", () => page.over(null));
     box.addEventListener("click", (event) => {
+      this.clicked = event;
       const column = this.columnOf(event.target);
       if (column !== null && !getSelection()?.toString()) page.point(column);
     });
