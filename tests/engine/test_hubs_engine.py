@@ -81,6 +81,13 @@ class HubThatDies:
         eventually(answers_now, 30)
 
 
+def engine_of(running, model, *hubs, **more):
+    """Start an engine of hubs, once they answer."""
+    for hub in hubs:
+        hub.wait()
+    return running.enter_context(engine(model, hub=[hub.address for hub in hubs], **more))
+
+
 def end(running, number=signal.SIGINT):
     running.send_signal(number)
     running.wait(60)
@@ -91,10 +98,7 @@ def test_each_request_is_whole_in_its_hub_and_one_that_dies_holds_up_no_other(ti
         first, second = HubThatDies(home, "a"), HubThatDies(home, "b")
         with first.running() as (one, _):
             with second.running() as (two, _):
-                first.wait()
-                second.wait()
-                hubs = [first.address, second.address]
-                llm = running.enter_context(engine(tiny, hub=hubs, policy="spill", spool_dir=str(tmp_path)))
+                llm = engine_of(running, tiny, first, second, policy="spill", spool_dir=str(tmp_path))
                 before = generate(llm, names("before"))
                 for output in before.values():
                     assert output.capture_results["filesystem"].status == "ok"
@@ -130,9 +134,7 @@ def test_a_hub_that_hands_over_loses_no_request_and_has_its_share_again_when_it_
         first, second = HubThatDies(home, "a"), HubThatDies(home, "b")
         with first.running() as (one, _):
             with second.running("--handover-s", "50") as (two, lines):
-                first.wait()
-                second.wait()
-                llm = running.enter_context(engine(tiny, hub=[first.address, second.address], policy="drop"))
+                llm = engine_of(running, tiny, first, second, policy="drop")
                 scheduler = llm.llm_engine.engine_core.engine_core.scheduler.capflow
                 early, late = names("early"), names("late")
                 params = [capflow.sampling_params(id=name, max_tokens=40, **GREEDY) for name in early]
@@ -172,10 +174,7 @@ def test_rows_wait_in_the_spool_for_a_hub_of_another_release(tiny, reference, tm
         first, second = HubThatDies(home, "a"), HubThatDies(home, "b")
         with first.running() as (one, _):
             with second.running() as (two, _):
-                first.wait()
-                second.wait()
-                hubs = [first.address, second.address]
-                llm = running.enter_context(engine(tiny, hub=hubs, policy="spill", spool_dir=str(tmp_path)))
+                llm = engine_of(running, tiny, first, second, policy="spill", spool_dir=str(tmp_path))
                 before = generate(llm, names("before"))
                 end(two)
             worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.capflow

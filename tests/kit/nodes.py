@@ -8,12 +8,24 @@ import sys
 import time
 from pathlib import Path
 
-from tests.kit.hubs import free_port
+import pytest
+
+from tests.kit.hubs import free_port, running_hub
+from tests.kit.rows import Keeper
 from tests.kit.servers import environment, healthy, wait_until
 
 KIT = Path(__file__).parent
 SIZES = ("--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "8", "--served-model-name", "tiny")
 VARIABLES = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+@pytest.fixture
+def keeper():
+    """A consumer on a hub that every node reaches, its address in `keeper.address`."""
+    keeper = Keeper()
+    keeper.address = f"tcp://127.0.0.1:{free_port()}"
+    with running_hub(keeper.address, keeper):
+        yield keeper
 
 
 class Node:

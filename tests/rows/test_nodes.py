@@ -7,20 +7,12 @@ import pytest
 
 from tests.kit.engines import Reference, save_tiny, save_words
 from tests.kit.fronts import hold_all, steered_alike
-from tests.kit.hubs import free_port, running_hub
-from tests.kit.nodes import running, started
-from tests.kit.rows import Keeper
+from tests.kit.hubs import free_port
+from tests.kit.nodes import keeper, running, started
+
+__all__ = ["keeper"]
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(560)]
-
-
-@pytest.fixture
-def keeper():
-    """A consumer on a hub that every node reaches, its address in `keeper.address`."""
-    keeper = Keeper()
-    keeper.address = f"tcp://127.0.0.1:{free_port()}"
-    with running_hub(keeper.address, keeper):
-        yield keeper
 
 
 @pytest.fixture(scope="module")

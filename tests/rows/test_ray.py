@@ -10,11 +10,13 @@ import urllib.request
 import pytest
 
 from tests.kit.engines import prompts
-from tests.kit.hubs import free_port, running_hub
+from tests.kit.hubs import free_port
+from tests.kit.nodes import keeper
 from tests.kit.ray_engines import Engine
-from tests.kit.rows import Keeper
 from tests.kit.sources import ROOT
 from tests.kit.waiting import eventually
+
+__all__ = ["keeper"]
 
 ray = pytest.importorskip("ray")
 serve = pytest.importorskip("ray.serve")
@@ -50,15 +52,6 @@ def cluster():
         finally:
             ray.shutdown()
             nodes.shutdown()
-
-
-@pytest.fixture
-def keeper():
-    """A consumer on a hub that every node reaches, its address in `keeper.address`."""
-    keeper = Keeper()
-    keeper.address = f"tcp://127.0.0.1:{free_port()}"
-    with running_hub(keeper.address, keeper):
-        yield keeper
 
 
 def ids(number):

@@ -11,8 +11,10 @@ import pytest
 
 from tests.kit.fronts import completion, hold_all, steered_alike
 from tests.kit.hubs import configured, free_port, running_hub
-from tests.kit.nodes import KIT, running
+from tests.kit.nodes import KIT, keeper, running
 from tests.kit.rows import Keeper
+
+__all__ = ["keeper"]
 
 ray = pytest.importorskip("ray")
 
@@ -48,15 +50,6 @@ class SlowKeeper(Keeper):
     def on_frame(self, frame):
         time.sleep(0.3)
         super().on_frame(frame)
-
-
-@pytest.fixture
-def keeper():
-    """A consumer on a hub that every node reaches, its address in `keeper.address`."""
-    keeper = Keeper()
-    keeper.address = f"tcp://127.0.0.1:{free_port()}"
-    with running_hub(keeper.address, keeper):
-        yield keeper
 
 
 @contextlib.contextmanager

@@ -49,8 +49,7 @@ class HubRun:
     """A hub that runs inside a `with` block. At the end of the block it drains and prints a summary.
 
     The first Ctrl-C or SIGTERM sets `stopped`, and `wait` returns. The second one cuts the handover and the drain
-    short.
-    `refusals` lists engines that were refused, and the reason of each, oldest first.
+    short. `refusals` lists engines that were refused, and the reason of each, oldest first.
 
     drain_s: how long consumers may take at the end; by default `limits.DRAIN_S_MAX` with `ends`, else
         `DRAIN_S_DEFAULT`.
@@ -258,10 +257,10 @@ class HubRun:
         text = f"handing over: engines send new requests to their other hubs, and {running} run on here"
         self.tell("handing_over", text, requests=running)
         self.hub.hand_over()
-        while not self.hub.handed_over and time.monotonic() < until and not self.signals.second.wait(limits.IDLE_S):
-            self.rate()
+        while not (done := self.hub.handed_over) and time.monotonic() < until:
+            if self.signals.second.wait(limits.IDLE_S):
+                break
         left = self.hub.snapshot().requests_open
-        done = self.hub.handed_over
         text = "handed over" if done else f"the handover was cut short; {left} requests run on"
         self.tell("handed_over", text, requests=left, done=done)
 

@@ -6,6 +6,8 @@ hub has seen is over, and no connected worker had a frame for it in the last `li
 
 from __future__ import annotations
 
+import math
+
 from capflow import limits
 from capflow.hub.effects import Effects
 from capflow.hub.peers.roster import Peer, Roster
@@ -32,7 +34,10 @@ class Handover:
         self._begun = True
         for peer, _ in list(self._roster.schedulers()):
             self.greet(peer)
-        self.done = not self._roster.engines_connected() and not self._index.requests_open
+        # Without an engine nothing is under way.
+        if not self._roster.engines_connected():
+            self._quiet_since = -math.inf
+        self.tick()
 
     def greet(self, peer: bytes) -> None:
         """Ask a scheduler that was welcomed, if the handover has begun."""

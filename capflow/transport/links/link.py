@@ -52,10 +52,10 @@ class Link:
         self._message_bytes = 0
         # The thread closes it at its end.
         self._waker = Waker()
-        # Used by the thread alone: the error of the last connection, when the hub refused it, and the last logged
-        # reason.
+        # Used by the thread alone: the error of the last connection, and when the hub refused it.
         self._failed_at: type[Exception] | None = None
         self._refused_at = 0.0
+        # The last logged reason of a refusal; empty before the first. Written by the thread.
         self._refused_for = ""
         # Set by `close`.
         self._closing = threading.Event()
