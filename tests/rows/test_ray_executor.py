@@ -48,6 +48,7 @@ class SlowKeeper(Keeper):
     """Takes a third of a second for each frame, and so has its workers wait."""
 
     def on_frame(self, frame):
+        # The slowness itself.
         time.sleep(0.3)
         super().on_frame(frame)
 
