@@ -103,6 +103,8 @@ def test_a_scheduler_that_connects_meanwhile_is_asked_too(address):
         with scheduler_link(address, holds=lambda: True):
             hub.hand_over()
             never(lambda: hub.handed_over)
+        # Until the hub knows that it left, another one in its place is refused.
+        eventually(lambda: not hub.snapshot().sessions)
         with scheduler_link(address, make_hello(role="scheduler", boot="next")) as link:
             eventually(lambda: link.hands_over)
             eventually(lambda: hub.handed_over)
