@@ -12,12 +12,13 @@ import subprocess
 import sys
 import textwrap
 import threading
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capflow.buffers.spool import Files, FullError, Lost, Record, Spool, items
+from capflow.buffers.spool import Files, FullError, Lost, Record, Spool, files, items
 from capflow.buffers.spool.report import in_use
 from capflow.buffers.spool.survey import ENDLESS, Segment, stops, survey
 from capflow.errors import CapflowError
@@ -117,17 +118,23 @@ def test_one_process_writes(tmp_path):
         pass
 
 
-def test_who_looks_whether_a_spool_is_in_use_keeps_nobody_from_it(tmp_path):
+def test_who_looks_whether_a_spool_is_in_use_keeps_nobody_from_it(tmp_path, monkeypatch):
     with Spool(tmp_path):
         assert in_use(tmp_path)
     with (tmp_path / "lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)  # as who looks does
         assert not in_use(tmp_path)
-        looked = threading.Timer(0.03, fcntl.flock, (lock, fcntl.LOCK_UN))
-        looked.start()
+        tried = []
+
+        def look_until_the_second_try(pause_s):
+            tried.append(pause_s)
+            if len(tried) == 2:
+                fcntl.flock(lock, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(files, "time", SimpleNamespace(sleep=look_until_the_second_try))
         with Spool(tmp_path):
             assert in_use(tmp_path)
-        looked.join()
+        assert len(tried) == 2
 
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path):

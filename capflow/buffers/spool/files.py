@@ -15,7 +15,7 @@ from typing import Any
 
 from capflow.files import open_regular
 
-_LOCK_TRIES = 6  # a process that only asks whether the lock is held holds it for a moment
+_LOCK_TRIES = 26  # a process that only asks whether the lock is held holds it for a moment
 _LOCK_PAUSE_S = 0.02  # between two tries
 
 
