@@ -4,6 +4,7 @@ Torch is imported by the fixtures that need it, so that the other tests start wi
 """
 
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -29,6 +30,14 @@ def slow_tests():
     """Return the tests and the files of tests that `slow.txt` lists, which are marked `slow`."""
     lines = Path(__file__).with_name("slow.txt").read_text(encoding="utf-8").splitlines()
     return {line for line in lines if not line.startswith("#")}
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave a file unread if no test of it has the marker that a run like `-m "engine and not long"` demands."""
+    demanded = re.fullmatch(r"(\w+)( and not .*)?", config.option.markexpr)
+    if demanded is None or demanded[1] == "slow" or not re.fullmatch(r"test_.*\.py", collection_path.name):
+        return None
+    return f"mark.{demanded[1]}" not in collection_path.read_text(encoding="utf-8") or None
 
 
 def pytest_collection_modifyitems(items):

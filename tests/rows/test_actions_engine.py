@@ -223,8 +223,9 @@ def test_an_idle_engine_answers_by_what_it_was_sent_before(tiny, tmp_path_factor
 
 def test_a_freeze_that_ends_in_the_same_step_takes_everything_back(run, float64):
     run.steps_until(12)
-    run.act(Steer("r0", (added(1),), lease_s=60.0), Gain("r1", "request", 0.0), Gain("", "request", 0.5, label="half"))
-    for name, first in run.positions(run._scheduler.capflow.step).items():
+    half = Gain("", "request", 0.5, label="half")
+    *_, outcome = run.act(Steer("r0", (added(1),), lease_s=60.0), Gain("r1", "request", 0.0), half)
+    for name, first in run.positions(outcome.step).items():
         run.acted[name].applied.append(("client", Gain(name, "request", 0.5), first))
     run.steps_until(25)
     outcomes = run.act_together(Freeze(label="all"), Unfreeze())

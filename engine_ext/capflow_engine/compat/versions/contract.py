@@ -34,6 +34,8 @@ class Source:
     def __init__(self, text: Callable[[str], str | None]) -> None:
         self._text = text
         self._trees: dict[str, ast.Module | None] = {}
+        # The members of classes that were asked for.
+        self._members: dict[ast.ClassDef, dict[str, ast.AST]] = {}
 
     @classmethod
     def of(cls, place: Path) -> Source:
@@ -60,7 +62,7 @@ class Source:
             return None
         definition: ast.AST | None = None
         for node in _statements(tree):
-            if _defines(node, name):
+            if name in _names(node):
                 definition = node
             elif isinstance(node, ast.ImportFrom) and (alias := _alias(node, name)) is not None:
                 source = _absolute(node, module, package=self._is_package(module))
@@ -93,21 +95,28 @@ class Source:
     def member(self, module: str, cls: str, name: str) -> ast.AST | None:
         """Return the statement that defines a member of a class or of its bases: a method, a field or `self.name =`."""
         definition = self.class_of(module, cls)
-        if definition is None:
-            return None
-        module, node = definition
+        return None if definition is None else self._members_of(*definition).get(name)
+
+    def _members_of(self, module: str, node: ast.ClassDef) -> dict[str, ast.AST]:
+        """Return the members of a class by name, with those of its bases."""
+        if node in self._members:
+            return self._members[node]
+        members: dict[str, ast.AST] = {}
         for statement in node.body:
-            if _defines(statement, name):
-                return statement
+            for name in _names(statement):
+                members.setdefault(name, statement)
         for part in ast.walk(node):
             targets = part.targets if isinstance(part, ast.Assign) else [getattr(part, "target", None)]
-            if any(isinstance(t, ast.Attribute) and t.attr == name for t in targets):
-                return part
+            for target in targets:
+                if isinstance(target, ast.Attribute):
+                    members.setdefault(target.attr, part)
         for base in node.bases:
             base = base.value if isinstance(base, ast.Subscript) else base  # noqa: PLW2901
-            if isinstance(base, ast.Name) and (member := self.member(module, base.id, name)) is not None:
-                return member
-        return None
+            definition = self.class_of(module, base.id) if isinstance(base, ast.Name) else None
+            if definition is not None:
+                members = {**self._members_of(*definition), **members}
+        self._members[node] = members
+        return members
 
     def _is_package(self, module: str) -> bool:
         return self._text(module.replace(".", "/") + ".py") is None
@@ -123,11 +132,12 @@ def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
                 waiting += getattr(node, part, [])
 
 
-def _defines(node: ast.AST, name: str) -> bool:
+def _names(node: ast.AST) -> list[str]:
+    """Return the names that a statement defines."""
     if isinstance(node, ast.ClassDef | _Function):
-        return node.name == name
+        return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return any(isinstance(target, ast.Name) and target.id == name for target in targets)
+    return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
 def _alias(node: ast.ImportFrom, name: str) -> str | None:
