@@ -10,7 +10,7 @@ STAY := $(shell test -t 2 && echo --stay)
 
 .DEFAULT_GOAL := help
 export NO_MKDOCS_2_WARNING := 1
-.PHONY: help demo check test-one test lane-engines lane-waiting lane-browser-rows lane-others proof simulate simulate-fleet fuzz chaos soak soak-requests architectures matrix lint format bench docs docs-serve metrics proto env system compiler page-tools lock sbom audit clean
+.PHONY: help demo check check-types check-waiting check-others test-one test lane-engines lane-waiting lane-browser-rows lane-others proof simulate simulate-fleet fuzz chaos soak soak-requests architectures matrix lint format bench docs docs-serve metrics proto env system compiler page-tools lock sbom audit clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -22,10 +22,16 @@ demo: env compiler  ## run a real model over examples/prompts.jsonl, with files,
 check: env  ## lint, check types and run the quick tests; five minutes
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check .
-	@log=$$(mktemp); $(PYTHON) -m mypy >$$log 2>&1 & types=$$!; trap 'kill $$types; rm -f $$log' INT TERM; \
-		$(PYTHON) -m pytest -q -m "not (engine or browser or long or slow)" --durations 5 --durations-min 2; tests=$$?; \
-		wait $$types; types=$$?; cat $$log; rm -f $$log; \
-		[ $$tests -eq 0 ] && [ $$types -eq 0 ]
+	@$(MAKE) --no-print-directory --jobs --keep-going --output-sync=target check-types check-waiting check-others
+
+check-types:
+	@$(PYTHON) -m mypy
+
+check-waiting:
+	@$(PYTHON) $(QUICK) $(WAITING)
+
+check-others:
+	@$(PYTHON) $(QUICK) $(WAITING:%=--ignore=%)
 
 test-one: env  ## run one test file or test: make test-one T=tests/capture/test_spec.py
 	@[ -n "$(T)" ] || { echo "make test-one: no T given; expected a test, such as T=tests/capture/test_spec.py" >&2; exit 2; }
@@ -35,6 +41,7 @@ test-one: env  ## run one test file or test: make test-one T=tests/capture/test_
 # than for the processor, most of them, as those of the browser do, so they fill what the engines leave.
 WAITING := tests/hub tests/consumers tests/transport
 LANE := -m pytest --durations 25 -m
+QUICK := -m pytest -q -m "not (engine or browser or long or slow)" --durations 5 --durations-min 2
 test: env system page-tools  ## run the tests except the long ones: those of engines, of the browser, those that wait and the rest side by side
 	@# Hundreds of tests start a process, which would compile these files again where it may write no bytecode.
 	@$(PYTHON) -m compileall -q capflow consumers dashboard engine_ext tests

@@ -13,8 +13,10 @@ for what in "$@"; do
     case $what in
     compiler)
         command -v g++ >/dev/null || packages+=(g++)
-        header=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h
-        [ -e "$header" ] || packages+=("$(.venv/bin/python -c 'import sys; print("python%d.%d-dev" % sys.version_info[:2])')")
+        # The Python that requirements/env.sh takes, which may be making .venv meanwhile.
+        python=$(command -v python3.11 || command -v python3)
+        header=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h
+        [ -e "$header" ] || packages+=("$("$python" -c 'import sys; print("python%d.%d-dev" % sys.version_info[:2])')")
         ;;
     chromium)
         command -v chromium >/dev/null || packages+=(chromium)

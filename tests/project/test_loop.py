@@ -24,8 +24,7 @@ def recipe(target):
 
 def selections(target):
     """Return the marker expressions that a target gives to pytest."""
-    expressions = re.findall(r'(?:-m pytest (?:-q )?-m|\$\(LANE\)) ("[^"]+"|\S+)', recipe(target))
-    return [expression.strip('"') for expression in expressions]
+    return [expression.strip('"') for expression in re.findall(r'-m pytest (?:-q )?-m ("[^"]+"|\S+)', recipe(target))]
 
 
 def functions(path):
@@ -60,16 +59,19 @@ def test_every_test_runs_somewhere():
         ("not (browser or engine or long)", "$(WAITING:%=--ignore=%)"),
     ]
     assert selections("proof") == ["long"]
-    assert selections("check") == ["not (engine or browser or long or slow)"]
+    assert re.search('^QUICK := .* "not \\(engine or browser or long or slow\\)" ', MAKEFILE, re.MULTILINE)
+    quick = [re.findall(r"\$\(QUICK\) (.*)", recipe(part)) for part in re.findall(r"check-[\w-]+", recipe("check"))]
+    assert quick == [[], ["$(WAITING)"], ["$(WAITING:%=--ignore=%)"]]
 
 
 @pytest.mark.parametrize("failing", ["none", "lint"])
 def test_ci_lints_before_it_tests(tmp_path, failing):
     make = tmp_path / "make"
-    make.write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/calls\n[ "$1" != {failing} ]\n')
+    make.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\n[ "$1" != {failing} ]\n')
     make.chmod(0o755)
     done = subprocess.run([ROOT / ".ci" / "run"], env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=False)
-    assert (tmp_path / "calls").read_text().split() == (["lint", "test"] if failing == "none" else ["lint"])
+    calls = ["--jobs env system", "lint", "test"]
+    assert (tmp_path / "calls").read_text().splitlines() == (calls if failing == "none" else calls[:2])
     assert (done.returncode == 0) == (failing == "none")
 
 
