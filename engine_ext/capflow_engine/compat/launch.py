@@ -11,15 +11,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import multiprocessing
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from capflow import limits
 from capflow.errors import UsageError, explain
 from capflow.transport.address import without_key
 from capflow_engine.hubs import HubAt
 from capflow_engine.settings import Settings
+
+logger = logging.getLogger("vllm.capflow")
 
 # Arguments of a launch that are not fields of vLLM's `ParallelConfig`.
 _BESIDE = "data_parallel_"
@@ -60,7 +65,10 @@ class Launch(NamedTuple):
         headless: whether this command serves no HTTP.
         """
         nodes = engine_args.nnodes
-        on_ray = "ray" in (engine_args.distributed_executor_backend, engine_args.data_parallel_backend)
+        executor = engine_args.distributed_executor_backend
+        ranks = engine_args.tensor_parallel_size * engine_args.pipeline_parallel_size
+        chosen = executor is None and ranks > 1 and _in_placement_group()
+        on_ray = chosen or "ray" in (executor, engine_args.data_parallel_backend)
         replicas = engine_args.data_parallel_size
         if on_ray:
             return cls(over_nodes=False, by_replicas=False, on_ray=True)  # one command starts all replicas
@@ -96,6 +104,22 @@ class Launch(NamedTuple):
             got = "none, with data-parallel replicas that several commands start"
             do = "choose one, new at each start, and give it to all commands of this engine"
             raise UsageError(explain(id_from, got=got, expected="one", do=do))
+
+
+def _in_placement_group() -> bool:
+    """Return whether this process has a placement group of Ray's, in which Ray starts the workers of several ranks."""
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized() and ray.util.get_current_placement_group() is not None
+
+
+async def before_kill(engine_client: Any, method: str) -> None:
+    """Have all workers of an engine call `method`, if its replicas are Ray's actors: vLLM kills those at the end."""
+    if engine_client.vllm_config.parallel_config.data_parallel_backend != "ray":
+        return
+    try:
+        await engine_client.collective_rpc(method, timeout=round(limits.ENGINE_END_S_MAX))
+    except Exception as e:  # noqa: BLE001  the engine ends, whatever its workers did
+        logger.warning("capflow: the workers may have rows that they did not send: %r", e)
 
 
 def end_workers() -> None:

@@ -16,6 +16,7 @@ from capflow.errors import UsageError, explain
 from capflow.steering.divergence import ON_DIVERGENCE_DEFAULT
 from capflow.transport.hub_process import HubProcess
 from capflow_engine.compat import engine as compat
+from capflow_engine.compat.launch import before_kill
 from capflow_engine.compat.versions.surface import ASYNC_LLM
 
 compat.require()
@@ -188,7 +189,8 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop the engine, then the hub that was started for it, once its consumers took everything.
 
-        A second call does nothing.
+        A second call does nothing. With `data_parallel_backend="ray"`, vLLM kills the replicas, and rows that wait in
+        them are lost. The end of `async with` has them sent first.
 
         timeout: how long the engine may take, in seconds; by default as long as its hub takes rows, a minute at most.
         """
@@ -203,6 +205,8 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        if self._at_exit is not None and self._at_exit.alive:
+            await before_kill(self, "flush_capture")
         self.shutdown()
 
     # Ends an engine that was not shut down; dead after a shutdown.

@@ -24,8 +24,8 @@ class Command:
 
     descriptor: of the socket; None for a server that no command started.
 
-    If the command ends or closes its side, the main thread gets a SIGTERM, again and again until the server begins to
-    end: vLLM may lose a signal while the engine starts.
+    If the command ends or closes its side, the main thread gets a SIGINT, again and again until the server begins to
+    end: vLLM may lose a signal while the engine starts. Of a SIGTERM, Ray would make an exit in the middle of the end.
     """
 
     def __init__(self, descriptor: int | None, ending: Ending) -> None:
@@ -53,5 +53,5 @@ class Command:
             self._ending.before()
         main = threading.main_thread().ident
         while main is not None and not self._ending.begun:
-            signal.pthread_kill(main, signal.SIGTERM)
+            signal.pthread_kill(main, signal.SIGINT)
             time.sleep(_AGAIN_S)

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from capflow import limits
 from capflow_engine.compat import engine as compat
+from capflow_engine.compat.launch import before_kill
 from capflow_engine.llm.results import Askers
 from capflow_engine.serve.refusals import refused
 
@@ -91,6 +92,7 @@ class Ending:
                 await engine.abort(left, internal=True)
             asker.hurry(limits.ANSWERS_S)
             await self._answered(engine, limits.ANSWERS_S + limits.GIVE_UP_S)
+            await before_kill(engine, "flush_capture")
             await compat.stop_outputs(engine)
             stop = functools.partial(engine.shutdown, timeout=limits.ENGINE_END_S_MAX)
             await asyncio.get_running_loop().run_in_executor(None, stop)

@@ -13,7 +13,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from capflow import limits
@@ -34,6 +34,7 @@ from capflow_engine.worker.sender import Computed, Sender, Way
 logger = logging.getLogger("vllm.capflow.worker")
 
 _DIRECTORY = re.compile(r"hub-(\d+)")
+_LOOK_S = 0.01
 
 
 class Outlets:
@@ -102,29 +103,50 @@ class Outlets:
         """Take a step to send; never waits."""
         self._sender.put(step)
 
+    def flush(self) -> None:
+        """Wait until the hubs have acknowledged the steps put so far, for as long as `close` does."""
+        sent, hung = self._sender.mark(), list[WorkerLink]()
+        for link in self._hung(
+            lambda: not (sent.is_set() and all(each.drained for each in self.links if each not in hung))
+        ):
+            hung.append(link)
+            logger.error("the hub at %s acknowledges nothing; nobody waits for it", link.address)
+
     def close(self) -> None:
         """Send the queued steps for at most `limits.DRAIN_S_MAX` seconds, then close the links.
 
         The worker stops waiting for a hub that acknowledges nothing for `limits.HANG_S_MAX` seconds.
         """
         _leave(self.former)
-        connected = any(link.connected for link in self.links)
-        drain_s = limits.DRAIN_S_MAX if connected else limits.LINGER_S
-        closing = threading.Thread(target=self._sender.close, args=(drain_s,), name="capflow-closing", daemon=True)
+        closing = threading.Thread(
+            target=self._sender.close, args=(self._drain_s,), name="capflow-closing", daemon=True
+        )
         closing.start()
-        deadline = time.monotonic() + drain_s
-        progress = {link: (link.acked, time.monotonic()) for link in self.links}  # acknowledgements, and their time
-        while progress and closing.is_alive() and time.monotonic() < deadline:
-            closing.join(limits.IDLE_S)
-            now = time.monotonic()
+        for link in self._hung(closing.is_alive):
+            logger.error("the hub at %s acknowledges nothing; the engine ends without it", link.address)
+            _leave([link])
+        closing.join(limits.GIVE_UP_S)
+
+    @property
+    def _drain_s(self) -> float:
+        return limits.DRAIN_S_MAX if any(link.connected for link in self.links) else limits.LINGER_S
+
+    def _hung(self, busy: Callable[[], bool]) -> Iterator[WorkerLink]:
+        """Wait while the worker is busy with its links, and yield each whose hub acknowledges nothing meanwhile.
+
+        It ends when all of them did, and when the time for sending is over.
+        """
+        deadline = time.monotonic() + self._drain_s
+        # Acknowledgements, and when they were new.
+        progress = {link: (link.acked, time.monotonic()) for link in self.links}
+        while progress and busy() and (now := time.monotonic()) < deadline:
+            time.sleep(_LOOK_S)
             for link, (acked, since) in list(progress.items()):
                 if link.drained or link.acked != acked:
                     progress[link] = (link.acked, now)
                 elif now - since > limits.HANG_S_MAX:
-                    logger.error("the hub at %s acknowledges nothing; the engine ends without it", link.address)
                     del progress[link]
-                    _leave([link])
-        closing.join(limits.GIVE_UP_S)
+                    yield link
 
     def _link(self, number: int, hub: HubAt, hello: Hello) -> WorkerLink:
         settings, outbound = self._settings, self._settings.outbound

@@ -195,7 +195,8 @@ class Sender:
         # The rows lost of each running request, by vLLM's id.
         self._lost: dict[str, Losses] = {}
         self._log = LossLog(logger, f"worker {tuple(rank)}", engine=engine, rank=list(rank))
-        self._steps: queue.SimpleQueue[Computed | None] = queue.SimpleQueue()
+        # An event is set when all before it was sent; None ends the thread.
+        self._steps: queue.SimpleQueue[Computed | threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="capflow-sender", daemon=True)
 
     def start(self) -> None:
@@ -207,6 +208,12 @@ class Sender:
         for request, ended in step.ended:
             step.cut(request.key, ended.limit)
         self._steps.put(step)
+
+    def mark(self) -> threading.Event:
+        """Return an event that is set when the steps put so far are with the links."""
+        sent = threading.Event()
+        self._steps.put(sent)
+        return sent
 
     def close(self, drain_s: float) -> None:
         """Send the queued steps for at most `drain_s` seconds, then close the links."""
@@ -220,6 +227,9 @@ class Sender:
 
     def _run(self) -> None:
         while (step := self._steps.get()) is not None:
+            if isinstance(step, threading.Event):
+                step.set()
+                continue
             try:
                 self._send(step)
             except Exception:

@@ -574,6 +574,11 @@ class WorkerCapture:
             self._copied.record()
         return self._copied.synchronize, ids.numpy()
 
+    def flush(self) -> None:
+        """Wait until the hubs have the rows of the settled steps."""
+        if self.outlets is not None:
+            self.outlets.flush()
+
     def close(self) -> None:
         """Send the settled steps and leave the hubs; unsettled steps are dropped: their rows have no certain owner."""
         self.agreement.close()
@@ -622,6 +627,11 @@ class CaptureWorker(compat.worker_base()):  # type: ignore[misc]
         assert self.capflow is not None
         self.capflow.rest()
         super().execute_dummy_batch()
+
+    def flush_capture(self) -> None:
+        """Wait until the hubs have the settled rows."""
+        if self.capflow is not None:
+            self.capflow.flush()
 
     def end_capture(self) -> None:
         """Send the settled rows and leave the hubs. No step follows."""

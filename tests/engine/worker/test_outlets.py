@@ -93,6 +93,29 @@ def test_an_engine_ends_in_time_beside_a_hub_that_takes_nothing_and_the_others_g
         assert addresses[0] in message
 
 
+def test_a_flush_waits_for_all_hubs_but_one_that_takes_nothing_and_the_worker_goes_on(addresses, monkeypatch, caplog):
+    hung, slow = Recorder(), Slow(0.1)
+    with running_hub(addresses[0], hung), running_hub(addresses[1], slow):
+        outlets = outlets_of(addresses[:2])
+        assert all(link.wait_welcome(20) for link in outlets.links)
+        for rows in (40, 80):
+            send(outlets, 10)
+            outlets.flush()
+            assert (hung.rows["r1"], slow.rows["r1"]) == (rows, rows)
+        monkeypatch.setattr(limits, "HANG_S_MAX", 1.0)
+        hung.go.clear()
+        send(outlets, 30)
+        began = time.monotonic()
+        outlets.flush()
+        assert time.monotonic() - began < 10
+        assert slow.rows["r1"] == 200
+        (message,) = [record.message for record in caplog.records if "nobody waits for it" in record.message]
+        assert addresses[0] in message
+        hung.go.set()
+        outlets.close()
+        assert hung.rows["r1"] == 200
+
+
 def test_what_is_spilled_for_a_hub_that_takes_nothing_is_left_on_disk(addresses, tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "HANG_S_MAX", 0.5)
     with running_hub(addresses[0], Recorder(held=True)):

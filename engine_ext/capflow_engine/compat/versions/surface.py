@@ -282,7 +282,11 @@ READS = (
     _read("vllm.v1.engine:EngineCoreRequest", "prompt_embeds request_id"),
     _read("vllm.v1.engine.core:EngineCore", "async_scheduling model_executor scheduler vllm_config"),
     _read("vllm.v1.executor.abstract:Executor", "collective_rpc"),
-    _read("vllm.v1.engine.async_llm:AsyncLLM", "engine_core output_handler output_processor vllm_config", HTTP),
+    _read(
+        "vllm.v1.engine.async_llm:AsyncLLM",
+        "collective_rpc engine_core output_handler output_processor vllm_config",
+        HTTP,
+    ),
     _read(
         "vllm.v1.engine.llm_engine:LLMEngine",
         "abort_request engine_core from_engine_args has_unfinished_requests output_processor vllm_config",
@@ -310,7 +314,7 @@ READS = (
     ),
     _read(
         "vllm.config:ParallelConfig",
-        "all2all_backend data_parallel_index data_parallel_size enable_dbo nnodes_within_dp"
+        "all2all_backend data_parallel_backend data_parallel_index data_parallel_size enable_dbo nnodes_within_dp"
         " pipeline_parallel_size tensor_parallel_size use_ray use_sequence_parallel_moe use_ubatching",
     ),
     _read("vllm.config:SchedulerConfig", "async_scheduling max_num_batched_tokens max_num_seqs"),
