@@ -24,8 +24,8 @@ class Command:
 
     descriptor: of the socket; None for a server that no command started.
 
-    If the command ends or closes its side, the main thread gets a SIGINT, again and again until the server begins to
-    end: vLLM may lose a signal while the engine starts. Of a SIGTERM, Ray would make an exit in the middle of the end.
+    If the command ends or closes its side, the main thread gets a signal, again and again until the server begins to
+    end: vLLM may lose one while the engine starts. It is SIGTERM, but SIGINT where Ray took that over and would exit.
     """
 
     def __init__(self, descriptor: int | None, ending: Ending) -> None:
@@ -53,5 +53,6 @@ class Command:
             self._ending.before()
         main = threading.main_thread().ident
         while main is not None and not self._ending.begun:
-            signal.pthread_kill(main, signal.SIGINT)
+            rays = getattr(signal.getsignal(signal.SIGTERM), "__module__", "").startswith("ray.")
+            signal.pthread_kill(main, signal.SIGINT if rays else signal.SIGTERM)
             time.sleep(_AGAIN_S)

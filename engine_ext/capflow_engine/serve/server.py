@@ -188,8 +188,7 @@ def _check_free(args: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the server until it is stopped. Returns the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)  # until vLLM takes the signals
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until vLLM takes the signals
     try:
         with contextlib.ExitStack() as stack:
             return _serve(sys.argv[1:] if arguments is None else arguments, stack)
