@@ -100,7 +100,7 @@ def test_a_page_steers_requests_and_the_kill_switch_stops_all_within_a_step(tiny
     keeper = Keeper()
     with (
         dashboard(allow_steering=True, vectors=(calm,)) as shown,
-        running_hub(address, configured(shown, "skip"), keeper),
+        running_hub(address, configured(shown, "block"), keeper),
         engine(tiny, hub=address, max_model_len=512, max_num_seqs=64, max_num_batched_tokens=1024) as llm,
         Pageless(shown) as page,
     ):

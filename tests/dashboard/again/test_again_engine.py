@@ -80,7 +80,7 @@ def served(tiny_with_words, tmp_path_factory):
     with (
         variables(**{KEY_VARIABLE: KEY}),
         dashboard(**options) as shown,
-        running_hub(hub, configured(shown, "skip")),
+        running_hub(hub, configured(shown, "block")),
         process(*command, environment=environment(home)) as (server, _),
     ):
         shown.closed, shown.home = False, home
