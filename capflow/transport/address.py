@@ -27,7 +27,7 @@ ENVIRONMENT_VARIABLE = "CAPFLOW_HUB"
 FORMS = "ipc:///ABSOLUTE/PATH, tcp://HOST:PORT or tcp://KEY@HOST:PORT"
 
 _SOCKET_PATH_BYTES_MAX = 107  # sun_path, less its final zero
-_LOCK_TRIES = 6  # `collect` holds the lock for a moment
+_LOCK_TRIES = 26  # `collect` holds the lock for a moment
 _LOCK_PAUSE_S = 0.02  # between two tries
 _PORT_MAX = 65_535
 _KEYED = re.compile(r"tcp://([0-9a-f]{64})@")

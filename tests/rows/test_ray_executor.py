@@ -22,9 +22,6 @@ from tests.kit.waiting import eventually
 __all__ = ["keeper"]
 
 ray = pytest.importorskip("ray")
-PlacementGroupSchedulingStrategy = pytest.importorskip(
-    "ray.util.scheduling_strategies"
-).PlacementGroupSchedulingStrategy
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(560)]
 
@@ -77,10 +74,7 @@ class SlowKeeper(Keeper):
 
 @contextlib.contextmanager
 def served(nodes, home, model, keeper, *arguments):
-    """Serve with a worker on each node; yield the front end.
-
-    arguments: of the server; the workers of one replica by default.
-    """
+    """Serve with a worker on each node, as the arguments divide the model; yield the front end."""
     variables = {**of_cluster(nodes), "path": PLATFORM}
     command = ["--hub", keeper.address, *arguments]
     assert ray.available_resources()["GPU"] == 2
@@ -110,6 +104,8 @@ def test_replicas_on_two_nodes(tiny_with_words, reference, keeper, tmp_path):
 
 
 def test_a_process_with_a_placement_group_has_ray_start_its_workers():
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
     def placed(**arguments):
         from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -138,8 +134,10 @@ def test_workers_send_their_last_rows_before_they_are_killed(tiny_with_words, re
             assert "r1" not in keeper.done
         keeper.hold("r1", tokens, reference)
         assert keeper.done["r1"].status == "length"
-        # vLLM kills the schedulers of replicas.
-        eventually(lambda: not hub.status()["sessions"])
+        # vLLM kills the schedulers of replicas before these can leave the hub.
+        if divided == "two replicas":
+            eventually(lambda: not hub.status()["sessions"])
+        assert not hub.status()["sessions"]
 
 
 IN_PYTHON = """
