@@ -3,6 +3,9 @@
 import json
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
 
 from tests.kit.engines import prompts, vector
 from tests.kit.rows import ALL
@@ -20,6 +23,21 @@ def completion(node, name, seed, **fields):
     status = answer["capture_results"]["keeper"]["status"]
     assert status == "ok" or (status == "pending" and not body["capture_wait"]), answer
     return prompt["prompt_token_ids"] + answer["choices"][0]["token_ids"]
+
+
+def end_during_a_step(node, keeper):
+    """Tell the engine core of a node to end while `r1` runs, as a supervisor does that signals all processes.
+
+    Return the future of its tokens: the request may end, and its rows count.
+    """
+    pool = ThreadPoolExecutor(1)
+    asked = pool.submit(completion, node, "r1", 1, max_tokens=100, capture_wait=False)
+    pool.shutdown(wait=False)
+    eventually(lambda: keeper.rows)
+    below = psutil.Process(node.process.pid).children(recursive=True)
+    [core] = [each for each in below if "EngineCore" in each.name()]
+    core.terminate()
+    return asked
 
 
 def plain(values, layer=1):

@@ -1,6 +1,7 @@
 """Captured rows held against Transformers' and against what was promised."""
 
 import contextlib
+import time
 
 import numpy as np
 
@@ -98,6 +99,15 @@ class Keeper(Consumer):
             for site, kept in self.rows[name].items()
         }
         _hold(rows, tokens, reference, steering, positions, FLOAT32_BOUND)
+
+
+class SlowKeeper(Keeper):
+    """Takes a third of a second for each frame, and so has its workers wait."""
+
+    def on_frame(self, frame):
+        # The slowness itself.
+        time.sleep(0.3)
+        super().on_frame(frame)
 
 
 @contextlib.contextmanager

@@ -8,14 +8,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
-from tests.kit.fronts import completion, hold_all, steered_alike
+from tests.kit.fronts import completion, end_during_a_step, hold_all, steered_alike
 from tests.kit.hubs import configured, free_port, running_hub
 from tests.kit.nodes import KIT, VARIABLES, keeper, running
-from tests.kit.rows import Keeper
+from tests.kit.rows import SlowKeeper
 from tests.kit.servers import environment
 from tests.kit.waiting import eventually
 
@@ -61,15 +60,6 @@ def cluster():
 def of_cluster(nodes):
     """Return the variables of a command on the first node."""
     return {"RAY_ADDRESS": nodes.address, "VLLM_HOST_IP": nodes.head_node.node_ip_address}
-
-
-class SlowKeeper(Keeper):
-    """Takes a third of a second for each frame, and so has its workers wait."""
-
-    def on_frame(self, frame):
-        # The slowness itself.
-        time.sleep(0.3)
-        super().on_frame(frame)
 
 
 @contextlib.contextmanager
@@ -138,6 +128,16 @@ def test_workers_send_their_last_rows_before_they_are_killed(tiny_with_words, re
         if divided == "two replicas":
             eventually(lambda: not hub.status()["sessions"])
         assert not hub.status()["sessions"]
+
+
+def test_an_engine_that_is_told_to_end_during_a_step_loses_no_rows(tiny_with_words, reference, tmp_path):
+    keeper = SlowKeeper()
+    keeper.address = f"tcp://127.0.0.1:{free_port()}"
+    with cluster() as nodes, running_hub(keeper.address, configured(keeper, "block", queue_bytes_max=1)):
+        with served(nodes, tmp_path, tiny_with_words, keeper, *TENSOR_PARALLEL) as front:
+            asked = end_during_a_step(front, keeper)
+        keeper.hold("r1", asked.result(), reference)
+        assert keeper.done["r1"].status == "length"
 
 
 IN_PYTHON = """

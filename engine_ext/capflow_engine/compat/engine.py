@@ -14,6 +14,7 @@ import importlib.metadata
 import logging
 import os
 import signal
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -285,10 +286,9 @@ def call_before_kill(method: str) -> None:
 
     @functools.wraps(original)
     def shutdown(core: Any) -> None:
+        _ignore_more_signals()
         executor = getattr(core, "model_executor", None)  # none if the start failed
         if executor is not None and core.vllm_config.parallel_config.use_ray:
-            # What Ray does at SIGTERM sets an alarm that ends the process after three seconds.
-            signal.alarm(0)
             try:
                 executor.collective_rpc(method, timeout=round(limits.ENGINE_END_S_MAX))
             except Exception as e:  # noqa: BLE001  the engine ends, whatever its workers did
@@ -297,6 +297,33 @@ def call_before_kill(method: str) -> None:
 
     shutdown.capflow_original = original  # type: ignore[attr-defined]
     setattr(EngineCore, "shutdown", shutdown)  # noqa: B010  mypy takes no other function there
+
+
+def _ignore_more_signals() -> None:
+    # A core of vLLM's that ends by a signal dies of the next one, and the front end always sends one.
+    in_core = signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    if in_core and threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+
+def take_sigterm_from_ray() -> None:
+    """Have SIGTERM end the engine core of this process as vLLM means it to, between two steps.
+
+    Ray, once connected, exits by an exception wherever the process then is. In the middle of a step, that leaves the
+    workers' answer unread, and the next call takes it for its own. It also sets an alarm that ends the process after
+    three seconds.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    vllms = signal.getsignal(signal.SIGINT)
+    rays = signal.getsignal(signal.SIGTERM)
+    if _module(vllms) == EngineCore.__module__ and _module(rays).startswith("ray."):
+        signal.signal(signal.SIGTERM, vllms)
+
+
+def _module(handler: Any) -> str:
+    return getattr(handler, "__module__", None) or ""
 
 
 def take_calls(answer: Callable[[Any, str], str]) -> None:

@@ -25,6 +25,7 @@ class Captured:
         super().__init__(*args, vllm_config=vllm_config, **kwargs)  # type: ignore[call-arg]
         compat.let_workers_end()
         compat.call_before_kill("end_capture")
+        compat.take_sigterm_from_ray()
         compat.take_calls(answer)
         compat_weights.watch(_change_weights)
         compat_cache.limit_reads(self)

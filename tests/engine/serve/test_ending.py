@@ -19,7 +19,10 @@ import pytest
 
 import capflow
 from capflow.capture.site import Site
-from tests.kit.hubs import free_port
+from tests.kit import nodes
+from tests.kit.fronts import end_during_a_step
+from tests.kit.hubs import configured, free_port, running_hub
+from tests.kit.rows import SlowKeeper
 from tests.kit.servers import environment, healthy, wait_until
 from tests.kit.waiting import eventually
 
@@ -290,6 +293,18 @@ def test_two_ranks_send_what_they_have(tiny_with_words, tmp_path):
         assert at.server.process.wait(100) == 0
         check_prefix(capflow.open(at.root)["one"])
         assert "silent" not in at.server.log
+
+
+@pytest.mark.long
+def test_an_engine_that_is_told_to_end_with_its_server_loses_no_rows(tiny_with_words, reference, tmp_path):
+    keeper = SlowKeeper()
+    keeper.address = f"tcp://127.0.0.1:{free_port()}"
+    arguments = ["--hub", keeper.address, "--tensor-parallel-size", "2", "--enforce-eager"]
+    with running_hub(keeper.address, configured(keeper, "block", queue_bytes_max=1)):
+        with nodes.running(tmp_path, tiny_with_words, arguments) as (front,):
+            asked = end_during_a_step(front, keeper)
+        keeper.hold("r1", asked.result(), reference)
+        assert keeper.done["r1"].status == "length"
 
 
 SLOW = """
