@@ -40,26 +40,35 @@ test-one: env  ## run one test file or test: make test-one T=tests/capture/test_
 # The lanes of `make test` run side by side, each with its output at its end. These tests wait for time to pass rather
 # than for the processor, most of them, as those of the browser do, so they fill what the engines leave.
 WAITING := tests/hub tests/consumers tests/transport
+LANES := lane-engines lane-waiting lane-browser-rows lane-others
 LANE := -m pytest --durations 25 -m
 QUICK := -m pytest -q -m "not (engine or browser or long or slow)" --durations 5 --durations-min 2
 test: env system page-tools  ## run the tests except the long ones: those of engines, of the browser, those that wait and the rest side by side
 	@# Hundreds of tests start a process, which would compile these files again where it may write no bytecode.
 	@$(PYTHON) -m compileall -q capflow consumers dashboard engine_ext tests
-	@$(MAKE) --no-print-directory --jobs --keep-going --output-sync=target lane-engines lane-waiting lane-browser-rows lane-others
+	@rm -rf build/tests
+	@$(MAKE) --no-print-directory --jobs --keep-going --output-sync=target $(LANES) || { \
+		echo "make test: what failed, of all lanes; their whole output is in build/tests"; \
+		grep -hE -A 100 "Fatal Python error|^(FAILED|ERROR) " build/tests/*.txt; exit 2; }
+
+$(LANES): SHELL := bash -o pipefail
+$(LANES): | build/tests
+build/tests:
+	@mkdir -p $@
 
 lane-engines:
-	@$(PYTHON) $(LANE) "engine and not long" --ignore=tests/rows
+	@$(PYTHON) $(LANE) "engine and not long" --ignore=tests/rows 2>&1 | tee build/tests/$@.txt
 
 lane-waiting:
-	@$(PYTHON) $(LANE) "not (engine or long)" $(WAITING)
+	@$(PYTHON) $(LANE) "not (engine or long)" $(WAITING) 2>&1 | tee build/tests/$@.txt
 
 # The browser needs no engine and is done early, so the engines of tests/rows come after it.
 lane-browser-rows:
-	@$(PYTHON) $(LANE) "browser and not (engine or long)" $(WAITING:%=--ignore=%); browser=$$?; \
-		$(PYTHON) $(LANE) "engine and not long" tests/rows && exit $$browser
+	@{ $(PYTHON) $(LANE) "browser and not (engine or long)" $(WAITING:%=--ignore=%); browser=$$?; \
+		$(PYTHON) $(LANE) "engine and not long" tests/rows && exit $$browser; } 2>&1 | tee build/tests/$@.txt
 
 lane-others:
-	@$(PYTHON) $(LANE) "not (browser or engine or long)" $(WAITING:%=--ignore=%)
+	@$(PYTHON) $(LANE) "not (browser or engine or long)" $(WAITING:%=--ignore=%) 2>&1 | tee build/tests/$@.txt
 
 proof: env system  ## run the long tests, minutes each
 	@# pip accepts no file in which only some packages have hashes. Each of the packages below is for a few tests.

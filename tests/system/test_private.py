@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -47,9 +48,16 @@ def short():
 
 
 def modes(root: Path, since: set[Path] = frozenset()) -> dict[str, str]:
-    """Return what lies below a directory, but for `since`, and its mode as `ls` shows it."""
-    below = [path for path in sorted(root.rglob("*")) if path not in since]
-    return {str(path.relative_to(root)): stat.filemode(path.lstat().st_mode) for path in below if path.exists()}
+    """Return what lies below a directory, but for `since`, and its mode as `ls` shows it.
+
+    What a hub moves away between two looks is left out.
+    """
+    below = {}
+    for directory, directories, files in os.walk(root):
+        for path in {Path(directory, name) for name in directories + files} - since:
+            with contextlib.suppress(FileNotFoundError):
+                below[str(path.relative_to(root))] = stat.filemode(path.lstat().st_mode)
+    return below
 
 
 def open_to_others(root: Path, since: set[Path] = frozenset()) -> dict[str, str]:
