@@ -11,6 +11,7 @@ from capflow.transport.hub_process import HubProcess
 from capflow_engine.structure import HookPlace
 from tests.architectures import run as checks
 from tests.architectures import table as architectures
+from tests.kit.processor import without_amx
 
 pytestmark = pytest.mark.engine
 
@@ -52,6 +53,7 @@ def test_sites_that_are_not_steered_have_the_same_rows(hub):
     assert checks.passed(result), result["errors"]
 
 
+@without_amx
 def test_a_stream_that_vllm_divides_in_float16_is_captured_whole(hub):
     for steered in (None, ["none"]):
         result = checks.check("deepseek_v2", "float16", *hub, steer_sites=steered)

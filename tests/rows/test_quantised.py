@@ -9,6 +9,7 @@ import torch
 
 import capflow
 from tests.kit.engines import GREEDY, LAYERS, answers, engine, prompts, relative_error, vector
+from tests.kit.processor import without_amx
 from tests.kit.quantised import FORMATS, QuantisedReference, save_quantised
 from tests.kit.rows import ALL, FLOAT32_BOUND, SITES
 
@@ -38,7 +39,9 @@ def _hooked(llm, seed):
     return caught, [layer.register_forward_hook(hook_of(number)) for number, layer in enumerate(layers)]
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=without_amx) if kind == "int8" else kind for kind in FORMATS]
+)
 def test_rows_are_those_of_hooks_in_vllm_without_capflow_and_in_transformers(tiny, reference, tmp_path, kind):
     model, dtype = save_quantised(tiny, tmp_path / kind, kind), FORMATS[kind].dtype
     bound, expected = BOUNDS[dtype], {}
