@@ -15,7 +15,7 @@ from capflow.steering.action import Answered
 from tests.kit.dashboards import open_dashboard
 from tests.kit.frames import make_frame, make_model, token_of
 from tests.kit.pages import SITES, done, frame_of, with_texts
-from tests.kit.waiting import eventually
+from tests.kit.waiting import eventually, never
 
 pytestmark = pytest.mark.browser
 
@@ -411,14 +411,31 @@ def test_a_request_of_32000_tokens_is_shown_in_parts(opened):
         page.locator("#text").focus()
         page.keyboard.press("End")
         expect(page.locator("#token-facts")).to_contain_text("31,999, generated")
-        eventually(
-            lambda: window.page.evaluate(
-                """() => { const box = document.querySelector("#text .at").getBoundingClientRect();
-                 const text = document.getElementById("text").getBoundingClientRect();
-                 return box.top >= text.top && box.bottom <= text.bottom + 1; }"""
-            )
-        )
+        eventually(window.shows_cursor)
         page.keyboard.press("+")
         expect(page).to_have_url(re.compile(r"from=\d+&to=\d+"))
         page.keyboard.press("0")
         expect(page).not_to_have_url(re.compile("from="))
+
+
+def test_the_cursor_stays_in_view_when_the_window_changes_until_the_user_scrolls(opened):
+    with open_dashboard() as consumer:
+        window = opened(consumer)
+        page = window.page
+        consumer.on_session("engine-1", make_model())
+        consumer.on_frame(make_frame([("r1", 400, 0, 4_000)], SITES[:1], texts=True))
+        consumer.on_request_done(done("r1", prompt=400))
+        expect(page.locator("#heat")).to_have_attribute("aria-valuemax", "3999")
+        for key, facts in (("End", "3,999, generated"), ("PageUp", "3,949, generated"), ("Home", "0, prompt")):
+            page.set_viewport_size({"width": 1280, "height": 1000})
+            page.locator("#text").press(key)
+            expect(page.locator("#token-facts")).to_contain_text(facts)
+            eventually(window.shows_cursor)
+            for size in ((1280, 500), (700, 500), (1280, 1000)):
+                page.set_viewport_size({"width": size[0], "height": size[1]})
+                eventually(window.shows_cursor)
+        page.locator("#text").hover()
+        page.mouse.wheel(0, 4_000)
+        eventually(lambda: not window.shows_cursor())
+        page.set_viewport_size({"width": 1280, "height": 900})
+        never(window.shows_cursor, 0.5)

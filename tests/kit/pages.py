@@ -74,6 +74,16 @@ class OpenPage:
 
     # What it shows.
 
+    def shows_cursor(self):
+        """Return whether the token of the cursor is in view in the text."""
+        return self.page.evaluate(
+            """() => {
+              const token = document.querySelector("#text .at")?.getBoundingClientRect();
+              const text = document.getElementById("text").getBoundingClientRect();
+              return Boolean(token) && token.top >= text.top && token.bottom <= text.bottom + 1;
+            }"""
+        )
+
     def tokens(self):
         return self.page.locator("#text .t")
 

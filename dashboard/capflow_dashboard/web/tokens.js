@@ -16,6 +16,8 @@ const CHUNK_TOKENS = 256;
 const CHUNK_TOKENS_MIN = 96;
 const [FIRES, STEERED, NO_TEXT] = [1 << 8, 1 << 9, 1 << 10];
 const AHEAD = "600px";
+/** Text that is so near its end follows it. */
+const END_PX = 64;
 /** A request with no more chunks keeps them all, so that the browser's search finds every word. */
 const CHUNKS_KEPT = 32;
 
@@ -47,6 +49,8 @@ export class Tokens {
     box.append(this.before, this.prompt.box, this.generated.box, this.end);
     /** Whether new tokens move the text. */
     this.sticks = true;
+    /** Whether the text was scrolled to the cursor, and nobody has done anything since. */
+    this.keeps = false;
     /** @type {HTMLElement | null} */
     this.marked = null;
     /** @type {HTMLElement | null} */
@@ -57,14 +61,17 @@ export class Tokens {
     this.look = new IntersectionObserver((entries) => this.onSeen(entries), { root: null, rootMargin: AHEAD });
     new IntersectionObserver(([entry]) => (this.sticks = entry.isIntersecting), {
       root: box,
-      rootMargin: "0px 0px 64px 0px",
+      rootMargin: `0px 0px ${END_PX}px 0px`,
     }).observe(this.end);
     // After the layout of a frame, so that none is forced. Far more than there is: the browser stops at the end.
     const follow = new ResizeObserver(() => {
       if (this.sticks && page.request?.status === "live") box.scrollTop = 1e9;
+      else if (this.keeps) this.scroll("nearest");
     });
-    follow.observe(this.prompt.box);
-    follow.observe(this.generated.box);
+    for (const each of [box, this.prompt.box, this.generated.box]) follow.observe(each);
+    for (const kind of ["wheel", "touchmove", "pointerdown", "keydown"]) {
+      document.addEventListener(kind, () => (this.keeps = false), { capture: true, passive: true });
+    }
     box.addEventListener("pointerover", (event) => {
       // Text that moves below a pointer at rest does not take the place of the token that it clicked. A click has whole
       // coordinates.
@@ -94,6 +101,7 @@ export class Tokens {
     this.looks.fill(-1);
     this.count = 0;
     [this.marked, this.pointed] = [null, null];
+    this.keeps = false;
     this.prompt.run.replaceChildren();
     this.generated.run.replaceChildren();
     this.sticks = this.page.request?.status === "live";
@@ -311,14 +319,27 @@ export class Tokens {
    */
   go(column) {
     this.page.point(column);
-    const { cursor } = this.page;
-    if (cursor !== null) this.element(cursor)?.scrollIntoView({ block: "nearest", inline: "nearest" });
+    this.scroll("nearest");
   }
 
   /** Scroll the text to the cursor. */
   reveal() {
+    this.scroll("center");
+  }
+
+  /**
+   * Scroll the text to the cursor, and again when parts get their size: those out of view have only one that is
+   * guessed.
+   * @param {"nearest" | "center"} block
+   */
+  scroll(block) {
     const { cursor } = this.page;
-    if (cursor !== null) this.element(cursor)?.scrollIntoView({ block: "center", inline: "nearest" });
+    const element = cursor === null ? null : this.element(cursor);
+    if (!element) return;
+    element.scrollIntoView({ block, inline: "nearest" });
+    this.keeps = true;
+    const { scrollHeight, scrollTop, clientHeight } = this.box;
+    this.sticks = scrollHeight - scrollTop - clientHeight <= END_PX;
   }
 
   /**
