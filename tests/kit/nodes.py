@@ -18,6 +18,9 @@ KIT = Path(__file__).parent
 SIZES = ("--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "8", "--served-model-name", "tiny")
 VARIABLES = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 
+# Of a cluster of Ray's, whose workers would leave the processor to all other processes, by a niceness of 15.
+RAY_VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0", "RAY_worker_niceness": "0"}
+
 
 @pytest.fixture
 def keeper():

@@ -11,7 +11,7 @@ import pytest
 
 from tests.kit.engines import prompts
 from tests.kit.hubs import free_port
-from tests.kit.nodes import keeper
+from tests.kit.nodes import RAY_VARIABLES, keeper
 from tests.kit.ray_engines import Engine
 from tests.kit.sources import ROOT
 from tests.kit.waiting import eventually
@@ -24,8 +24,7 @@ serve = pytest.importorskip("ray.serve")
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(560)]
 
 VARIABLES = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_memory_monitor_refresh_ms": "0",
+    **RAY_VARIABLES,
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_HOST_IP": "127.0.0.1",

@@ -13,7 +13,7 @@ import pytest
 
 from tests.kit.fronts import completion, end_during_a_step, hold_all, steered_alike
 from tests.kit.hubs import configured, free_port, running_hub
-from tests.kit.nodes import KIT, VARIABLES, keeper, running
+from tests.kit.nodes import KIT, RAY_VARIABLES, VARIABLES, keeper, running
 from tests.kit.rows import SlowKeeper
 from tests.kit.servers import environment
 from tests.kit.waiting import eventually
@@ -42,8 +42,8 @@ def cluster():
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_memory_monitor_refresh_ms", "0")
+        for name, value in RAY_VARIABLES.items():
+            patch.setenv(name, value)
         patch.setenv("PYTHONPATH", str(PLATFORM), prepend=os.pathsep)
         nodes = Cluster()
         try:
