@@ -66,7 +66,7 @@ export class Tokens {
     // After the layout of a frame, so that none is forced. Far more than there is: the browser stops at the end.
     const follow = new ResizeObserver(() => {
       if (this.sticks && page.request?.status === "live") box.scrollTop = 1e9;
-      else if (this.keeps) this.scroll("nearest");
+      else if (this.keeps) this.keep();
     });
     for (const each of [box, this.prompt.box, this.generated.box]) follow.observe(each);
     for (const kind of ["wheel", "touchmove", "pointerdown", "keydown"]) {
@@ -328,8 +328,7 @@ export class Tokens {
   }
 
   /**
-   * Scroll the text to the cursor, and again when parts get their size: those out of view have only one that is
-   * guessed.
+   * Scroll the text to the cursor, and let it `keep` there: parts out of view have only a size that is guessed.
    * @param {"nearest" | "center"} block
    */
   scroll(block) {
@@ -340,6 +339,15 @@ export class Tokens {
     this.keeps = true;
     const { scrollHeight, scrollTop, clientHeight } = this.box;
     this.sticks = scrollHeight - scrollTop - clientHeight <= END_PX;
+  }
+
+  /** Scroll nothing but the text, and no further than needed, so that the cursor is in view. */
+  keep() {
+    const { cursor } = this.page;
+    const token = cursor === null ? null : this.element(cursor)?.getBoundingClientRect();
+    if (!token) return;
+    const { top, bottom } = this.box.getBoundingClientRect();
+    this.box.scrollTop += Math.min(token.top - top, Math.max(0, token.bottom - bottom));
   }
 
   /**
