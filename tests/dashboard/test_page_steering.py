@@ -46,10 +46,11 @@ class Acted:
         self.page = self.window.page
         self.page.on("websocket", lambda socket: socket.on("framesent", self._on_sent))
         consumer.on_session("engine-1", make_model())
-        for number, request in enumerate(requests or ("r1",)):
+        requests = requests or ("r1",)
+        for number, request in enumerate(requests):
             self.start(request, number + 1)
         # The list of a page that follows no request does not grow by itself.
-        expect(self.page.locator("#list-count")).to_have_text(str(len(requests or ("r1",))))
+        expect(self.page.locator("#list-count")).to_have_text(str(len(requests)))
 
     def _on_sent(self, payload):
         message = json.loads(payload)
@@ -547,7 +548,7 @@ def test_every_state_fits_and_the_kill_switch_is_always_in_sight(opened, steerab
 
         def check():
             assert window.overflows() == []
-            for top in ("0", "1e6"):
+            for top in (0, 1_000_000):
                 # In one step: parts that are still being loaded may move it.
                 left, above, right, below, on_top = page.evaluate(
                     """(top) => {

@@ -110,8 +110,6 @@ class HubChild:
         self.link.close(0.2)
         self.process.kill()
         self.process.wait()
-        self.process.kill()
-        self.process.wait()
         self.process.stdout.close()
 
 

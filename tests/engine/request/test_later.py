@@ -198,7 +198,7 @@ def test_a_wrong_parameter_is_400_with_its_name(client, query, field):
 
 def test_an_id_that_is_none_is_400(client):
     for name in ("", "x" * (limits.REQUEST_ID_LENGTH_MAX + 1)):
-        assert later(client, name)["error"]["param"] == "id"
+        assert client.get(f"/v1/capture/{name}").json()["error"]["param"] == "id"
 
 
 def test_a_name_that_no_hub_takes_is_refused_and_disturbs_no_other_question(client, address):
