@@ -157,10 +157,9 @@ def assert_rows(chunk: Chunk, dtype: str = "float32") -> int:
     assert count == len(chunk.sites)
     assert len(chunk.token_ids) == length
     for number, site in enumerate(chunk.sites):
+        expected = np.empty((length, hidden), np.float32)
         for offset in range(length):
-            expected = row_of(chunk.request.id, site, chunk.start + offset, hidden, dtype)
-            np.testing.assert_array_equal(
-                chunk.rows[number, offset].astype(np.float32), expected.astype(np.float32), err_msg=str(site)
-            )
+            expected[offset] = row_of(chunk.request.id, site, chunk.start + offset, hidden, dtype)
+        np.testing.assert_array_equal(chunk.rows[number].astype(np.float32), expected, err_msg=str(site))
     assert chunk.token_ids == tuple(token_of(chunk.request.id, chunk.start + i) for i in range(length))
     return int(count * length)
