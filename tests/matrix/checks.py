@@ -1,6 +1,7 @@
 """What is run with each version: the tests of each check of the record, by their names for pytest."""
 
 _RUNNERS = "tests/engine/worker/test_runners.py"
+_DRAFTS_AHEAD = "tests/rows/test_drafts_ahead.py"
 _OFFLOADING = "tests/rows/test_offloading.py"
 _ROWS = "tests/rows/test_engine.py"
 _STEERING = "tests/rows/test_steering_engine.py"
@@ -37,6 +38,13 @@ TESTS = {
         f"{_ROWS}::test_two_tensor_parallel_ranks_capture_and_steer_as_one_does",
         "tests/rows/test_parallel.py::test_two_pipeline_stages_each_tell_of_their_layers",
     ),
+    "replicas": ("tests/rows/test_parallel.py::test_two_replicas_each_deliver_their_own_requests_once",),
+    # Of n-grams, and of a model with async scheduling.
+    "drafts": (
+        "tests/rows/test_speculative.py::test_rule_3_rejected_drafts_are_never_delivered_and_accepted_ones_once",
+        f"{_DRAFTS_AHEAD}::test_every_row_is_right_though_its_position_was_uncertain_when_it_was_planned[11-30]",
+    ),
+    "LoRA": ("tests/rows/test_adapters.py",),
     "V2 runner": (
         f"{_RUNNERS}::test_the_v2_runner_preempts_and_resumes_without_losing_or_repeating_a_row",
         f"{_STEERING}::test_every_operation_on_the_v2_runner",

@@ -24,7 +24,7 @@ from capflow.errors import CapflowError, UsageError, explain
 from capflow.extras import install
 from capflow_engine.compat import connectors
 from capflow_engine.compat.versions import contract, record
-from capflow_engine.compat.versions.surface import CORE, KV_OFFLOADING, PARALLEL
+from capflow_engine.compat.versions.surface import CORE, DRAFTS, KV_OFFLOADING, LORA, PARALLEL, REPLICAS
 from capflow_engine.settings import Settings
 
 logger = logging.getLogger("vllm.capflow")
@@ -394,10 +394,16 @@ def check_arguments(engine_args: Any) -> None:
         got, expected = engine_args.decode_context_parallel_size, "1 on a CPU"
         do = "leave it out: vLLM's attention on CPUs does not divide a request's cache among ranks"
         raise UsageError(explain("--decode-context-parallel-size", got=got, expected=expected, do=do))
-    if any(getattr(engine_args, name, None) is not None for name in ("kv_transfer_config", "kv_offloading_size")):
-        need(KV_OFFLOADING)
-    if sharded or engine_args.pipeline_parallel_size > 1:
-        need(PARALLEL)
+    offloading = any(getattr(engine_args, n, None) is not None for n in ("kv_transfer_config", "kv_offloading_size"))
+    for feature, asked in (
+        (KV_OFFLOADING, offloading),
+        (PARALLEL, sharded or engine_args.pipeline_parallel_size > 1),
+        (REPLICAS, engine_args.data_parallel_size > 1),
+        (DRAFTS, engine_args.speculative_config is not None),
+        (LORA, engine_args.enable_lora),
+    ):
+        if asked:
+            need(feature)
 
 
 def _on_cpu() -> bool:

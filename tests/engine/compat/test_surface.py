@@ -16,14 +16,17 @@ from capflow_engine.compat.versions import contract
 from capflow_engine.compat.versions.surface import (
     BEAM_SEARCH,
     CORE,
+    DRAFTS,
     FEATURES,
     GRPC,
     HTTP,
+    LORA,
     OPTIONAL,
     OVERRIDES,
     PARALLEL,
     READS,
     REPLACED,
+    REPLICAS,
     SYMBOLS,
     V2_RUNNER,
 )
@@ -239,9 +242,9 @@ def test_each_attribute_of_the_table_is_read():
 
 
 def test_every_need_is_a_feature():
-    """Two features have no name of vLLM for themselves: only their tests turn them off."""
+    """Some features have no name of vLLM for themselves: only their tests turn them off."""
     needs = {each.need for table in (SYMBOLS, OVERRIDES, REPLACED, READS) for each in table}
-    assert needs | {GRPC, PARALLEL} == {CORE, OPTIONAL, *FEATURES}
+    assert needs | {GRPC, PARALLEL, REPLICAS, DRAFTS, LORA} == {CORE, OPTIONAL, *FEATURES}
 
 
 def test_the_installed_vllm_fulfils_the_table():

@@ -9,7 +9,16 @@ from capflow.errors import CapflowError, UsageError
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat.versions import contract, record
 from capflow_engine.compat.versions.record import NEEDS, Outcome, VersionRecord
-from capflow_engine.compat.versions.surface import CORE, FEATURES, HTTP, KV_OFFLOADING, PARALLEL
+from capflow_engine.compat.versions.surface import (
+    CORE,
+    DRAFTS,
+    FEATURES,
+    HTTP,
+    KV_OFFLOADING,
+    LORA,
+    PARALLEL,
+    REPLICAS,
+)
 from tests.matrix.checks import TESTS
 from tests.matrix.run import counted, requirement, table
 
@@ -56,6 +65,11 @@ def test_every_test_of_a_check_exists():
 def test_a_record_is_read_as_it_was_written():
     assert record.decoded(record.encoded(VERSIONS)) == VERSIONS
     assert list(record.decoded(record.encoded(dict(reversed(VERSIONS.items()))))) == ["0.8.0", "0.9.1", "0.10.0"]
+
+
+def test_a_record_is_the_same_text_whichever_check_was_run_first():
+    again = LACKING._replace(outcomes=dict(reversed(LACKING.outcomes.items())))
+    assert record.encoded({"0.9.1": again}) == record.encoded({"0.9.1": LACKING})
 
 
 def test_the_bounds_are_those_of_the_versions_whose_rows_are_right():
@@ -166,7 +180,15 @@ def test_a_route_that_would_answer_before_ours_is_refused_at_the_start(path):
 
 @pytest.mark.parametrize(
     ("arguments", "feature"),
-    [({"tensor_parallel_size": 2}, PARALLEL), ({"pipeline_parallel_size": 2}, PARALLEL), ({}, None)],
+    [
+        ({"tensor_parallel_size": 2}, PARALLEL),
+        ({"pipeline_parallel_size": 2}, PARALLEL),
+        ({"data_parallel_size": 2}, REPLICAS),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, DRAFTS),
+        ({"enable_lora": True}, LORA),
+        ({"kv_offloading_size": 1.0}, KV_OFFLOADING),
+        ({}, None),
+    ],
 )
 def test_an_engine_that_needs_what_is_off_is_refused_from_its_arguments(monkeypatch, arguments, feature):
     from vllm.engine.arg_utils import EngineArgs

@@ -13,10 +13,13 @@ from capflow_engine.compat.versions.surface import (
     ASYNC_LLM,
     BEAM_SEARCH,
     CORE,
+    DRAFTS,
     GRPC,
     HTTP,
     KV_OFFLOADING,
+    LORA,
     PARALLEL,
+    REPLICAS,
     V2_RUNNER,
 )
 
@@ -30,6 +33,9 @@ NEEDS = {
     "steering while running": CORE,
     "new weights": CORE,
     "two ranks": PARALLEL,
+    "replicas": REPLICAS,
+    "drafts": DRAFTS,
+    "LoRA": LORA,
     "V2 runner": V2_RUNNER,
     "HTTP": HTTP,
     "gRPC": GRPC,
@@ -92,7 +98,8 @@ def encoded(versions: Mapping[str, VersionRecord]) -> str:
     """Return a record of versions as JSON, a version a line."""
     entries = []
     for version, tested in sorted(versions.items(), key=lambda item: parts(item[0])):
-        entry = {"built": tested.built, "missing": dict(tested.missing), "checks": dict(tested.outcomes)}
+        checks = {check: tested.outcomes[check] for check in NEEDS if check in tested.outcomes}
+        entry = {"built": tested.built, "missing": dict(tested.missing), "checks": checks}
         entries.append(f"  {json.dumps(version)}: {json.dumps(entry)}")
     return "{\n" + ",\n".join(entries) + "\n}\n"
 

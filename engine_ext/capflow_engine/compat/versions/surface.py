@@ -22,8 +22,23 @@ FORCED_TOKENS = "forced tokens of experiments"
 KV_OFFLOADING = "KV offloading"
 GRPC = "the gRPC server"
 PARALLEL = "tensor and pipeline parallelism"
+REPLICAS = "data parallelism"
+DRAFTS = "speculative decoding"
+LORA = "LoRA adapters"
 
-FEATURES = (HTTP, ASYNC_LLM, V2_RUNNER, BEAM_SEARCH, FORCED_TOKENS, KV_OFFLOADING, GRPC, PARALLEL)
+FEATURES = (
+    HTTP,
+    ASYNC_LLM,
+    V2_RUNNER,
+    BEAM_SEARCH,
+    FORCED_TOKENS,
+    KV_OFFLOADING,
+    GRPC,
+    PARALLEL,
+    REPLICAS,
+    DRAFTS,
+    LORA,
+)
 """What is refused by name where a name of vLLM is missing; all else works."""
 
 
@@ -326,7 +341,7 @@ READS = (
         "vllm.engine.arg_utils:EngineArgs",
         "additional_config create_engine_config create_model_config data_parallel_backend data_parallel_external_lb"
         " data_parallel_rank data_parallel_size data_parallel_size_local decode_context_parallel_size"
-        " distributed_executor_backend enforce_eager nnodes pipeline_parallel_size"
+        " distributed_executor_backend enable_lora enforce_eager nnodes pipeline_parallel_size speculative_config"
         " tensor_parallel_size",
     ),
     _read("vllm:LLM", "get_default_sampling_params llm_engine reset_prefix_cache"),
