@@ -151,6 +151,10 @@ def _deciding() -> type[Any]:
             """Return the output when it is there."""
             return _attached(self._inner.get_output(), self._decide)
 
+        def get_kv_connector_output(self) -> Any:
+            """Return the part of the KV connector; vLLM asks for it alone where `get_output` fails, from 0.33 on."""
+            return self._inner.get_kv_connector_output()
+
     return Deciding
 
 

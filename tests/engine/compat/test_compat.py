@@ -13,6 +13,7 @@ from capflow.capture.positions import Positions
 from capflow.errors import CapflowError, UsageError
 from capflow_engine.compat import cache as compat_cache
 from capflow_engine.compat import engine as compat
+from capflow_engine.compat import step
 
 
 @pytest.mark.parametrize(
@@ -203,3 +204,21 @@ else:
 )
 def test_vllm_sends_usage_statistics_only_where_the_user_says_so(sends, start, value, expected):
     assert sends[start, str(value)] is expected
+
+
+def test_an_output_with_decisions_gives_its_kv_connector_s_part_too():
+    """vLLM asks for that part alone where a step failed; from 0.33 on an output without the method is none."""
+    from vllm.v1.outputs import AsyncModelRunnerOutput
+
+    class Output(AsyncModelRunnerOutput):
+        def get_output(self):
+            raise RuntimeError("the step failed")
+
+        def get_kv_connector_output(self):
+            return "blocks"
+
+    output = step.with_decisions(Output(), lambda _: b"decided")
+    assert isinstance(output, AsyncModelRunnerOutput)
+    assert output.get_kv_connector_output() == "blocks"
+    with pytest.raises(RuntimeError, match=r"^the step failed"):
+        output.get_output()

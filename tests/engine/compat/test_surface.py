@@ -280,6 +280,13 @@ SCHEDULER = "vllm/v1/core/sched/scheduler.py"
             CORE,
             "does not take why",
         ),
+        (
+            "vllm/v1/outputs.py",
+            "    def get_output(self)",
+            "    def cancel(self): ...\n\n    @abc.abstractmethod\n    def get_output(self)",
+            CORE,
+            "abstract; ",
+        ),
         ("vllm/v1/request.py", "_block_hasher", "_hasher", CORE, "missing"),
         ("vllm/v1/request.py", "def update_block_hashes(", "def rehash(", CORE, "missing"),
         ("vllm/v1/worker/gpu/input_batch.py", "query_start_loc_np", "query_starts", V2_RUNNER, "missing"),

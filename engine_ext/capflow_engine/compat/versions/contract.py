@@ -97,6 +97,12 @@ class Source:
         definition = self.class_of(module, cls)
         return None if definition is None else self._members_of(*definition).get(name)
 
+    def abstract(self, module: str, cls: str) -> list[str]:
+        """Return the abstract methods that a class leaves to its subclasses."""
+        definition = self.class_of(module, cls)
+        members = {} if definition is None else self._members_of(*definition)
+        return [name for name, member in members.items() if isinstance(member, _Function) and _is_abstract(member)]
+
     def _members_of(self, module: str, node: ast.ClassDef) -> dict[str, ast.AST]:
         """Return the members of a class by name, with those of its bases."""
         if node in self._members:
@@ -172,6 +178,7 @@ def breaks(theirs: Source, ours: Source | None = None) -> list[Break]:
             continue
         if (mine := _our_method(ours, override.ours)) is not None:
             result += [Break(override.need, f"{module}.{path}", each) for each in misfits(mine, member)]
+    result += _not_implemented(theirs, ours)
     for replaced in REPLACED:
         module, _, path = replaced.theirs.partition(":")
         cls, _, name = path.rpartition(".")
@@ -184,6 +191,23 @@ def breaks(theirs: Source, ours: Source | None = None) -> list[Break]:
         missing = [name for name in read.names if theirs.member(module, cls, name) is None]
         result += [Break(read.need, f"{module}.{cls}.{name}", "missing") for name in missing]
     return [each for each in dict.fromkeys(result) if each.need != OPTIONAL]
+
+
+def _not_implemented(theirs: Source, ours: Source) -> Iterator[Break]:
+    """Yield the abstract methods of vLLM's classes that our subclasses have not: such a subclass has no objects."""
+    needs: dict[tuple[str, str], str] = {}
+    for override in OVERRIDES:
+        if override.need != OPTIONAL:
+            needs.setdefault((override.ours.rpartition(".")[0], override.theirs.rpartition(".")[0]), override.need)
+    for (mine, its), need in needs.items():
+        module, _, cls = its.partition(":")
+        for name in theirs.abstract(module, cls):
+            if _our_method(ours, f"{mine}.{name}") is None:
+                yield Break(need, f"{module}.{cls}.{name}", "abstract; capflow's class does not have it")
+
+
+def _is_abstract(function: _Function) -> bool:
+    return any(ast.unparse(each).rpartition(".")[2] == "abstractmethod" for each in function.decorator_list)
 
 
 def off(broken: list[Break]) -> Mapping[str, list[Break]]:

@@ -217,6 +217,12 @@ OVERRIDES = (
         "vllm.v1.outputs:AsyncModelRunnerOutput",
         "get_output",
     ),
+    *_overrides(
+        "capflow_engine.compat.step:_deciding.Deciding",
+        "vllm.v1.outputs:AsyncModelRunnerOutput",
+        "get_kv_connector_output",
+        OPTIONAL,
+    ),
     *_overrides(_BODIES, f"{_OPENAI}.completion.protocol:CompletionRequest", "to_sampling_params", HTTP),
     *_overrides(_BODIES, f"{_OPENAI}.chat_completion.protocol:ChatCompletionRequest", "to_sampling_params", HTTP),
     *_overrides(_BODIES, f"{_OPENAI}.responses.protocol:ResponsesRequest", "to_sampling_params", HTTP),
