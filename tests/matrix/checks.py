@@ -31,6 +31,7 @@ TESTS = {
         "tests/rows/test_actions_engine.py::test_leases_gains_and_clamps_hold_at_their_positions[async]",
         "tests/rows/test_actions_engine.py::test_a_freeze_takes_everything_back_and_holds_until_it_ends[async]",
         "tests/rows/test_in_graph_engine.py::test_two_gates_of_a_hub_steer_as_if_each_request_asked_for_them",
+        "tests/rows/test_ending_gates.py::test_the_last_token_is_that_of_the_row_that_fired[async abort]",
         f"{_ROWS}::test_the_gate_steers_from_the_step_after_its_probe_fired",
     ),
     "new weights": ("tests/rows/test_weights.py",),
