@@ -67,15 +67,20 @@ def require() -> None:
     older, newer = minor < VERSION_MIN, minor >= VERSION_BELOW
     if mode == "strict" and record.plain(version) not in record.tested():
         raise CapflowError(
-            explain(f"{name} version", got=version, expected=f"one of {', '.join(record.tested())}", do=_remedy(name))
+            explain(
+                f"{name} version",
+                got=version,
+                expected=f"one of {', '.join(record.tested())}",
+                do=_remedy(name, version),
+            )
         )
     if mode != "force" and older:
         low, high = _bounds()
         expected = f"at least {low} and below {high}"
-        raise CapflowError(explain(f"{name} version", got=version, expected=expected, do=_remedy(name)))
+        raise CapflowError(explain(f"{name} version", got=version, expected=expected, do=_remedy(name, version)))
     missing = off(version)
     if mode != "force" and CORE in missing:
-        raise CapflowError(explain(f"{name} {version}", got=_reasons(missing[CORE]), do=_remedy(name)))
+        raise CapflowError(explain(f"{name} {version}", got=_reasons(missing[CORE]), do=_remedy(name, version)))
     if older or newer:
         _warn_untested(version)
     _warn_off(version)
@@ -85,7 +90,9 @@ def need(feature: str) -> None:
     """Raise UsageError, which says what to install, if a feature is off with the installed vLLM."""
     name, version = vllm_version()
     if reasons := off(version).get(feature):
-        raise UsageError(explain(f"{feature}: off with {name} {version}", got=_reasons(reasons), do=_remedy(name)))
+        raise UsageError(
+            explain(f"{feature}: off with {name} {version}", got=_reasons(reasons), do=_remedy(name, version))
+        )
 
 
 @functools.cache
@@ -129,9 +136,15 @@ def _bounds() -> tuple[str, str]:
     return low, high
 
 
-def _remedy(name: str) -> str:
+def _remedy(name: str, version: str) -> str:
+    """Return the command that installs a version; not the installed one, with which pip would be content."""
     low, high = _bounds()
-    return f"pip install '{name}>={low},<{high}'"
+    without = f",!={record.plain(version)}" if _in_bounds(version) else ""
+    return f"pip install '{name}>={low},<{high}{without}'"
+
+
+def _in_bounds(version: str) -> bool:
+    return VERSION_MIN <= record.parts(version)[:2] < VERSION_BELOW
 
 
 def _reasons(reasons: Sequence[contract.Break]) -> str:
@@ -219,11 +232,7 @@ def check_route(app: Any, path: str, route: Callable[..., Any]) -> None:
     if first is not route:
         name, version = vllm_version()
         got = f"a route of {getattr(first, '__module__', 'nobody')} before capflow's"
-        do = (
-            "remove the plugin that adds it"
-            if VERSION_MIN <= record.parts(version)[:2] < VERSION_BELOW
-            else _remedy(name)
-        )
+        do = "remove the plugin that adds it" if _in_bounds(version) else _remedy(name, version)
         raise CapflowError(explain(f"{name} {version}: {path}", got=got, do=do))
 
 
@@ -394,16 +403,19 @@ def check_arguments(engine_args: Any) -> None:
         got, expected = engine_args.decode_context_parallel_size, "1 on a CPU"
         do = "leave it out: vLLM's attention on CPUs does not divide a request's cache among ranks"
         raise UsageError(explain("--decode-context-parallel-size", got=got, expected=expected, do=do))
-    offloading = any(getattr(engine_args, n, None) is not None for n in ("kv_transfer_config", "kv_offloading_size"))
     for feature, asked in (
-        (KV_OFFLOADING, offloading),
+        (KV_OFFLOADING, _gives(engine_args, "kv_transfer_config", "kv_offloading_size")),
         (PARALLEL, sharded or engine_args.pipeline_parallel_size > 1),
         (REPLICAS, engine_args.data_parallel_size > 1),
-        (DRAFTS, engine_args.speculative_config is not None),
+        (DRAFTS, _gives(engine_args, "speculative_config", "spec_method", "spec_model", "spec_tokens")),
         (LORA, engine_args.enable_lora),
     ):
         if asked:
             need(feature)
+
+
+def _gives(engine_args: Any, *names: str) -> bool:
+    return any(getattr(engine_args, name, None) is not None for name in names)
 
 
 def _on_cpu() -> bool:
@@ -434,6 +446,8 @@ def check_config(vllm_config: Any) -> None:
     _check_executor(parallel.use_ray)
     _refuse_divided_experts(parallel)
     connectors.check_config(vllm_config)
+    if speculative is not None:  # a checkpoint may ask for drafts too
+        need(DRAFTS)
     check_kind(vllm_config.model_config)
 
 

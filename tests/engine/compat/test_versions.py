@@ -1,5 +1,6 @@
 """The record of tested versions: what it says is what is accepted, refused and off."""
 
+import re
 import subprocess
 import sys
 
@@ -19,6 +20,8 @@ from capflow_engine.compat.versions.surface import (
     PARALLEL,
     REPLICAS,
 )
+from capflow_engine.hubs import hubs_at
+from capflow_engine.settings import Settings
 from tests.matrix.checks import TESTS
 from tests.matrix.run import counted, requirement, table
 
@@ -93,7 +96,11 @@ def test_what_failed_in_a_version_is_off_there(installed, caplog):
     assert [record.getMessage() for record in caplog.records] == [
         f"capflow: {feature}: off with vLLM 0.9.1: {reason}" for feature, reason in off.items()
     ]
-    with pytest.raises(UsageError, match=r"^the HTTP server: off with vllm 0\.9\.1: got HTTP: 2 of 19 tests failed"):
+    # pip would be content with the installed version if the command allowed it.
+    words = (
+        "the HTTP server: off with vllm 0.9.1: got HTTP: 2 of 19 tests failed; pip install 'vllm>=0.8,<0.11,!=0.9.1'"
+    )
+    with pytest.raises(UsageError, match=f"^{re.escape(words)}$"):
         compat.need(HTTP)
 
 
@@ -185,6 +192,7 @@ def test_a_route_that_would_answer_before_ours_is_refused_at_the_start(path):
         ({"pipeline_parallel_size": 2}, PARALLEL),
         ({"data_parallel_size": 2}, REPLICAS),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, DRAFTS),
+        ({"spec_model": "drafter", "spec_tokens": 2}, DRAFTS),
         ({"enable_lora": True}, LORA),
         ({"kv_offloading_size": 1.0}, KV_OFFLOADING),
         ({}, None),
@@ -200,3 +208,15 @@ def test_an_engine_that_needs_what_is_off_is_refused_from_its_arguments(monkeypa
         return
     with pytest.raises(UsageError, match=rf"^{feature}: off with .*: got two ranks: 1 of 3 tests failed; pip install"):
         compat.check_arguments(EngineArgs(model="none", **arguments))
+
+
+def test_drafts_that_are_off_are_refused_by_the_engine_too_however_they_came(monkeypatch, tiny):
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = EngineArgs(model=tiny, skip_tokenizer_init=True, spec_method="ngram", spec_tokens=2).create_engine_config()
+    config.additional_config = Settings(engine="e", hubs=hubs_at([], None, insecure=False), sites=(), user={})
+    compat.check_config(config)
+    broken = {DRAFTS: [contract.Break(DRAFTS, "drafts", "2 of 2 tests failed")]}
+    monkeypatch.setattr(compat, "off", lambda version: broken)
+    with pytest.raises(UsageError, match=r"^speculative decoding: off with .*: got drafts: 2 of 2 tests failed; pip"):
+        compat.check_config(config)

@@ -347,7 +347,7 @@ READS = (
         "vllm.engine.arg_utils:EngineArgs",
         "additional_config create_engine_config create_model_config data_parallel_backend data_parallel_external_lb"
         " data_parallel_rank data_parallel_size data_parallel_size_local decode_context_parallel_size"
-        " distributed_executor_backend enable_lora enforce_eager nnodes pipeline_parallel_size speculative_config"
+        " distributed_executor_backend enable_lora enforce_eager nnodes pipeline_parallel_size"
         " tensor_parallel_size",
     ),
     _read("vllm:LLM", "get_default_sampling_params llm_engine reset_prefix_cache"),
