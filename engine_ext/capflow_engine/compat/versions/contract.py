@@ -195,11 +195,8 @@ def breaks(theirs: Source, ours: Source | None = None) -> list[Break]:
 
 def _not_implemented(theirs: Source, ours: Source) -> Iterator[Break]:
     """Yield the abstract methods of vLLM's classes that our subclasses have not: such a subclass has no objects."""
-    needs: dict[tuple[str, str], str] = {}
-    for override in OVERRIDES:
-        if override.need != OPTIONAL:
-            needs.setdefault((override.ours.rpartition(".")[0], override.theirs.rpartition(".")[0]), override.need)
-    for (mine, its), need in needs.items():
+    classes = [(each.ours.rpartition(".")[0], each.theirs.rpartition(".")[0], each.need) for each in OVERRIDES]
+    for mine, its, need in dict.fromkeys(classes):
         module, _, cls = its.partition(":")
         for name in theirs.abstract(module, cls):
             if _our_method(ours, f"{mine}.{name}") is None:
