@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -10,38 +11,75 @@ import numpy as np
 from capflow import limits
 from capflow.errors import UsageError, explain
 
-Hook = Literal["pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out"]
+Hook = Literal["pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out", "attn_in", "attn_out", "final"]
 """The hook points of a decoder layer.
 
 `pre_attn`: the residual stream entering the layer.
+`attn_in`: the normalised input of attention.
+`attn_out`: attention's output, before it is added to the stream.
 `post_attn`: the stream after attention is added.
-`post_block`: the stream leaving the layer.
 `mlp_in`: the normalised input of the MLP.
 `mlp_out`: the MLP's output, before it is added to the stream.
+`post_block`: the stream leaving the layer.
+`final`: the stream after the model's last norm, which the LM head reads. It belongs to the last layer.
 """
 
 HOOKS: tuple[str, ...] = get_args(Hook)
 
-# The order of the hooks in a layer's forward pass, in which each depends on the one before it.
-_FORWARD = {hook: n for n, hook in enumerate(("pre_attn", "post_attn", "mlp_in", "mlp_out", "post_block"))}
+FORWARD_HOOKS = ("pre_attn", "attn_in", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block", "final")
+"""The hooks in the order of a layer's forward pass, in which each may depend on those before it."""
+
+_FORWARD = {hook: n for n, hook in enumerate(FORWARD_HOOKS)}
 
 _HOOK_NUMBERS = {hook: number for number, hook in enumerate(HOOKS)}
 
 HOOK_DEFAULT: Hook = "post_block"
 """The hook point of a layer that is given without one."""
 
-HOOK_ALIASES = {"post_mlp": "post_block"}
-"""Aliases of hook points. Input may use them; stored and sent data has the hook's own name."""
-
-
 TRANSFORMER_LENS_NAMES = {
     "pre_attn": "hook_resid_pre",
+    "attn_in": "ln1.hook_normalized",
+    "attn_out": "hook_attn_out",
     "post_attn": "hook_resid_mid",
-    "post_block": "hook_resid_post",
     "mlp_in": "ln2.hook_normalized",
     "mlp_out": "hook_mlp_out",
+    "post_block": "hook_resid_post",
+    "final": "ln_final.hook_normalized",
 }
-"""The names of hook points in TransformerLens and SAELens, as in `blocks.12.hook_resid_post`."""
+"""The names of hook points in TransformerLens and SAELens: that of `final` alone, the others as in
+`blocks.12.hook_resid_post`. https://transformerlensorg.github.io/TransformerLens/
+"""
+
+NNSIGHT_NAMES = {"pre_attn": "input", "attn_in": "self_attn.input", "mlp_in": "mlp.input", "post_block": "output"}
+"""What nnsight calls hook points of a Llama-like model in Transformers, as in `model.layers.12.output`.
+
+What a module of Transformers returns is not always what it adds to the stream: the others have no name.
+https://nnsight.net/
+"""
+
+HOOK_ALIASES = {"post_mlp": "post_block", **{name: hook for hook, name in TRANSFORMER_LENS_NAMES.items()}}
+"""Aliases of hook points. Input may use them; stored and sent data has the hook's own name."""
+
+_LENS = re.compile(r"blocks\.([^.\s]+)\.(\S+)")
+_NNSIGHT = re.compile(r"model(?:\.model)?\.layers(?:\.([^.\s]+)|\[([^]\s]+)])\.(\S+?)(?:\[0])?")
+_OF_LENS = {name: hook for hook, name in TRANSFORMER_LENS_NAMES.items() if hook != "final"}
+_OF_NNSIGHT = {name: hook for hook, name in NNSIGHT_NAMES.items()}
+
+
+def own_name(text: str) -> str:
+    """Return `HOOK:LAYER` for a site's name, or for a pattern of sites, in the form of TransformerLens or nnsight.
+
+    Text of another form is returned with an alias of the hook replaced.
+    """
+    if (match := _LENS.fullmatch(text)) is not None and match[2] in _OF_LENS:
+        return f"{_OF_LENS[match[2]]}:{match[1]}"
+    if (match := _NNSIGHT.fullmatch(text)) is not None and match[3] in _OF_NNSIGHT:
+        return f"{_OF_NNSIGHT[match[3]]}:{match[1] or match[2]}"
+    hook, colon, layer = text.partition(":")
+    return f"{HOOK_ALIASES.get(hook, hook)}{colon}{layer}"
+
+
+_OF_MLP = ("mlp_in", "mlp_out")
 
 
 class Site(NamedTuple):
@@ -54,15 +92,17 @@ class Site(NamedTuple):
         return f"{self.hook}:{self.layer}"
 
     @classmethod
-    def parse(cls, text: str) -> Site:
-        """Return the site that `HOOK:LAYER` names, e.g. `post_block:12`.
+    def parse(cls, text: str, field: str = "site") -> Site:
+        """Return the site that `HOOK:LAYER` names, e.g. `post_block:12`, or a name of TransformerLens or nnsight.
 
         Raises UsageError for text of another form.
+
+        field: the field that has the text; the message begins with it.
         """
-        name, colon, layer = text.partition(":")
+        name, colon, layer = own_name(text).partition(":")
         hook = hook_named(name)
         if not colon or hook is None or not layer.isdigit():
-            raise UsageError(explain("site", got=text, expected=f"HOOK:LAYER with HOOK one of {', '.join(HOOKS)}"))
+            raise UsageError(explain(field, got=text, expected=f"HOOK:LAYER with HOOK one of {', '.join(HOOKS)}"))
         return cls(int(layer), hook)
 
     @property
@@ -75,21 +115,29 @@ class Site(NamedTuple):
         """The place of the site in the forward pass; the value at a site depends on those at lesser depths."""
         return self.layer * len(HOOKS) + _FORWARD[self.hook]
 
+    def precedes(self, other: Site) -> bool:
+        """Return whether the value at this site is there, in every model, before the value at the other is computed.
+
+        Attention may stand beside the MLP of its layer.
+        """
+        beside = self.layer == other.layer and self.hook in ("attn_in", "attn_out") and other.hook in _OF_MLP
+        return self.depth < other.depth and not beside
+
     @property
     def transformer_lens_name(self) -> str:
         """The site's name in TransformerLens."""
-        return f"blocks.{self.layer}.{TRANSFORMER_LENS_NAMES[self.hook]}"
+        name = TRANSFORMER_LENS_NAMES[self.hook]
+        return name if self.hook == "final" else f"blocks.{self.layer}.{name}"
 
     @classmethod
     def of_transformer_lens(cls, name: str) -> Site | None:
-        """Return the site with this name in TransformerLens; None if no site has it."""
-        hooks = {theirs: ours for ours, theirs in TRANSFORMER_LENS_NAMES.items()}
-        begin, layer, hook = [*name.split(".", 2), "", ""][:3]
-        return (
-            cls(int(layer), hooks[hook])
-            if begin == "blocks" and layer.isdecimal() and len(layer) < 6 and hook in hooks
-            else None
-        )
+        """Return the site with this name in TransformerLens; None if no site has it.
+
+        The name of `final` says no layer, so it gives no site.
+        """
+        hook, _, layer = own_name(name).partition(":")
+        ours = name.startswith("blocks.") and hook in HOOKS and layer.isdecimal() and len(layer) < 6
+        return cls(int(layer), hook) if ours else None
 
     def check_tapped(self, tapped: Collection[Site], field: str) -> None:
         """Raise UsageError unless this site is one of the tapped ones.
@@ -140,8 +188,9 @@ def refusal_of_fixed(field: str, site: Site, verb: str = "steer") -> str:
     verb: what was asked for there.
     """
     got = f"{site}, which can only be captured"
-    if site.hook == "mlp_in":  # some models cannot be steered there
-        do = f"{verb} another hook: a change there would reach more than the MLP, or --steer-sites leaves the site out"
+    if site.hook in ("attn_in", "mlp_in"):  # some models cannot be steered there
+        reader = "attention" if site.hook == "attn_in" else "the MLP"
+        do = f"{verb} another hook: a change there would reach more than {reader}, or --steer-sites leaves the site out"
     else:
         do = f"{verb} another site, or start the engine with --steer-sites {site}"
     return explain(field, got=got, do=do)
@@ -150,7 +199,7 @@ def refusal_of_fixed(field: str, site: Site, verb: str = "steer") -> str:
 def mask_of(sites: Iterable[Site]) -> int:
     """Return a set of sites as a number that has bit `Site.number` of each site set.
 
-    The number takes at most 640 bytes, however many sites there are.
+    The number takes at most 1 KiB, however many sites there are.
     """
     bits = bytearray(limits.SITES_MAX)
     for layer, hook in sites:

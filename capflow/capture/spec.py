@@ -19,7 +19,7 @@ import msgspec
 
 from capflow import limits
 from capflow.capture.positions import Form, Positions, normalise
-from capflow.capture.site import HOOKS, Site, by_own_name, layers_mask, mask_of, sites_in
+from capflow.capture.site import HOOKS, Site, by_own_name, layers_by_hook, layers_mask, mask_of, sites_in
 from capflow.errors import UsageError, explain
 from capflow.limits import Name
 from capflow.text.brief import brief
@@ -100,8 +100,11 @@ class CaptureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
             fields = ", ".join(cls.__struct_fields__)
             raise UsageError(explain(f"{where}.{min(map(str, unknown))}", expected=f"one of {fields}"))
         hooks = value.get("hooks")
+        if isinstance(hooks, list | tuple) and hooks:
+            hooks = _hooks_of(hooks, f"{where}.hooks")
         if not isinstance(hooks, Mapping) or not hooks:
-            raise UsageError(explain(f"{where}.hooks", got=hooks, expected='a mapping like {"post_block": "all"}'))
+            expected = 'a mapping like {"post_block": "all"}, or a list of sites like ["post_block:12"]'
+            raise UsageError(explain(f"{where}.hooks", got=hooks, expected=expected))
         spec = cls(
             hooks={
                 hook: read_layers(layers, f"{where}.hooks.{hook}")
@@ -232,6 +235,14 @@ def _of_consumer(name: Any, where: str) -> str:
         expected = "a consumer's name, such as filesystem or filesystem@cold"
         raise UsageError(explain(where, got=name, expected=expected))
     return f"{where}.{name}"
+
+
+def _hooks_of(names: Sequence[Any], where: str) -> dict[str, list[int]]:
+    """Return the layers of each hook of sites that are given by name; raise UsageError for a wrong name."""
+    if len(names) > limits.SITES_MAX:
+        raise UsageError(explain(where, got=f"{len(names)} sites", expected=f"at most {limits.SITES_MAX}"))
+    sites = {Site.parse(str(name), f"{where}[{number}]") for number, name in enumerate(names)}
+    return layers_by_hook(sorted(sites))
 
 
 def read_layers(value: Any, where: str = "layers") -> Layers:

@@ -97,7 +97,7 @@ class SteeringGate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         Tokens of one forward pass cannot read each other's scores at the probe's site, so a latch acts after it.
         """
-        return site.depth > self.site.depth if self.latch else site.depth >= self.site.depth
+        return self.site.precedes(site) or (site == self.site and not self.latch)
 
     def check(self, sites: Collection[Site], hidden_size: int, *, where: str = "steering_gates") -> None:
         """Raise UsageError unless the gate fits a model with these tapped sites and this width.

@@ -1,4 +1,4 @@
-"""Where norms return the stream: places for the taps of sites that are not steered.
+"""Where norms return the stream: places for the taps of sites that are not steered, and of `final`.
 
 vLLM fuses an all-reduce at the end of attention or of an MLP with the norm that comes next. That norm adds up the
 halves of the stream and returns the sum. A tap between the two keeps them apart, also while it does nothing. A site
@@ -7,6 +7,8 @@ that is not steered is tapped where the norm returns the sum; a steered one cann
 The norm after a layer belongs to the next layer, or to the module that owns the layers. So the forward of that module
 is run once on symbols, its submodules left whole. Only what this proves is used: where a model does something between
 two layers, or where its forward cannot be followed, taps stay before the norm.
+
+`final` is what the norm returns that is the last thing in that forward.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from capflow.capture.site import Site
 from capflow_engine.structure import HookPlace, Structure, UnclearError, adds_residual, follow, is_norm
@@ -47,6 +50,62 @@ def returned_places(
         break
     shared = _shared(layers)
     return {site: place for site, place in places.items() if place[0].get_submodule(place[1].module) not in shared}
+
+
+def final_place(
+    model: nn.Module, layers: Mapping[int, nn.Module], structures: Mapping[int, Structure], dtype: torch.dtype
+) -> tuple[nn.Module, HookPlace]:
+    """Return the module that owns the layers, and where in it the last norm returns what the LM head reads.
+
+    layers: those that this worker owns, the last one of the model included.
+
+    Raises UnclearError with the reason if there is no such norm.
+    """
+    reason = "no module holds the list of the layers"
+    for owner in _owners(model, set(layers.values())):
+        try:
+            reading = _Reading(owner, layers, structures, dtype)
+        except UnclearError as e:
+            reason = str(e)
+            if (place := _tried_final(owner, dtype)) is not None:
+                return owner, place
+            continue
+        return owner, reading.final(max(layers))
+    raise UnclearError(reason)
+
+
+def _tried_final(owner: nn.Module, dtype: torch.dtype) -> HookPlace | None:
+    """Return where the norm is that returns what a model of Transformers returns; None if that does not show.
+
+    The model runs once without its layers, on embeddings of three tokens. Its forward asks what symbols cannot answer.
+    """
+    lists = [name for name, child in owner.named_children() if isinstance(child, nn.ModuleList)]
+    norms = {name: module for name, module in owner.named_children() if is_norm(module)}
+    weight = next((weight for norm in norms.values() for weight in norm.parameters()), None)
+    if len(lists) != 1 or weight is None or "inputs_embeds" not in inspect.signature(owner.forward).parameters:
+        return None
+    layers = owner.get_submodule(lists[0])
+    outputs: dict[str, list[Any]] = {name: [] for name in norms}
+    handles = [
+        module.register_forward_hook(lambda _, __, output, name=name: outputs[name].append(output))
+        for name, module in norms.items()
+    ]
+    setattr(owner, lists[0], nn.ModuleList())
+    try:
+        # Of a model that is on the meta device, some tensors may not be.
+        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+            embedded = torch.zeros(1, 3, weight.shape[-1], dtype=dtype, device=weight.device)
+            positions = torch.arange(3, device=weight.device)[None]
+            output = owner.forward(inputs_embeds=embedded, position_ids=positions, use_cache=False, return_dict=False)
+    except Exception:  # noqa: BLE001 - a model's Python may raise anything without its layers
+        return None
+    finally:
+        setattr(owner, lists[0], layers)
+        for handle in handles:
+            handle.remove()
+    returned = output[0] if isinstance(output, tuple) else output
+    ours = [name for name, values in outputs.items() if len(values) == 1 and values[0] is returned]
+    return HookPlace(ours[0], outside=True) if len(ours) == 1 else None
 
 
 def _shared(layers: Mapping[int, nn.Module]) -> set[nn.Module]:
@@ -78,8 +137,8 @@ def _trace(owner: nn.Module, dtype: torch.dtype) -> fx.Graph:
             super().__init__()
             self.owner = owner
 
-        def forward(self, symbol: Any) -> None:
-            self.owner.forward(**dict.fromkeys(names, symbol), **dict.fromkeys(absent))
+        def forward(self, symbol: Any) -> Any:
+            return self.owner.forward(**dict.fromkeys(names, symbol), **dict.fromkeys(absent))
 
     # Some models ask whether the stream has a row for each position. A tap refuses any other, so here it does.
     return follow(Root(), dtype, even=True)
@@ -99,7 +158,9 @@ class _Reading:
         dtype: torch.dtype,
     ) -> None:
         self.owner, self.layers, self.structures = owner, layers, structures
-        nodes = [node for node in _trace(owner, dtype).nodes if node.op == "call_module"]
+        graph = _trace(owner, dtype)
+        nodes = [node for node in graph.nodes if node.op == "call_module"]
+        self.returned = next(node.args[0] for node in graph.nodes if node.op == "output")
         self.modules = {node: owner.get_submodule(_path(node)) for node in nodes}
         numbers = {layer: number for number, layer in layers.items()}
         self.calls: dict[int, fx.Node] = {}
@@ -128,6 +189,26 @@ class _Reading:
                 places[Site(number, "post_block")] = self.owner, place
         return places
 
+    def final(self, last: int) -> HookPlace:
+        """Return where the norm behind the last layer returns what the model returns; raise UnclearError without one.
+
+        last: the number of the last layer.
+        """
+        value = self.returned
+        while isinstance(value, tuple | list) and value:  # some models return intermediate values beside it
+            value = value[0]
+        item: Any = 0
+        if isinstance(value, fx.Node) and value.target is operator.getitem:
+            value, item = value.args
+        module = self.modules.get(value) if isinstance(value, fx.Node) else None
+        if module is None or item != 0 or not is_norm(module):
+            raise UnclearError("what the model returns is not what a norm returns")
+        if sum(other is module for other in self.modules.values()) > 1:
+            raise UnclearError("the model's last norm runs twice")
+        if self.calls.get(last) not in _upstream(value):
+            raise UnclearError("the model's last norm does not take what the last layer returns")
+        return HookPlace(_path(value), outside=True)
+
     def _given(self, number: int) -> tuple[Any, ...] | None:
         """Return the two halves of the stream that a layer is given; None if there are not two."""
         if number not in self.calls:
@@ -148,6 +229,19 @@ class _Reading:
             if alone and _unchanged(halves, node) and adds_residual(module):
                 return HookPlace(_path(node), items=(1,), scale=scale, used=0)
         return None
+
+
+def _upstream(node: fx.Node) -> set[fx.Node]:
+    """Return the modules' calls that a node is computed from without another one in between."""
+    calls: set[fx.Node] = set()
+    waiting = list(node.all_input_nodes)
+    while waiting:
+        source = waiting.pop()
+        if source.op == "call_module":
+            calls.add(source)
+        else:
+            waiting += source.all_input_nodes
+    return calls
 
 
 def _halves(call: fx.Node, items: tuple[int, ...]) -> tuple[fx.Node, ...] | None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from capflow import limits
 from capflow.buffers.policy import FALLBACKS, POLICIES_OF_WORKERS, POLICY_DEFAULT
 from capflow.buffers.spool import check_root, default_root
-from capflow.capture.site import HOOK_ALIASES, HOOKS, Site
+from capflow.capture.site import HOOKS, Site, own_name
 from capflow.errors import UsageError, explain
 from capflow.protocol.routing import hub_of
 from capflow.steering.divergence import ON_DIVERGENCE, ON_DIVERGENCE_DEFAULT
@@ -226,8 +226,7 @@ def tapped_sites(patterns: Iterable[str], layers: Sequence[Structure], option: s
     """
     chosen: set[Site] = set()
     for pattern in patterns:
-        start, colon, end = pattern.partition(":")
-        own = HOOK_ALIASES.get(start, start) + colon + end
+        own = own_name(pattern)
         named = [s for n in range(len(layers)) for hook in HOOKS if fnmatchcase(str(s := Site(n, hook)), own)]
         if not named:
             hooks = ", ".join(HOOKS)
@@ -235,11 +234,10 @@ def tapped_sites(patterns: Iterable[str], layers: Sequence[Structure], option: s
             raise UsageError(explain(option, got=pattern, expected=expected))
         present = [site for site in named if site.hook in layers[site.layer].places]
         if not present:
-            layer, hook = layers[named[0].layer], named[0].hook
+            layer, hook = layers[named[-1].layer], named[-1].hook
+            reason = layer.missing.get(hook, "final belongs to the last layer")
             do = "see `capflow sites MODEL` for what this model has"
-            raise UsageError(
-                explain(option, got=pattern, expected=f"a site of {layer.layer} ({layer.missing[hook]})", do=do)
-            )
+            raise UsageError(explain(option, got=pattern, expected=f"a site of {layer.layer} ({reason})", do=do))
         chosen.update(present)
     return tuple(sorted(chosen))
 

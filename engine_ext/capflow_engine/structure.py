@@ -50,9 +50,10 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class HookPlace:
-    """Where a hook point lies: before or after a module of the layer.
+    """Where a hook point lies: before or after a module of the layer, or of what owns the layers.
 
     module: its path in the layer, empty for the layer itself.
+    outside: whether the path is in the module that owns the layers, and not in the layer.
     slots: the arguments of the module that hold the value. Without slots the module returns the value.
     items: without slots, the elements of the returned tuple that hold the value; a tensor alone is element 0. Two slots
         or items are the halves of a split stream; their sum is the value.
@@ -66,6 +67,7 @@ class HookPlace:
     items: tuple[int, ...] = (0,)
     scale: float = 1.0
     used: int | None = None
+    outside: bool = False
 
 
 _WHOLE = HookPlace("")
@@ -130,17 +132,21 @@ def _unscaled(structure: Structure, taken: float, gain: float) -> Structure:
     """
     if taken == gain == 1.0:
         return structure
-    factors = {"pre_attn": 1 / taken, "post_attn": 1 / taken, "mlp_out": 1 / taken, "post_block": 1 / (taken * gain)}
+    factors = dict.fromkeys(("pre_attn", "attn_out", "post_attn", "mlp_out"), 1 / taken)
+    factors["post_block"] = 1 / (taken * gain)
     places, returned = (
         {hook: replace(place, scale=place.scale * factors.get(hook, 1.0)) for hook, place in some.items()}
         for some in (structure.places, structure.returned)
     )
     missing = dict(structure.missing)
-    if places.get("mlp_in", _WHOLE).slots:
-        del places["mlp_in"]
-        missing["mlp_in"] = "the MLP takes a stream that is scaled in this dtype alone"
+    for hook in ("attn_in", "mlp_in"):
+        if places.get(hook, _WHOLE).slots:
+            del places[hook]
+            missing[hook] = f"{_READERS[hook]} takes a stream that is scaled in this dtype alone"
     return replace(structure, places=places, missing=missing, taken=taken, given=taken * gain, returned=returned)
 
+
+_READERS = {"attn_in": "attention", "mlp_in": "the MLP"}
 
 _STREAM_NAMES = ("hidden_states", "x")
 _RESIDUAL = "residual"
@@ -363,10 +369,19 @@ class _Reading:
                 "the layer has no MLP beside attention" if len(added) < 2 else "attention cannot be told from the MLP"
             )
             structure.missing.update(dict.fromkeys(("post_attn", "mlp_in", "mlp_out"), reason))
+            if len(added) == 1 and not mlp:
+                self._find_part(structure, "attn", added, out)
+            else:
+                structure.missing.update(dict.fromkeys(("attn_in", "attn_out"), reason))
             return structure
         before = out.without(mlp)
+        if any(self._is_mixed(node) for term in mlp for node in self._body(term.node, set())):
+            hooks = ("attn_in", "attn_out", "post_attn", "mlp_in", "mlp_out")
+            structure.missing.update(dict.fromkeys(hooks, "the layer has several attention blocks"))
+            return structure
         self._find_post_attn(structure, before, gain, parallel=parallel)
-        self._find_mlp(structure, mlp, out)
+        self._find_part(structure, "attn", added - mlp, out)
+        self._find_part(structure, "mlp", mlp, out)
         return structure
 
     def _output(self) -> tuple[_Sum, float, bool, tuple[int, ...]]:
@@ -416,31 +431,31 @@ class _Reading:
                     return
         structure.missing["post_attn"] = "no module is given the stream after attention"
 
-    def _find_mlp(self, structure: Structure, mlp: set[_Term], out: _Sum) -> None:
-        """Find what the MLP takes and what it adds."""
-        sources = {source for term in mlp for source in self._sources(term.node, set())}
-        if any(self._is_mixed(node) for term in mlp for node in self._body(term.node, set())):
-            structure.missing["mlp_in"] = structure.missing["mlp_out"] = "the layer has several attention blocks"
-            structure.places.pop("post_attn", None)
-            structure.returned.pop("post_attn", None)
-            structure.missing.setdefault("post_attn", "the layer has several attention blocks")
-            return
+    def _find_part(self, structure: Structure, part: str, terms: set[_Term], out: _Sum) -> None:
+        """Find what attention, or the MLP, takes and what it adds.
+
+        part: `attn` or `mlp`, with which the names of its hooks begin.
+        terms: the terms of `out` that it adds.
+        """
+        taken, added = f"{part}_in", f"{part}_out"
+        name, other = ("attention", "the MLP") if part == "attn" else ("the MLP", "attention")
+        sources = {source for term in terms for source in self._sources(term.node, set())}
         if len(sources) == 1:
-            place = structure.places["mlp_in"] = next(iter(sources))
-            body = {node for term in mlp for node in self._body(term.node, set())}
+            place = structure.places[taken] = next(iter(sources))
+            body = {node for term in terms for node in self._body(term.node, set())}
             if place.slots:
-                structure.fixed["mlp_in"] = "the MLP takes the residual stream itself"
+                structure.fixed[taken] = f"{name} takes the residual stream itself"
             elif any(
                 self._goes_elsewhere(n, body) for n in self.nodes if n.op == "call_module" and _path(n) == place.module
             ):
-                structure.fixed["mlp_in"] = "attention takes what the MLP takes"
+                structure.fixed[taken] = f"{other} takes what {name} takes"
         else:
-            structure.missing["mlp_in"] = "the modules of the MLP take different inputs"
-        term = next(iter(mlp))
-        if len(mlp) == 1 and term.node.op == "call_module":
-            structure.places["mlp_out"] = HookPlace(_path(term.node), items=(term.item or 0,), scale=out[term])
+            structure.missing[taken] = f"the modules of {name} take different inputs"
+        term = next(iter(terms))
+        if len(terms) == 1 and term.node.op == "call_module":
+            structure.places[added] = HookPlace(_path(term.node), items=(term.item or 0,), scale=out[term])
         else:
-            structure.missing["mlp_out"] = "what the MLP adds is no one module's output"
+            structure.missing[added] = f"what {name} adds is no one module's output"
 
     # The walk backwards from what the MLP adds.
 

@@ -26,10 +26,14 @@ _CACHES = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_p
 
 
 class Layer(NamedTuple):
-    """A decoder layer and its hook points."""
+    """A decoder layer and its hook points.
+
+    model: the whole model.
+    """
 
     module: torch.nn.Module
     structure: Structure
+    model: torch.nn.Module
 
 
 def layers_of(model: torch.nn.Module, count: int, dtype: torch.dtype) -> list[Layer]:
@@ -39,7 +43,20 @@ def layers_of(model: torch.nn.Module, count: int, dtype: torch.dtype) -> list[La
     if len(lists) != 1:
         got = f"{len(lists)} lists of {count} modules in {type(model).__name__}"
         raise UsageError(explain("the model's layers", got=got, expected="one", do="use the vLLM back end"))
-    return [Layer(layer, structure_of(layer, dtype)) for layer in lists[0]]
+    layers = [Layer(layer, structure_of(layer, dtype), model) for layer in lists[0]]
+    _find_final(layers[-1])
+    return layers
+
+
+def _find_final(last: Layer) -> None:
+    """Add `final`, what the LM head takes, to the hook points of the last layer."""
+    head = getattr(last.model, "get_output_embeddings", lambda: None)()
+    path = next((name for name, module in last.model.named_modules() if module is head), None)
+    last.structure.missing.pop("final", None)
+    if path is None:
+        last.structure.missing["final"] = "the model names no LM head"
+    else:
+        last.structure.places["final"] = HookPlace(path, (Slot(0, "input"),), outside=True)
 
 
 def structure_of(layer: torch.nn.Module, dtype: torch.dtype) -> Structure:
@@ -50,8 +67,8 @@ def structure_of(layer: torch.nn.Module, dtype: torch.dtype) -> Structure:
             return resolve(layer, dtype, _mixes_tokens)
         except UnclearError as e:
             reason = str(e)
-    outside = {"pre_attn": HookPlace("", (Slot(0, "hidden_states"),)), "post_block": HookPlace("")}
-    return Structure(type(layer).__name__, outside, {hook: reason for hook in HOOKS if hook not in outside})
+    ends = {"pre_attn": HookPlace("", (Slot(0, "hidden_states"),)), "post_block": HookPlace("")}
+    return Structure(type(layer).__name__, ends, {hook: reason for hook in HOOKS if hook not in (*ends, "final")})
 
 
 def _mixes_tokens(module: torch.nn.Module) -> bool:
@@ -95,10 +112,10 @@ class Stream:
         handles = []
         try:
             for site in {*self.sites, *catch}:
-                layer, structure = layers[site.layer]
-                place = structure.places[site.hook]
+                layer = layers[site.layer]
+                place = layer.structure.places[site.hook]
                 at = _AtSite(self, site, place, site in catch)
-                module = layer.get_submodule(place.module)
+                module = (layer.model if place.outside else layer.module).get_submodule(place.module)
                 if place.slots:
                     handles.append(module.register_forward_pre_hook(at.before, with_kwargs=True))
                 else:

@@ -89,7 +89,7 @@ class TransformersSteerableModel(SteerableModel):
 
     def _check_site(self, site: Site) -> None:
         if site.hook in HOOKS and site.layer < len(self._layers):
-            layer, structure = self._layers[site.layer]
+            layer, structure, _ = self._layers[site.layer]
             if (reason := structure.missing.get(site.hook)) is not None:
                 got = f"{site}, which {type(layer).__name__} lacks: {reason}"
                 raise UsageError(explain("hook", got=got, expected=f"one of {', '.join(structure.places)}"))

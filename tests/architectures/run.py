@@ -34,7 +34,7 @@ DTYPES = ("float32", *ROUNDING)
 ROUNDINGS_MAX = 8
 """The maximum error of a row, in roundings: three layers round about twenty times, and errors add up as a square root.
 """
-HOOKS = ("pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out")
+HOOKS = ("pre_attn", "attn_in", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block", "final")
 LENGTHS = (9, 21, 5)
 TOKENS = 4
 _DIE_S = 240.0
@@ -71,10 +71,11 @@ def check(model_type, dtype, hub, root, **arguments):
                 for n in range(len(prompts))
             ]
             outputs = llm.generate(prompts, params, use_tqdm=False)
-            architecture = type(llm.llm_engine.model_executor.driver_worker.worker.get_model()).__name__
-            missing = {}
-            for _, layer in _layers(llm):
-                missing |= compat_model.structure_of(layer, getattr(torch, dtype)).missing
+            loaded = llm.llm_engine.model_executor.driver_worker.worker.get_model()
+            layers = dict(compat_model.decoder_layers(loaded, llm.capflow_model.num_layers))
+            structures = {n: compat_model.structure_of(layer, getattr(torch, dtype)) for n, layer in layers.items()}
+            compat_model.find_final(loaded, layers, structures, getattr(torch, dtype))
+            missing = {hook: reason for each in structures.values() for hook, reason in each.missing.items()}
         given = [
             p["prompt_token_ids"] + list(o.outputs[0].token_ids)[:-1] for p, o in zip(prompts, outputs, strict=True)
         ]
@@ -95,16 +96,9 @@ def check(model_type, dtype, hub, root, **arguments):
         errors[site.hook] = max(errors.get(site.hook, 0.0), error)
     layers = {hook: sum(site.hook == hook for site in sites) for hook in HOOKS}
     return {
-        "architecture": architecture, "missing": missing, "sites": layers, "errors": errors,
+        "architecture": type(loaded).__name__, "missing": missing, "sites": layers, "errors": errors,
         "unproved": sorted(unproved), "layers": model.config.get_text_config().num_hidden_layers,
     }  # fmt: skip
-
-
-def _layers(llm):
-    from capflow_engine.compat import model as compat_model
-
-    model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
-    return compat_model.decoder_layers(model, llm.capflow_model.num_layers)
 
 
 def child(hub, root):
@@ -318,9 +312,10 @@ def matrix(results, left_out, notes):
     for name, result in right.items():
         cells = []
         for hook in HOOKS:
-            count, layers = result["sites"][hook], result["layers"]
+            count, layers = result["sites"][hook], 1 if hook == "final" else result["layers"]
             reason = note(result["missing"][hook]) if hook in result.get("missing", ()) else ""
-            cells.append(("all" if count == layers else f"{count} of {layers}" if count else "-") + reason)
+            whole = "yes" if hook == "final" else "all"
+            cells.append((whole if count == layers else f"{count} of {layers}" if count else "-") + reason)
         architecture = result["architecture"]
         if architecture.startswith("Transformers"):
             architecture = "Transformers backend"

@@ -6,6 +6,7 @@ sums, without names. The proof is that both agree up to rounding.
 
 import contextlib
 import functools
+import inspect
 import json
 import warnings
 from pathlib import Path
@@ -391,10 +392,13 @@ def expected(model_type, model, prompts):
 def _expected(model_type, model, tokens):
     seen = {}
     with contextlib.ExitStack() as stack:
-        for number, layer in enumerate(layers_of(model, model.config)):
+        layers = layers_of(model, model.config)
+        for number, layer in enumerate(layers):
             watch = functools.partial(_watch, stack, seen, number)
             watch(layer, "pre_attn", before=True)
             watch(layer, "post_block")
+            for mixer in mixers_of(layer)[:1]:
+                watch(mixer, "attn_in", before=True)
             mlp, before, after = names_of(model_type, layer)
             if mlp is None:
                 continue
@@ -406,10 +410,36 @@ def _expected(model_type, model, tokens):
                 watch(getattr(layer, mlp), "mlp_in", before=True)
             for name in [mlp] if isinstance(mlp, str) and after is None else [after] if after else mlp:
                 watch(layer.get_submodule(name), "mlp_out", scale=scale_of(model.config.get_text_config()))
+        run = model.language_model if model_type == "blip-2" else model  # blip-2 itself needs an image
+        _watch(stack, seen, len(layers) - 1, run.get_output_embeddings(), "final", before=True)
         with torch.no_grad():
-            run = model.language_model if model_type == "blip-2" else model  # blip-2 itself needs an image
             run(torch.tensor([tokens]), use_cache=False)
+    for number in range(len(layers)):
+        seen |= added_by_attention(seen, number)
     return seen
+
+
+_CACHES = {"past_key_values", "past_key_value", "layer_past", "cache_params"}
+
+
+def mixers_of(layer):
+    """Return the modules of a layer that mix tokens: those that take a cache and lie in no other one."""
+    mixers = []
+    for name, module in layer.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer, _ in mixers)
+        if name and not inside and _CACHES & set(inspect.signature(module.forward).parameters):
+            mixers.append((name, module))
+    return [module for _, module in mixers]
+
+
+def added_by_attention(rows, number):
+    """Return what attention adds to the stream, `{(layer, "attn_out"): rows}`, as a difference of others."""
+    entering, middle, added, leaving = (
+        rows.get((number, hook)) for hook in ("pre_attn", "post_attn", "mlp_out", "post_block")
+    )
+    if middle is not None:
+        return {(number, "attn_out"): middle - entering}
+    return {(number, "attn_out"): leaving - entering - (0 if added is None else added)}
 
 
 def names_of(model_type, layer):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from capflow.capture.site import HOOKS, Site, by_own_name, hook_named
+from capflow.capture.site import FORWARD_HOOKS, HOOKS, Site, by_own_name, hook_named
 from capflow.capture.spec import CaptureSpec
 from capflow.errors import UsageError
 from capflow.steering.request import Steering
@@ -19,10 +19,22 @@ CLAMP = {"vector": [1.0, 0.0], "value": 0}
 PATCH = {"positions": [0], "vector": [1.0, 2.0]}
 
 
-def test_every_hook_has_its_own_name_and_one_has_another():
-    assert {name: hook_named(name) for name in (*HOOKS, "post_mlp")} == {h: h for h in HOOKS} | {
-        "post_mlp": "post_block"
-    }
+LENS = {
+    "pre_attn": "hook_resid_pre",
+    "attn_in": "ln1.hook_normalized",
+    "attn_out": "hook_attn_out",
+    "post_attn": "hook_resid_mid",
+    "mlp_in": "ln2.hook_normalized",
+    "mlp_out": "hook_mlp_out",
+    "post_block": "hook_resid_post",
+    "final": "ln_final.hook_normalized",
+}
+
+
+def test_every_hook_has_its_own_name_and_that_of_transformer_lens():
+    assert {name: hook_named(name) for name in HOOKS} == {hook: hook for hook in HOOKS}
+    assert {hook: hook_named(name) for hook, name in LENS.items()} == {hook: hook for hook in HOOKS}
+    assert hook_named("post_mlp") == "post_block"
     for name in ("post", "post_mlp ", "", None, 3, ("post_mlp",)):
         assert hook_named(name) is None
 
@@ -31,6 +43,52 @@ def test_a_site_is_read_by_either_name():
     assert Site.parse("post_mlp:3") == Site.parse("post_block:3") == SITE
     assert str(Site.parse("post_mlp:3")) == "post_block:3"
     assert site_of(3, "post_mlp") == SITE
+
+
+@pytest.mark.parametrize(
+    ("name", "hook"),
+    [
+        *((f"blocks.3.{name}", hook) for hook, name in LENS.items() if hook != "final"),
+        *((f"{name}:3", hook) for hook, name in LENS.items()),
+        ("model.layers.3.input", "pre_attn"),
+        ("model.layers[3].output", "post_block"),
+        ("model.model.layers[3].output[0]", "post_block"),
+        ("model.layers.3.self_attn.input", "attn_in"),
+        ("model.layers.3.mlp.input[0]", "mlp_in"),
+    ],
+)
+def test_a_site_is_read_by_its_name_in_another_library(name, hook):
+    assert Site.parse(name) == Site(3, hook)
+    assert CaptureSpec.parse({"hooks": [name]}) == CaptureSpec.parse({"hooks": {hook: [3]}})
+    layers = [Structure("Layer", dict.fromkeys(HOOKS), {})] * 4
+    assert tapped_sites([name], layers) == (Site(3, hook),)
+    assert tapped_sites([name.replace("3", "*")], layers) == tuple(Site(n, hook) for n in range(4))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["blocks.3", "blocks.x.hook_resid_pre", "blocks.3.hook_q", "blocks.3.post_mlp", "blocks.3.ln_final.hook_normalized",
+     "ln_final.hook_normalized", "model.layers.3.mlp.output", "model.layers[3.output", "layers.3.output"],
+)  # fmt: skip
+def test_a_name_that_is_no_site_is_refused(name):
+    with pytest.raises(UsageError, match=r"^capture\.hooks\[1\]: got .*, expected HOOK:LAYER with HOOK one of"):
+        CaptureSpec.parse({"hooks": ["post_block:1", name]})
+
+
+def test_a_list_of_sites_is_a_spec_of_their_layers():
+    spec = CaptureSpec.parse({"hooks": ["post_block:2", "blocks.0.hook_resid_post", "attn_out:1", "post_block:2"]})
+    assert spec == CaptureSpec.parse({"hooks": {"post_block": [0, 2], "attn_out": [1]}})
+
+
+def test_the_order_of_sites_is_that_of_every_model():
+    order = [Site(1, hook) for hook in FORWARD_HOOKS]
+    assert set(FORWARD_HOOKS) == set(HOOKS)
+    for number, site in enumerate(order):
+        assert not any(site.precedes(other) for other in order[: number + 1])
+        # Attention may stand beside the MLP.
+        beside = {"mlp_in", "mlp_out"} if site.hook in ("attn_in", "attn_out") else set()
+        assert {other.hook for other in order[number + 1 :] if not site.precedes(other)} == beside
+        assert all(site.precedes(Site(2, other.hook)) and not Site(2, other.hook).precedes(site) for other in order)
 
 
 def test_a_capture_spec_keeps_the_hooks_own_name():

@@ -19,7 +19,7 @@ from tests.kit.frames import make_model
         ("post_block", "capture: got post_block, expected a mapping"),
         ({}, "capture.hooks"),
         ({"hooks": {}}, "capture.hooks: got {}"),
-        ({"hooks": [1]}, "capture.hooks: got [1]"),
+        ({"hooks": [1]}, "capture.hooks[0]: got 1, expected HOOK:LAYER"),
         (
             {"hooks": {"post_block": "all"}, "layers": 1},
             "capture.layers: expected one of hooks, positions, max_rows, dtype",

@@ -13,7 +13,7 @@ from capflow.errors import UsageError
 pytestmark = pytest.mark.engine
 
 LIMIT_S = 120
-HOOKS = ["pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out"]
+HOOKS = ["pre_attn", "attn_in", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block"]
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -64,13 +64,19 @@ def refused(done, *parts):
 def test_shows_what_a_model_has_and_what_is_tapped(llama):
     done = sites(llama, "--sites", "post_block:*", "--sites", "mlp_in:1")
     assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines()]
-    assert rows[0] == ["layers", "class", *HOOKS]
-    name = "LlamaDecoderLayer"
-    assert rows[1] == ["0", name, "yes", "yes", "tapped", "yes", "yes"]
-    assert rows[2] == ["1", name, "yes", "yes", "tapped", "tapped", "yes"]
-    assert rows[3] == ["2", name, "yes", "yes", "tapped", "yes", "yes"]
-    assert rows[4][:2] == ["4", "taps."]
+    first, head, *lines = done.stdout.splitlines()
+    *lines, other, more, taps = lines
+    assert first == "LlamaDecoderLayer: layers 0-2"
+    assert head.split() == ["hook", "layers", "tapped", "TransformerLens", "nnsight"]
+    rows = {line.split()[0]: line.split()[1:] for line in lines}
+    assert list(rows) == [*HOOKS, "final"]
+    assert rows["post_block"] == ["0-2", "0-2", "hook_resid_post", "output"]
+    assert rows["mlp_in"] == ["0-2", "1", "ln2.hook_normalized", "mlp.input"]
+    assert rows["attn_out"] == ["0-2", "-", "hook_attn_out", "-"]
+    assert rows["final"] == ["2", "-", "(ln_final.hook_normalized)", "-"]
+    assert "blocks.LAYER.NAME" in other
+    assert "model.layers.LAYER.NAME" in more
+    assert taps.startswith("4 taps.")
 
 
 def test_says_why_a_hook_is_not_there(parallel):
@@ -78,12 +84,13 @@ def test_says_why_a_hook_is_not_there(parallel):
     assert done.returncode == 0, done.stderr
     layers = json.loads(done.stdout)
     assert len(layers) == 3
-    for layer in layers:
-        assert set(layer["available"]) == set(layer["tapped"]) == set(HOOKS) - {"post_attn"}
+    for number, layer in enumerate(layers):
+        there = {*HOOKS, *(["final"] if number == 2 else [])} - {"post_attn"}
+        assert set(layer["available"]) == set(layer["tapped"]) == there
         assert layer["missing"] == {"post_attn": "attention and the MLP stand side by side"}
 
 
-NOT_THERE = [("post_attn:1", "stand side by side"), ("post_block:3", "a layer of 0..2")]
+NOT_THERE = [("post_attn:1", "stand side by side"), ("post_block:3", "a layer of 0..2"), ("final:0", "the last layer")]
 
 
 @pytest.mark.parametrize(("site", "why"), NOT_THERE)

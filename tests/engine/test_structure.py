@@ -1,5 +1,7 @@
 """The structural resolver, on decoder layers written by hand: which hook points it finds, and what it refuses."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from torch import nn
 from capflow_engine.structure import HookPlace, Slot, UnclearError, resolve
 
 WIDTH = 8
-HOOKS = {"pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out"}
+HOOKS = {"pre_attn", "attn_in", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block"}
 
 
 class Core(nn.Module):
@@ -223,39 +225,48 @@ def values(layer, structure, split=False, dtype=torch.float32):
     return stream, seen
 
 
-def truth(layer, stream, *, mlp_norm, attention, mlp):
+def truth(layer, stream, *, attn_norm, attention, mlp_norm, mlp):
     """Return every hook's value, written out."""
     with torch.no_grad():
-        middle = stream + attention(stream)
+        read = attn_norm(stream)
+        attended = attention(read)
+        middle = stream + attended
         taken = mlp_norm(middle)
         added = mlp(taken)
-    return {"pre_attn": stream, "post_attn": middle, "mlp_in": taken, "mlp_out": added, "post_block": middle + added}
+    values = (stream, read, attended, middle, taken, added, middle + added)
+    hooks = ("pre_attn", "attn_in", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block")
+    return dict(zip(hooks, values, strict=True))
 
 
 TRUTHS = {
     Split: {
         "mlp_norm": lambda s, x: s.b(x),
-        "attention": lambda s, x: s.mixer(None, s.a(x)),
+        "attn_norm": lambda s, x: s.a(x),
+        "attention": lambda s, x: s.mixer(None, x),
         "mlp": lambda s, x: s.ffn(x),
     },
     Whole: {
         "mlp_norm": lambda s, x: s.b(x),
-        "attention": lambda s, x: s.mixer(None, s.a(x)),
+        "attn_norm": lambda s, x: s.a(x),
+        "attention": lambda s, x: s.mixer(None, x),
         "mlp": lambda s, x: s.ffn(x),
     },
     Sandwich: {
         "mlp_norm": lambda s, x: s.c(x),
-        "attention": lambda s, x: s.b(s.mixer(None, s.a(x))),
+        "attn_norm": lambda s, x: s.a(x),
+        "attention": lambda s, x: s.b(s.mixer(None, x)),
         "mlp": lambda s, x: s.d(s.ffn(x)),
     },
     PostNorm: {
         "mlp_norm": lambda s, x: x,
+        "attn_norm": lambda s, x: x,
         "attention": lambda s, x: s.a(s.mixer(None, x)),
         "mlp": lambda s, x: s.b(s.ffn(x)),
     },
     Scaled: {
         "mlp_norm": lambda s, x: s.b(x),
-        "attention": lambda s, x: s.mixer(None, s.a(x)) * 0.3,
+        "attn_norm": lambda s, x: s.a(x),
+        "attention": lambda s, x: s.mixer(None, x) * 0.3,
         "mlp": lambda s, x: s.ffn(x) * 0.3,
     },
 }
@@ -285,6 +296,8 @@ def test_finds_every_hook_where_its_value_is(kind):
 WRONG = {
     "mlp_in": HookPlace("b", (Slot(0, "x"),)),  # before the norm, not after it
     "mlp_out": HookPlace("mixer"),
+    "attn_in": HookPlace("a", (Slot(0, "x"),)),
+    "attn_out": HookPlace("ffn"),
     "post_attn": HookPlace("b"),
     "pre_attn": HookPlace("a"),
     "post_block": HookPlace("ffn"),
@@ -318,32 +331,35 @@ def test_parallel_blocks_have_no_stream_between():
     structure = found_in(Parallel())
     assert set(structure.places) == HOOKS - {"post_attn"}
     assert "side by side" in structure.missing["post_attn"]
-    assert structure.places["mlp_in"] == HookPlace("a")
+    assert structure.places["mlp_in"] == structure.places["attn_in"] == HookPlace("a")
     assert structure.places["mlp_out"] == HookPlace("ffn")
+    assert structure.places["attn_out"] == HookPlace("mixer")
 
 
 @pytest.mark.parametrize("kind", [*TRUTHS, Parallel], ids=lambda kind: kind.__name__)
-def test_what_the_mlp_shares_cannot_be_steered(kind):
-    """Where something else is given the tensor that the MLP takes, a change of it would reach that too."""
-    why = {PostNorm: "the residual stream itself", Parallel: "attention takes"}
-    fixed = found_in(kind()).fixed
-    assert set(fixed) == ({"mlp_in"} if kind in why else set())
-    assert why.get(kind, "") in fixed.get("mlp_in", "")
+@pytest.mark.parametrize(("hook", "reader"), [("mlp_in", "the MLP"), ("attn_in", "attention")])
+def test_what_a_part_shares_cannot_be_steered(kind, hook, reader):
+    """Where something else is given the tensor that a part takes, a change of it would reach that too."""
+    other = {"the MLP": "attention", "attention": "the MLP"}[reader]
+    why = {PostNorm: f"{reader} takes the residual stream itself", Parallel: f"{other} takes what {reader} takes"}
+    assert found_in(kind()).fixed.get(hook) == why.get(kind)
 
 
 @pytest.mark.parametrize("kind", list(TRUTHS), ids=lambda kind: kind.__name__)
-def test_a_change_where_the_mlp_takes_its_input_reaches_the_mlp_alone(kind):
+@pytest.mark.parametrize("hook", ["attn_in", "mlp_in"])
+def test_a_change_where_a_part_takes_its_input_reaches_that_part_alone(kind, hook):
     """Which is what `fixed` says of a structure, tried by changing it."""
     torch.manual_seed(3)
     layer = kind()
     structure = found_in(layer)
     parts = {name: lambda x, part=part: part(layer, x) for name, part in TRUTHS[kind].items()}
     stream, change = torch.randn(4, 8), torch.randn(8)
+    of_attention, of_mlp = (change if hook == name else 0 for name in ("attn_in", "mlp_in"))
     with torch.no_grad():
-        middle = stream + parts["attention"](stream)
-        expected = middle + parts["mlp"](parts["mlp_norm"](middle) + change)
+        middle = stream + parts["attention"](parts["attn_norm"](stream) + of_attention)
+        expected = middle + parts["mlp"](parts["mlp_norm"](middle) + of_mlp)
 
-    place = structure.places["mlp_in"]
+    place = structure.places[hook]
 
     def add(module, args, kwargs):
         place.slots[0].of(args, kwargs).add_(change)
@@ -360,7 +376,7 @@ def test_a_change_where_the_mlp_takes_its_input_reaches_the_mlp_alone(kind):
     with torch.no_grad():
         out = layer(None, *given)
     got = sum(out) if isinstance(out, tuple) else out
-    assert torch.allclose(got, expected, atol=1e-5) == ("mlp_in" not in structure.fixed)
+    assert torch.allclose(got, expected, atol=1e-5) == (hook not in structure.fixed)
 
 
 def divisor(module):
@@ -388,7 +404,8 @@ def test_a_stream_that_is_divided_in_one_dtype_is_given_whole(first, dividing):
         module._forward_pre_hooks.clear()
     whole = (stream if first else stream * 4).float()
     parts = layer.float()  # which divides nothing
-    true = truth(parts, whole, mlp_norm=parts.b, attention=lambda x: parts.mixer(None, parts.a(x)), mlp=parts.ffn)
+    mixed = functools.partial(parts.mixer, None)
+    true = truth(parts, whole, attn_norm=parts.a, attention=mixed, mlp_norm=parts.b, mlp=parts.ffn)
     assert set(seen) == HOOKS
     assert {h for h in seen if not torch.allclose(seen[h].float(), true[h], rtol=0.01, atol=0.01)} == set()
 
@@ -431,9 +448,10 @@ def test_two_mlps_have_no_one_output():
     assert structure.places["mlp_in"] == HookPlace("b")
 
 
-def test_a_layer_without_an_mlp_has_its_ends():
+def test_a_layer_without_an_mlp_has_its_ends_and_attention():
     structure = found_in(NoMLP())
-    assert set(structure.places) == {"pre_attn", "post_block"}
+    assert set(structure.places) == {"pre_attn", "attn_in", "attn_out", "post_block"}
+    assert (structure.places["attn_in"], structure.places["attn_out"]) == (HookPlace("a"), HookPlace("mixer"))
     assert set(structure.missing.values()) == {"the layer has no MLP beside attention"}
 
 

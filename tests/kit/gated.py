@@ -167,7 +167,8 @@ def cases(reference, combinations, lengths, max_tokens, seed=0, *, opening="half
 
 
 def _fields(number, kind, sharpness, latch, positions, length, attempt, probe):
-    hook, other = HOOKS[number % len(HOOKS)], HOOKS[(number // 2 + 1) % len(HOOKS)]
+    probed = [hook for hook in HOOKS if hook != "final"]
+    hook, other = probed[number % len(probed)], HOOKS[(number // 2 + 1) % len(HOOKS)]
     gate = {
         "hook": hook,
         "layer": probe,
@@ -176,7 +177,7 @@ def _fields(number, kind, sharpness, latch, positions, length, attempt, probe):
         "threshold": 0.0,
     }
     gate |= {"sharpness": sharpness, "latch": latch, "positions": positions}
-    layer = min(probe + 1 + number % 2, 3)
+    layer = 3 if other == "final" else min(probe + 1 + number % 2, 3)
     if not latch and number % 3 == 0:
         other, layer = hook, probe  # the site of the probe
     strong = {"vector": vector(200 + number, 4.0), "gate": "g"}

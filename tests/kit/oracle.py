@@ -29,7 +29,7 @@ from capflow.transport.client import Client
 from capflow_engine.compat import engine as compat
 from tests.kit.engines import LAYERS, engine, scheduled_ahead
 from tests.kit.hubs import running_hub
-from tests.kit.oracle_actions import CONTROLLERS, Changes, Held, Sender, Steps, held_on, vector
+from tests.kit.oracle_actions import CONTROLLERS, SITES, Changes, Held, Sender, Steps, held_on, vector
 from tests.kit.oracle_reference import OracleReference
 from tests.kit.oracle_scenarios import fields_of
 from tests.kit.selectors_model import meant
@@ -375,9 +375,10 @@ class Live:
         """Return the positions that must be there, by site."""
         positions = meant(spec.positions, prompt, computed, spec.max_rows)
         return {
-            Site(layer, hook): positions
-            for hook, layers in spec.hooks.items()
-            for layer in (range(LAYERS) if layers == "all" else layers)
+            site: positions
+            for site in SITES
+            if (layers := spec.hooks.get(site.hook)) is not None
+            and (layers == "all" or not {site.layer, site.layer - LAYERS}.isdisjoint(layers))
         }
 
 

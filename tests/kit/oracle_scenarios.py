@@ -17,7 +17,8 @@ PATCHED_GENERATED = 13
 
 _bases = [np.random.default_rng(n).integers(5, VOCABULARY, LENGTH_MAX).tolist() for n in range(3)]
 _layers = st.one_of(st.just("all"), st.lists(st.integers(0, LAYERS - 1), min_size=1, max_size=LAYERS, unique=True))
-_captures = st.one_of(st.none(), specs(dict.fromkeys(HOOKS, _layers)))
+_last = st.sampled_from(["all", [-1], [LAYERS - 1]])
+_captures = st.one_of(st.none(), specs({hook: _last if hook == "final" else _layers for hook in HOOKS}))
 _TIERS = ("", "prefill_", "decode_")
 _operations = st.one_of(
     st.tuples(st.just("vectors"), st.sampled_from(_TIERS), st.sampled_from((1.0, -0.5))),

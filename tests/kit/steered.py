@@ -33,21 +33,26 @@ def cases():
     asked = {"plain": {}}
     for hook in HOOKS:
         start = _length(len(asked) + _PATCHED)
+        # `final` is a site of the last layer alone.
+        one, two, three = (LAYERS - 1 if hook == "final" else n for n in (1, 2, 3))
+        every, some = ({one}, {one}) if hook == "final" else (range(LAYERS), (0, 2))
+        # A change of `final` reaches no later token.
+        at = -1 if hook == "final" else -2
         asked |= {
-            f"{hook} base": {"steering_vectors": {hook: {1: vector(1)}}},
-            f"{hook} prefill": {"prefill_steering_vectors": {hook: {2: {"vector": vector(2), "scale": 2.0}}}},
-            f"{hook} decode": {"decode_steering_vectors": {hook: {n: vector(n) for n in range(LAYERS)}}},
-            f"{hook} bounds": {"steering_clamps": {hook: {1: {"vector": vector(3), "min": -0.1, "max": 0.2}}}},
+            f"{hook} base": {"steering_vectors": {hook: {one: vector(1)}}},
+            f"{hook} prefill": {"prefill_steering_vectors": {hook: {two: {"vector": vector(2), "scale": 2.0}}}},
+            f"{hook} decode": {"decode_steering_vectors": {hook: {n: vector(n) for n in every}}},
+            f"{hook} bounds": {"steering_clamps": {hook: {one: {"vector": vector(3), "min": -0.1, "max": 0.2}}}},
             f"{hook} ablation": {
-                "prefill_steering_clamps": {hook: {n: {"vector": vector(4), "value": 0} for n in (0, 2)}}
+                "prefill_steering_clamps": {hook: {n: {"vector": vector(4), "value": 0} for n in some}}
             },
             f"{hook} half": {
-                "decode_steering_clamps": {hook: {3: {"vector": vector(5), "value": 1.5, "strength": 0.5}}}
+                "decode_steering_clamps": {hook: {three: {"vector": vector(5), "value": 1.5, "strength": 0.5}}}
             },
             f"{hook} patch": {
                 "steering_patches": {
                     hook: {
-                        1: [
+                        one: [
                             {"positions": [2, -1], "vector": vector(6)},
                             {"positions": [start, start + 2], "vector": [vector(20), vector(21)]},
                         ]
@@ -55,7 +60,7 @@ def cases():
                 }
             },
             f"{hook} blend": {
-                "steering_patches": {hook: {2: {"positions": [-2], "vector": vector(7), "amount": 0.25}}}
+                "steering_patches": {hook: {two: {"positions": [at], "vector": vector(7), "amount": 0.25}}}
             },
         }
     # Directions that are not orthogonal, so that the order of clamps shows.
@@ -155,6 +160,8 @@ class SteeredReference(Reference):
         for n, layer in enumerate(self.layers):
             norm, mlp = layer.post_attention_layernorm, layer.mlp
             hooks += [
+                layer.input_layernorm.register_forward_hook(lambda m, a, o, n=n: steer(Site(n, "attn_in"), o)),
+                layer.self_attn.register_forward_hook(lambda m, a, o, n=n: steer(Site(n, "attn_out"), o[0])),
                 layer.register_forward_pre_hook(lambda m, a, n=n: steer(Site(n, "pre_attn"), a[0])),
                 norm.register_forward_pre_hook(lambda m, a, n=n: steer(Site(n, "post_attn"), a[0])),
                 norm.register_forward_hook(lambda m, a, o, n=n: steer(Site(n, "mlp_in"), o)),
@@ -163,6 +170,8 @@ class SteeredReference(Reference):
                     lambda m, a, o, n=n: steer(Site(n, "post_block"), o[0] if isinstance(o, tuple) else o)
                 ),
             ]
+        last = Site(len(self.layers) - 1, "final")
+        hooks.append(self.model.model.norm.register_forward_hook(lambda m, a, o: steer(last, o)))
         try:
             with torch.no_grad():
                 return self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0].numpy()
@@ -239,7 +248,8 @@ def prove(llm, reference, max_tokens=5):
         plain[name] = np.abs(expected[0] - unsteered).max()
     # What steers the prompt changes the first token's logits, and what steers only positions after it does not.
     silent = {"plain", "scale 0", *(name for name in plain if "decode" in name or "half" in name)}
-    assert {name for name, change in plain.items() if change < LOGITS_MAX} == silent
+    silenced = {name for name, change in plain.items() if change < LOGITS_MAX}
+    assert silenced == silent, f"{sorted(silenced ^ silent)}"
     return outputs
 
 

@@ -65,11 +65,21 @@ def placed(layer, hook):
     norm = getattr(layer, "pre_feedforward_layernorm", layer.post_attention_layernorm)
     return {
         "pre_attn": (layer, True),
+        "attn_in": (layer.input_layernorm, False),
+        "attn_out": (
+            layer.self_attn if norm is layer.post_attention_layernorm else layer.post_attention_layernorm,
+            False,
+        ),
         "post_attn": (norm, True),
         "mlp_in": (norm, False),
         "mlp_out": (getattr(layer, "post_feedforward_layernorm", layer.mlp), False),
         "post_block": (layer, False),
     }[hook]
+
+
+def layer_of(hook, layer):
+    """Return the layer of a site of a hook: the last one for `final`, else `layer`."""
+    return LAYERS - 1 if hook == "final" else layer
 
 
 def expected(tiny, token_ids, changes):
@@ -84,11 +94,14 @@ def expected(tiny, token_ids, changes):
 
     with contextlib.ExitStack() as stack:
         for (layer, hook), change in changes.items():
-            module, before = placed(model.model.layers[layer], hook)
+            final = (model.model.norm, False)
+            module, before = final if hook == "final" else placed(model.model.layers[layer], hook)
             if before:
                 handle = module.register_forward_pre_hook(lambda _, a, c=change: done(a[0], c))
             else:
-                handle = module.register_forward_hook(lambda _, __, out, c=change: done(out, c))
+                handle = module.register_forward_hook(
+                    lambda _, __, out, c=change: done(out[0] if isinstance(out, tuple) else out, c)
+                )
             stack.callback(handle.remove)
         with torch.no_grad():
             logits = model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
@@ -129,8 +142,9 @@ def test_nothing_set_changes_nothing(model, tiny):
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_vector_is_added(model, tiny, hook):
-    model.set_layer_vector(2, A, scale=1.5, hook=hook)
-    assert check(model, tiny, {(2, hook): add(A, 1.5)}) > 0.1
+    layer = layer_of(hook, 2)
+    model.set_layer_vector(layer, A, scale=1.5, hook=hook)
+    assert check(model, tiny, {(layer, hook): add(A, 1.5)}) > 0.1
 
 
 def test_a_vector_is_set_at_the_target_layer_and_taken_away(model):
@@ -162,8 +176,9 @@ def by_norm(vector, scale):
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_relative_vector_is_added_by_the_streams_norm(model, tiny, hook):
-    model.set_layer_vector(2, A, scale=0.5, relative=True, hook=hook)
-    assert check(model, tiny, {(2, hook): by_norm(A, 0.5)}) > 0.01
+    layer = layer_of(hook, 2)
+    model.set_layer_vector(layer, A, scale=0.5, relative=True, hook=hook)
+    assert check(model, tiny, {(layer, hook): by_norm(A, 0.5)}) > 0.01
 
 
 def test_relative_vectors_of_a_specification_and_a_call_are_of_the_same_stream(model, tiny, tmp_path):
@@ -189,15 +204,16 @@ def test_relative_vectors_of_a_specification_and_a_call_are_of_the_same_stream(m
 @pytest.mark.parametrize(
     ("hook", "bounds"),
     [
-        *((hook, (-0.1, 0.2)) for hook in HOOKS),
+        *((hook, (0.3, 0.4) if hook == "final" else (-0.1, 0.2)) for hook in HOOKS),
         *((hook, bounds) for hook in ("pre_attn", "post_block") for bounds in ((None, -0.5), (0.5, None), (3.0, 3.0))),
     ],
 )
 def test_a_projection_is_capped(model, tiny, hook, bounds):
-    model.set_layer_projection_cap(1, A, *bounds, hook=hook)
+    layer = layer_of(hook, 1)
+    model.set_layer_projection_cap(layer, A, *bounds, hook=hook)
     low, high = bounds
     change = bounded(A, -np.inf if low is None else low, np.inf if high is None else high)
-    assert check(model, tiny, {(1, hook): change}) > 0.001
+    assert check(model, tiny, {(layer, hook): change}) > 0.001
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.25, -1.0])
@@ -388,7 +404,7 @@ def test_what_is_added_to_what_the_mlp_adds_is_added_to_the_stream(config):
 
 def test_a_layer_that_lacks_a_hook_says_why():
     model = of_other_structure(transformers.GPTNeoXConfig(**SMALL))
-    assert model.hooks == ("pre_attn", "post_block", "mlp_in", "mlp_out")
+    assert set(model.hooks) == set(HOOKS) - {"post_attn"}
     why = "attention and the MLP stand side by side"
     reason = f"hook: got post_attn:1, which GPTNeoXLayer lacks: {why}, expected one of pre_attn"
     for wrong in (
@@ -438,7 +454,7 @@ def test_of_a_layer_that_cannot_be_followed_both_ends_are_known(layer, reason):
     structure = structure_of(layer, torch.float32)
     assert set(structure.places) == {"pre_attn", "post_block"}
     assert all(why.startswith(reason) for why in structure.missing.values())
-    assert set(structure.missing) == {"post_attn", "mlp_in", "mlp_out"}
+    assert set(structure.missing) == set(HOOKS) - {"pre_attn", "post_block", "final"}
 
 
 def test_clearing_takes_each_back(model):
@@ -605,7 +621,7 @@ def test_a_name_that_is_no_model_is_refused(tmp_path):
 def test_both_back_ends_agree(tiny, loaded, tmp_path, eager):
     from capflow_models import VLLMSteerableModel
 
-    sites = [Site(2, hook) for hook in HOOKS]
+    sites = [Site(layer_of(hook, 2), hook) for hook in HOOKS]
     arguments = {
         "sites": ["*:*"],
         "consumers": [f"filesystem:root={tmp_path},capture=requests"],
@@ -620,7 +636,10 @@ def test_both_back_ends_agree(tiny, loaded, tmp_path, eager):
         SteeringSpec({Site(1, "pre_attn"): LayerSteeringSpec(projection_cap=ProjectionCapSpec(A, -0.1, 0.2))}),
         SteeringSpec({1: LayerSteeringSpec(ablation=AblationSpec(B, 0.25))}),
         full_spec(),
-        *(SteeringSpec({Site(1, hook): LayerSteeringSpec(B, -1.5, ablation=AblationSpec(A))}) for hook in HOOKS),
+        *(
+            SteeringSpec({Site(layer_of(hook, 1), hook): LayerSteeringSpec(B, -1.5, ablation=AblationSpec(A))})
+            for hook in HOOKS
+        ),
     ]
     phases = {
         "prefill_steering_vectors": {"post_block": {1: {"vector": A, "scale": -1.0}}},
@@ -629,7 +648,12 @@ def test_both_back_ends_agree(tiny, loaded, tmp_path, eager):
     besides = [
         None,
         phases,
-        {"steering_vectors": {hook: {2: {"vector": B, "scale": 0.5}, 1: A} for hook in HOOKS}},
+        {
+            "steering_vectors": {
+                hook: {layer_of(hook, 2): {"vector": B, "scale": 0.5}} | ({} if hook == "final" else {1: A})
+                for hook in HOOKS
+            }
+        },
         {"steering_name": {"glad": 0.5, "calm": -1.0}, **phases},
         {"decode_steering_vectors": {"post_block": {1: {"vector": C, "scale": 0.5, "relative": True}}}, **phases},
     ]
@@ -690,7 +714,7 @@ def test_a_model_opened_by_name_takes_every_specification_brings_its_own_rows_an
             site = Site(3, "post_block")
             got, want = (m.last_rows(PROMPTS, [site])[site] for m in (served, loaded))
             assert np.abs(got - want).max() < LOGITS_BOUND
-            every = SteeringSpec({Site(1, hook): LayerSteeringSpec(B, 0.5) for hook in HOOKS})
+            every = SteeringSpec({Site(layer_of(hook, 1), hook): LayerSteeringSpec(B, 0.5) for hook in HOOKS})
             for each in (served, loaded):  # with the defaults of both back ends
                 each.apply_steering_spec(every)
             assert np.abs(served.logprobs(PROMPTS) - loaded.logprobs(PROMPTS)).max() < LOGITS_BOUND

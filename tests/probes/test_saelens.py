@@ -38,9 +38,12 @@ def test_every_hook_has_transformer_lens_name():
         "post_block": "blocks.5.hook_resid_post",
         "mlp_in": "blocks.5.ln2.hook_normalized",
         "mlp_out": "blocks.5.hook_mlp_out",
+        "attn_in": "blocks.5.ln1.hook_normalized",
+        "attn_out": "blocks.5.hook_attn_out",
+        "final": "ln_final.hook_normalized",
     }
     for hook, name in names.items():
-        assert Site.of_transformer_lens(name) == Site(5, hook)
+        assert Site.of_transformer_lens(name) == (None if hook == "final" else Site(5, hook))
     for other in ("", "blocks", "blocks.5", "blocks.x.hook_resid_pre", "blocks.5.attn.hook_z", "hook_embed"):
         assert Site.of_transformer_lens(other) is None
 

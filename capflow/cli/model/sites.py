@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from operator import attrgetter
 
 import click
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from capflow.capture.site import HOOKS
+from capflow.capture.site import FORWARD_HOOKS, NNSIGHT_NAMES, TRANSFORMER_LENS_NAMES
 from capflow.cli.model.child import last_event
 from capflow.extras import require
 from capflow.text.examples import examples
@@ -54,21 +56,37 @@ class LayerSites(msgspec.Struct, frozen=True):
 
 
 def _show(layers: list[LayerSites], console: Console) -> None:
-    table = Table("layers", "class", *HOOKS, box=None)
-    runs: list[tuple[int, int, LayerSites]] = []
-    for number, layer in enumerate(layers):
-        if runs and runs[-1][2] == layer:
-            runs[-1] = (runs[-1][0], number, layer)
-        else:
-            runs.append((number, number, layer))
+    table = Table("hook", "layers", "tapped", "TransformerLens", "nnsight", box=None)
     reasons: dict[str, None] = {}
-    for first, last, layer in runs:
-        cells = ["tapped" if hook in layer.tapped else "yes" if hook in layer.available else "-" for hook in HOOKS]
-        table.add_row(str(first) if first == last else f"{first}-{last}", printable(layer.layer), *cells)
-        for hook, reason in layer.missing.items():
-            reasons.setdefault(f"{layer.layer} has no {hook}: {reason}")
+    for hook in FORWARD_HOOKS:
+        available, tapped = ([n for n, layer in enumerate(layers) if hook in of(layer)] for of in (_AVAILABLE, _TAPPED))
+        lens = TRANSFORMER_LENS_NAMES[hook]
+        lens = f"({lens})" if hook == "final" else lens
+        table.add_row(hook, ranges(available), ranges(tapped), lens, NNSIGHT_NAMES.get(hook, "-"))
+        for layer in layers:
+            if (reason := layer.missing.get(hook)) is not None:
+                reasons.setdefault(f"{layer.layer} has no {hook}: {reason}")
+    classes = dict.fromkeys(layer.layer for layer in layers)
+    for name in classes:
+        console.print(f"{printable(name)}: layers {ranges(n for n, layer in enumerate(layers) if layer.layer == name)}")
     console.print(table)
     for reason in reasons:
         console.print(printable(reason), markup=False)
+    console.print("Also accepted: blocks.LAYER.NAME of TransformerLens, those in parentheses alone,")
+    console.print("and model.layers.LAYER.NAME of nnsight.")
     taps = sum(len(layer.tapped) for layer in layers)
     console.print(f"{taps} taps. --sites HOOK:LAYER, with * and repeatable, puts them elsewhere.")
+
+
+_AVAILABLE, _TAPPED = attrgetter("available"), attrgetter("tapped")
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return ascending numbers as ranges, such as `0-4, 7`; `-` without any."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs) or "-"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from capflow.capture.site import HOOKS, Site
+from capflow.capture.site import FORWARD_HOOKS, Site
 from capflow.errors import UsageError, explain
 from capflow.extras import require
 from capflow.files import whole_file
@@ -31,10 +31,13 @@ _TICK_HEIGHT = 0.13
 _EXTREMES_PERCENT = 1.0
 _HOOK_TITLES = {
     "pre_attn": "pre_attn: residual stream entering the layer",
+    "attn_in": "attn_in: normalised input of attention",
+    "attn_out": "attn_out: what attention adds",
     "post_attn": "post_attn: residual stream after attention",
     "post_block": "post_block: residual stream leaving the layer",
     "mlp_in": "mlp_in: normalised input of the MLP",
     "mlp_out": "mlp_out: what the MLP adds",
+    "final": "final: residual stream after the last norm",
 }
 
 
@@ -99,7 +102,7 @@ def _panels(norms: dict[Site, NormStats]) -> dict[str, tuple[list[int], npt.NDAr
     lines = {site: stats.column_norms for site, stats in norms.items()}
     columns = max(map(len, lines.values()), default=0)
     panels = {}
-    for hook in HOOKS:
+    for hook in FORWARD_HOOKS:
         layers = sorted(site.layer for site in lines if site.hook == hook)
         if layers:
             grid = np.full((len(layers), columns), np.nan)

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from capflow.capture.site import HOOKS, Site
 from capflow.errors import CapflowError, UsageError, explain
 from capflow_engine.compat import child, connectors, launch
 from capflow_engine.compat import engine as compat
-from capflow_engine.passage import returned_places
+from capflow_engine.passage import final_place, returned_places
 from capflow_engine.settings import Tapped
 from capflow_engine.structure import HookPlace, Structure, UnclearError, large_on_meta, resolve
 
@@ -78,10 +78,11 @@ def _structures(engine_args: Any, report: child.Report) -> tuple[Structure, ...]
     try:
         # Compiled parts of a model run as Python: a fork has no threads of a compiler that its parent used.
         with torch.compiler.set_stance("force_eager"), _skeleton(config) as model:
-            layers = []
-            for number, layer in decoder_layers(model, num_layers):
+            modules, layers = dict(decoder_layers(model, num_layers)), []
+            for number, layer in modules.items():
                 report(f"reading layer {number} of {num_layers}")
                 layers.append(structure_of(layer, model_config.dtype))
+            find_final(model, modules, dict(enumerate(layers)), model_config.dtype)
             return in_one_scale(tuple(layers))
     except CapflowError as e:
         raise UsageError(str(e)) from e
@@ -261,6 +262,23 @@ def _native_operations() -> Iterator[None]:
         yield
 
 
+def find_final(model: Any, layers: Mapping[int, Any], structures: Mapping[int, Structure], dtype: Any) -> Any:
+    """Add the place of `final` to the structure of the last layer, or the reason why the model has none.
+
+    layers: those that this worker owns, the last one of the model included.
+
+    Returns the module that the place is in; None if there is none.
+    """
+    structure = structures[max(structures)]
+    try:
+        with _native_operations():
+            owner, structure.places["final"] = final_place(model, layers, structures, dtype)
+    except UnclearError as e:
+        structure.missing["final"] = str(e)
+        return None
+    return owner
+
+
 def in_one_scale(layers: tuple[Structure, ...]) -> tuple[Structure, ...]:
     """Return a model's layers; each takes the stream times the factor with which the layer before returns it.
 
@@ -286,15 +304,18 @@ def owned_sites(model: Any, info: ModelInfo, dtype: Any) -> Iterator[tuple[Site,
     described = {number: structure_of(layer, dtype) for number, layer in layers.items()}
     with _native_operations():
         returned = returned_places(model, layers, described, dtype) if fixed else {}
+    last = info.num_layers - 1
+    owner = find_final(model, layers, described, dtype) if Site(last, "final") in tapped and last in layers else None
     for number, layer in layers.items():
         structure = described[number]
         for hook in HOOKS:
             if (site := Site(number, hook)) not in tapped:
                 continue
             if hook not in structure.places:
-                got = structure.missing[hook]
+                got = structure.missing.get(hook, "final belongs to the last layer")
                 raise CapflowError(explain(f"site {site}", got=got, expected="a site of the loaded model"))
             # A site before the norm that is steered would change what the norm returns.
             between = hook == "post_block" and Site(number + 1, "pre_attn") in tapped - fixed
             place = None if between or site not in fixed else returned.get(site)
-            yield site, *(place or (layer, structure.places[hook]))
+            own = structure.places[hook]
+            yield site, *(place or (owner if own.outside else layer, own))

@@ -235,7 +235,7 @@ def check_layers(
             raise experiment.wrong(key, got=setting.layer, expected=expected)
         if setting.kind == "in_graph" and probe is not None:
             site = Site(setting.layer, hook)
-            if site.depth < probe.depth or (experiment.gate.latch and site == probe):
+            if not (probe.precedes(site) or (site == probe and not experiment.gate.latch)):
                 expected = f"a layer after the probe's site, {probe}"
                 do = "or write latch = false in [gate]" if site == probe else ""
                 raise experiment.wrong(key, got=setting.layer, expected=expected, do=do)
