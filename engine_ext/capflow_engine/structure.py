@@ -100,16 +100,25 @@ class UnclearError(Exception):
     """A layer does something that symbols cannot follow; the message names it."""
 
 
+class _NoSumError(UnclearError):
+    """A layer returns something else than its input plus what its modules add."""
+
+
 def resolve(layer: nn.Module, dtype: torch.dtype, mixes: Mixes, divisor: Divisor = lambda _: 1.0) -> Structure:
     """Return the structure of a decoder layer of a model that computes in `dtype`.
+
+    A layer that returns something else than its input plus what its modules add has only what it takes and returns.
 
     Raises UnclearError if the layer's residual stream cannot be located.
     """
     reading = _read(layer, dtype, mixes)
-    if dtype == torch.float32:
-        return reading.structure()
-    taken, gain = reading.scales(_read(layer, torch.float32, mixes), divisor)
-    return _unscaled(reading.structure(gain), taken, gain)
+    try:
+        if dtype == torch.float32:
+            return reading.structure()
+        taken, gain = reading.scales(_read(layer, torch.float32, mixes), divisor)
+        return _unscaled(reading.structure(gain), taken, gain)
+    except _NoSumError as e:
+        return reading.ends(str(e))
 
 
 def _read(layer: nn.Module, dtype: torch.dtype, mixes: Mixes) -> _Reading:
@@ -384,6 +393,26 @@ class _Reading:
         self._find_part(structure, "mlp", mlp, out)
         return structure
 
+    def ends(self, reason: str) -> Structure:
+        """Return the structure of a layer whose stream is whole: what it takes, and what it returns.
+
+        reason: why it has no other hook point.
+
+        Raises UnclearError with the reason unless one tensor is what it returns, and that depends on what it takes.
+        """
+        returned = next(node for node in self.nodes if node.op == "output").args[0]
+        while isinstance(returned, tuple | list) and returned:
+            returned = returned[0]
+        split = _RESIDUAL in self.names
+        if split or not isinstance(returned, fx.Node) or self.h.node not in self._upstream(returned):
+            raise UnclearError(reason)
+        places = {
+            "pre_attn": HookPlace("", (Slot(self.names.index(self.stream_name), self.stream_name),)),
+            "post_block": HookPlace(""),
+        }
+        others = ("attn_in", "attn_out", "post_attn", "mlp_in", "mlp_out")
+        return Structure(type(self.layer).__name__, places, dict.fromkeys(others, reason))
+
     def _output(self) -> tuple[_Sum, float, bool, tuple[int, ...]]:
         """Return the stream that leaves the layer, and where.
 
@@ -407,7 +436,7 @@ class _Reading:
             out, items = total, (0, 1)
         scale = out.get(self.h, 0.0)
         if not scale or (split and out.get(self.r) != scale):
-            raise UnclearError("its output is not its input plus what its modules add")
+            raise _NoSumError("its output is not its input plus what its modules add")
         return out.times(1 / scale), scale, split, items
 
     def _find_post_attn(self, structure: Structure, before: _Sum, gain: float, *, parallel: bool) -> None:

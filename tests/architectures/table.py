@@ -113,7 +113,7 @@ SPECIAL = {
         "swa_num_attention_heads": 2, "swa_num_key_value_heads": 1, "swa_head_dim": 32, "swa_v_head_dim": 32,
         "sliding_window_size": 64, "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False},
     "zamba2": {"layer_types": ["mamba", "hybrid", "mamba"], "hybrid_layer_ids": [1], "attention_head_dim": 64,
-        "n_mamba_heads": 4} | _TIED,
+        "num_key_value_heads": 2, "attention_hidden_size": 128, "n_mamba_heads": 4} | _TIED,
     "modernbert-decoder": {"decoder_bias": False} | _TIED,
     "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid"] * 3} | _TIED,
     "qwen2_vl_text": {"rope_parameters": _SECTIONED}, "qwen2_5_vl_text": {"rope_parameters": _SECTIONED},
@@ -196,7 +196,7 @@ _SOUND = ("moshi", "musicgen", "musicgen_melody")
 
 _GPU = ("glm5_next", "inkling_text", "kimi_linear", "minimax_m3_vl", "nemotron_h_omni")
 _OTHER_FIELDS = ("deepseek_v4", "ernie4_5_vl_moe", "longcat_flash", "qianfan_ocr", "step3p7")
-_OTHER_ANSWERS = ("cohere_compass", "mimo_v2_flash", "phimoe")
+_OTHER_ANSWERS = ("cohere_compass", "mimo_v2_flash", "phimoe", "zaya")
 
 LEFT_OUT = (
     dict.fromkeys(_ENCODER_DECODER, "the decoder of an encoder-decoder")
@@ -348,6 +348,7 @@ NAMES = {
     "opt": ("fc2", "final_layer_norm", None), "blip-2": ("fc2", "final_layer_norm", None),
     "biogpt": ("fc2", "final_layer_norm", None),
     "ctrl": ("ffn", "layernorm2", None),
+    "doge": (None, None, None), "zamba2": (None, None, None),
     "hyperclovax": ("mlp", "post_attention_layernorm", "post_norm2"),
     "granitemoe_swa": (("block_sparse_moe", "shared_mlp"), "post_attention_layernorm", None),
     "granitemoehybrid": (("block_sparse_moe", "shared_mlp"), "post_attention_layernorm", None),
@@ -355,7 +356,8 @@ NAMES = {
 }  # fmt: skip
 """The names of (MLP, norm before it, norm after it), by model type, where the usual names are wrong; None: no module.
 
-Several names of an MLP are modules whose outputs are added up; no name: more is added after the MLP.
+Several names of an MLP are modules whose outputs are added up; no name: more is added after the MLP. None for the MLP:
+the layer returns something else than the sum of its modules.
 """
 
 PARALLEL = {

@@ -184,6 +184,28 @@ class NoStream(Layer):
         return self.ffn(self.mixer(positions, hidden_states))
 
 
+class Weighted(Layer):
+    """Weighs the stream before it adds to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, positions, hidden_states):
+        stream = hidden_states * self.weight + self.mixer(positions, self.a(hidden_states))
+        return stream * self.weight + self.ffn(self.b(stream)), None
+
+
+class SplitNoStream(Layer):
+    def forward(self, positions, hidden_states, residual):
+        return self.ffn(self.mixer(positions, hidden_states)), residual
+
+
+class Constant(Layer):
+    def forward(self, positions, hidden_states):
+        return self.ffn(positions)
+
+
 class OtherNames(Layer):
     def forward(self, tokens):
         return tokens + self.ffn(tokens)
@@ -461,15 +483,31 @@ def test_a_residual_that_is_not_used_is_no_half_of_the_stream():
     assert structure.places["post_block"].items == (0,)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("layer", [Weighted(), NoStream()], ids=["weighted", "no stream"])
+def test_a_layer_that_returns_something_else_than_a_sum_has_what_it_takes_and_returns(layer, dtype):
+    structure = resolve(layer, dtype, lambda module: isinstance(module, Core))
+    assert set(structure.places) == {"pre_attn", "post_block"}
+    assert structure.missing == dict.fromkeys(
+        HOOKS - set(structure.places), "its output is not its input plus what its modules add"
+    )
+    stream, seen = values(layer.to(dtype), structure, dtype=dtype)
+    with torch.no_grad():
+        returned = layer(None, stream)
+    assert torch.equal(seen["pre_attn"], stream)
+    assert torch.equal(seen["post_block"], returned[0] if isinstance(returned, tuple) else returned)
+
+
 @pytest.mark.parametrize(
     ("layer", "reason"),
     [
         (Branching(), "its forward cannot be followed: TraceError"),
-        (NoStream(), "its output is not its input plus what its modules add"),
+        (SplitNoStream(), "its output is not its input plus what its modules add"),
+        (Constant(), "its output is not its input plus what its modules add"),
         (OtherNames(), "its forward takes tokens, none of which is the stream"),
         (Split(LosingNorm), "its norm LosingNorm neither adds the residual nor hands it on"),
     ],
-    ids=["branch", "no stream", "names", "norm"],
+    ids=["branch", "split", "constant", "names", "norm"],
 )
 def test_refuses_what_it_cannot_follow(layer, reason):
     with pytest.raises(UnclearError) as error:
