@@ -25,6 +25,7 @@ import time
 import traceback
 from pathlib import Path
 
+from tests.architectures import plain
 from tests.kit.sources import ROOT
 
 ERROR_MAX = 1e-5
@@ -45,6 +46,8 @@ def check(model_type, dtype, hub, root, **arguments):
 
     arguments: more arguments of the engine.
     """
+    if model_type in plain.TYPES:
+        return plain.check(model_type, hub, root, LENGTHS, TOKENS, HOOKS)
     import numpy as np
     import torch
 
@@ -168,8 +171,8 @@ def run(model_types, dtypes, results, say):
         children = _Children(hub.address, str(root))
         try:
             for model_type in model_types:
-                for dtype in dtypes:
-                    if dtype == "float32":
+                for dtype in [plain.DTYPE] if model_type in plain.TYPES else dtypes:
+                    if dtype == "float32" or model_type in plain.TYPES:
                         results[model_type] = children.check(model_type, dtype)
                     elif model_type in results and passed(results[model_type]):
                         results[model_type].setdefault("dtypes", {})[dtype] = children.check(model_type, dtype)
@@ -202,8 +205,13 @@ class _Children:
 
 
 def passed(result, error_max=ERROR_MAX):
-    """Return whether an architecture's rows are right at every site that it has, and each was compared."""
-    return "failed" not in result and not result["unproved"] and max(result["errors"].values()) <= error_max
+    """Return whether an architecture's rows are right at every site that it has, and each was compared.
+
+    Rows that were compared with plain hooks have the same bits.
+    """
+    if "failed" in result or result["unproved"]:
+        return False
+    return max(result["errors"].values()) <= (0.0 if result.get("plain") else error_max)
 
 
 def passed_in(result, dtype):
@@ -232,10 +240,6 @@ REASONS = (
     (r"selective_scan_fwd", "vLLM's kernel for its state space does not run on a CPU"),
     (r"[Ss]parse.*(not supported on CPU|no valid sparse MLA)", "vLLM's sparse attention does not run on a CPU"),
     (r"Transformers attention interface", "vLLM's Transformers backend cannot run its token mixing"),
-    (
-        r"GDN attention requires BF16",
-        "on a CPU, vLLM runs its linear attention only in bfloat16, which is too coarse to compare",
-    ),
     (
         r"is_act_and_mul=False|no attribute 'set_allocator'|scoring_func == |No module named|Triton|triton",
         "vLLM needs a GPU for it",
@@ -267,11 +271,19 @@ REASONS = (
 """The reasons of failures, by a pattern of the failure's text; a text that matches no pattern is shown itself."""
 
 
+PLAIN = (
+    "compared with plain forward hooks in vLLM without capflow, eager, bit for bit: on a CPU, vLLM runs its linear "
+    "attention only in bfloat16"
+)
+
+
 def reason_of(result):
     """Return why an architecture is not right in a dtype."""
     if "failed" not in result:
         if result["unproved"]:
             return f"no reference for {', '.join(result['unproved'])}"
+        if result.get("plain"):
+            return f"rows differ from plain hooks' in {max(result['errors'].values()):.0e} of their numbers"
         return f"rows differ from Transformers' by {max(result['errors'].values()):.0e}, for an unknown reason"
     for pattern, reason in REASONS:
         if re.search(pattern, result["failed"]):
@@ -300,7 +312,7 @@ def matrix(results, left_out, notes):
     bounds = ", ".join(f"{ROUNDINGS_MAX * size:.1e} in {dtype}" for dtype, size in ROUNDING.items())
     lines = [
         f"{len(right)} {right_text} The last three columns are errors compared",
-        "with Transformers, with the same weights:",
+        "with Transformers, with the same weights; a note names another reference:",
         "",
         "* float32: the largest error of any number; it must be below 1e-5;",
         f"* bfloat16 and float16: {median}",
@@ -319,8 +331,10 @@ def matrix(results, left_out, notes):
         architecture = result["architecture"]
         if architecture.startswith("Transformers"):
             architecture = "Transformers backend"
-        cells.append(f"{max(result['errors'].values()):.0e}")
-        for dtype in ROUNDING:
+        cells.append("-" if result.get("plain") else f"{max(result['errors'].values()):.0e}")
+        if result.get("plain"):
+            cells += ["same bits" + note(PLAIN), "-"]
+        for dtype in ROUNDING if not result.get("plain") else ():
             there = result.get("dtypes", {}).get(dtype, {"failed": "not tried"})
             right_there = passed_in(result, dtype)
             cells.append(f"{max(there['errors'].values()):.0e}" if right_there else "-" + note(reason_of(there)))

@@ -24,7 +24,7 @@ PATTERNS = {
     "exaone4": EVERY,  # norms only after each block
     "granite": EVERY,  # what is added is scaled
     "olmoe": EVERY,  # experts
-    "falcon_h1": EVERY,  # attention beside a state space
+    "falcon_h1": EVERY - {"attn_in", "attn_out"},  # attention beside a state space
     "ctrl": EVERY,  # an MLP that is no more than a sequence of modules
 }
 
@@ -38,18 +38,23 @@ def hub(tmp_path_factory):
     hub.stop()
 
 
+def counted(hooks, result):
+    """Return how many layers have each of these hooks when all have them."""
+    return {hook: 1 if hook == "final" else result["layers"] for hook in hooks}
+
+
 @pytest.mark.parametrize("model_type", list(PATTERNS))
 def test_every_hook_at_every_layer_is_what_transformers_computes(model_type, hub):
     result = checks.check(model_type, "float32", *hub)
     assert {hook for hook, layers in result["sites"].items() if layers} == PATTERNS[model_type]
-    assert {result["sites"][hook] for hook in PATTERNS[model_type]} == {result["layers"]}
+    assert {hook: result["sites"][hook] for hook in PATTERNS[model_type]} == counted(PATTERNS[model_type], result)
     assert set(result["missing"]) == EVERY - PATTERNS[model_type]
     assert checks.passed(result), result["errors"]
 
 
 def test_sites_that_are_not_steered_have_the_same_rows(hub):
     result = checks.check("gemma3_text", "float32", *hub, steer_sites=["none"])
-    assert set(result["sites"].values()) == {result["layers"]}
+    assert result["sites"] == counted(EVERY, result)
     assert checks.passed(result), result["errors"]
 
 
@@ -57,7 +62,7 @@ def test_sites_that_are_not_steered_have_the_same_rows(hub):
 def test_a_stream_that_vllm_divides_in_float16_is_captured_whole(hub):
     for steered in (None, ["none"]):
         result = checks.check("deepseek_v2", "float16", *hub, steer_sites=steered)
-        assert set(result["sites"].values()) == {result["layers"]}
+        assert result["sites"] == counted(EVERY, result)
         assert checks.passed_in({"dtypes": {"float16": result}}, "float16"), result["errors"]
 
 
@@ -95,7 +100,7 @@ def result_of(**fields):
     return {
         "architecture": "SomeForCausalLM",
         "missing": {},
-        "sites": dict.fromkeys(checks.HOOKS, 3),
+        "sites": dict.fromkeys(checks.HOOKS, 3) | {"final": 1},
         "errors": dict.fromkeys(checks.HOOKS, 1e-7),
         "unproved": [],
         "layers": 3,
@@ -110,7 +115,11 @@ def test_the_matrix_names_what_is_right_and_why_others_are_not(monkeypatch, tmp_
                 "float16": {"failed": "UsageError: X does not support float16"},
             }
         ),
-        "some": result_of(sites=dict.fromkeys(checks.HOOKS, 3) | {"mlp_out": 2}, missing={"mlp_out": "two modules"}),
+        "some": result_of(
+            sites=dict.fromkeys(checks.HOOKS, 3) | {"mlp_out": 2, "final": 1}, missing={"mlp_out": "two modules"}
+        ),
+        "own": result_of(plain=True, errors=dict.fromkeys(checks.HOOKS, 0.0)),
+        "other": result_of(plain=True, errors={"post_block": 2e-3}),
         "off": result_of(errors={"post_block": 2e-3}),
         "unproved": result_of(unproved=["mlp_in"]),
         "broken": {"failed": "ValueError: Model architectures ['X'] are not supported for now."},
@@ -123,20 +132,29 @@ def test_the_matrix_names_what_is_right_and_why_others_are_not(monkeypatch, tmp_
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
     assert (
-        "| some | SomeForCausalLM | all | all | all | all "
-        "| 2 of 3<sup>3</sup> | 1e-07 | -<sup>4</sup> | -<sup>4</sup> |" in text
+        "| some | SomeForCausalLM | all | all | all | all | all | 2 of 3<sup>4</sup> | all | yes "
+        "| 1e-07 | -<sup>5</sup> | -<sup>5</sup> |" in text
     )
-    assert "| all<sup>2</sup> | SomeForCausalLM | all | all | all | all | all | 1e-07 | 7e-03 | -<sup>1</sup> |" in text
+    assert (
+        "| all<sup>2</sup> | SomeForCausalLM | all | all | all | all | all | all | all | yes "
+        "| 1e-07 | 7e-03 | -<sup>1</sup> |" in text
+    )
+    assert (
+        "| own | SomeForCausalLM | all | all | all | all | all | all | all | yes | - | same bits<sup>3</sup> | - |"
+        in text
+    )
+    assert "<sup>3</sup> compared with plain forward hooks" in text
+    assert "* rows differ from plain hooks' in 2e-03 of their numbers: other" in text
     assert "<sup>1</sup> vLLM refuses it in this dtype" in text
     assert "<sup>2</sup> a note" in text
-    assert "<sup>3</sup> two modules" in text
-    assert "<sup>4</sup> not run in this dtype" in text
+    assert "<sup>4</sup> two modules" in text
+    assert "<sup>5</sup> not run in this dtype" in text
     assert "* vLLM does not implement it: broken" in text
     assert "* rows differ from Transformers' by 2e-03, for an unknown reason: off" in text
     assert "* an encoder: bert" in text
-    assert checks.rights(text) == {"all", "some"}
+    assert checks.rights(text) == {"all", "own", "some"}
     checks.write(results, {}, {})
-    assert checks.rights(document.read_text()) == {"all", "some"}
+    assert checks.rights(document.read_text()) == {"all", "own", "some"}
 
 
 def test_a_wrong_scale_is_more_than_rounding():
