@@ -1,9 +1,9 @@
 """capflow captures and steers what a language model computes while vLLM serves it.
 
 These are the public names for programs, consumers and controllers; `capflow.testing` has those for their tests. Each
-name is imported from its module at its first use, so a program pays only for what it uses. `LLM`, `AsyncLLM` and
-`sampling_params` need vLLM, `TorchRows` needs torch. Without it the import raises `UsageError` or `CapflowError`, in
-one line that names the extra.
+name is imported from its module at its first use, so a program pays only for what it uses. `LLM`, `AsyncLLM`, `cache`
+and `sampling_params` need vLLM, `TorchRows` needs torch. Without it the import raises `UsageError` or `CapflowError`,
+in one line that names the extra.
 
 Invariant: `import capflow` imports only `capflow.version`, and starts nothing.
 """
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from capflow_consumers.dataset.torch_rows import TorchRows
     from capflow_engine.jobs.demo import prepare as demo_model
     from capflow_engine.llm.async_llm import AsyncLLM
+    from capflow_engine.llm.cache import ActivationCache, cache
     from capflow_engine.llm.llm import LLM
     from capflow_engine.request.params import sampling_params
     from capflow_engine.steering.module import load_module as load_steering_module
@@ -74,6 +75,7 @@ __all__ = [
     "Abort",
     "Action",
     "ActionApplied",
+    "ActivationCache",
     "Answered",
     "AsyncLLM",
     "Backlog",
@@ -125,6 +127,7 @@ __all__ = [
     "UsageError",
     "Weights",
     "__version__",
+    "cache",
     "check_address",
     "configure",
     "configure_all",
@@ -193,6 +196,7 @@ _PLACES = {
     "capflow_consumers.dataset.torch_rows": ("TorchRows",),
     "capflow_engine.jobs.demo": ("prepare as demo_model",),
     "capflow_engine.llm.async_llm": ("AsyncLLM",),
+    "capflow_engine.llm.cache": ("ActivationCache", "cache"),
     "capflow_engine.llm.llm": ("LLM",),
     "capflow_engine.request.params": ("sampling_params",),
     "capflow_engine.steering.module": ("load_module as load_steering_module",),

@@ -137,6 +137,8 @@ def test_every_public_name_imports_or_names_its_extra(bare):
     assert dict(line.split(" ", 1) for line in output.splitlines()) == {
         "LLM": f"an engine: {engine}",
         "AsyncLLM": f"an engine: {engine}",
+        "ActivationCache": f"an engine: {engine}",
+        "cache": f"an engine: {engine}",
         "sampling_params": f"an engine: {engine}",
         "VLLMSteerableModel": f"an engine: {engine}",
         "TorchRows": "capflow.TorchRows: missing package torch; pip install 'capflow[torch]'",

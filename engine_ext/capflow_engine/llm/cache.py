@@ -1,0 +1,246 @@
+"""`capflow.cache`: the rows of some prompts as arrays, in one call.
+
+The prompts run as usual requests, and their rows go to files. Those of an engine with a `filesystem` consumer stay in
+its data set. For a model that is given by name, an engine runs once and keeps its rows in a directory of its own, which
+goes away with the cache.
+"""
+
+from __future__ import annotations
+
+import html
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+import capflow
+from capflow.capture.site import Site, hook_named, layers_by_hook
+from capflow.capture.spec import CaptureSpec, Wanted
+from capflow.errors import CapflowError, UsageError, explain
+from capflow_engine.request.params import sampling_params
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import torch
+
+_STORE = "filesystem"
+
+
+class ActivationCache:
+    """The rows of some prompts.
+
+    `cache["post_block:12"]` is an array `[prompts, rows, hidden_size]`, in the order of the prompts and of their
+    positions. Prompts with fewer rows than others are filled up with NaN at the end; `positions` says where.
+    `cache["blocks.12.hook_resid_post"]` and `cache[12, "post_block"]` are the same site. `cache.stack("post_block")`
+    has a hook's layers as one array.
+
+    wanted: what was asked for, by site. Only that is in the cache, also if the consumer keeps more.
+    captures: each prompt's capture, as a data set has it.
+    outputs: vLLM's outputs, with the answers.
+    """
+
+    def __init__(self, wanted: Wanted, captures: Sequence[Any], outputs: Sequence[Any], kept: Any = None) -> None:
+        self.wanted, self.captures, self.outputs = wanted, tuple(captures), tuple(outputs)
+        # The directory of the rows, which exists as long as this does; None if it is the user's.
+        self._kept = kept
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The sites, by layer."""
+        return tuple(sorted(self.wanted))
+
+    def __repr__(self) -> str:
+        hooks = ", ".join(f"{hook} of {len(layers)} layers" for hook, layers in layers_by_hook(self.sites).items())
+        return f"<cache of {len(self)} prompts: {hooks or 'no rows'}>"
+
+    def __len__(self) -> int:
+        return len(self.captures)
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self.sites)
+
+    def __contains__(self, site: object) -> bool:
+        return _site(site) in self.wanted
+
+    def __getitem__(self, site: tuple[int, str] | str) -> npt.NDArray[Any]:
+        """Return a site's rows `[prompts, rows, hidden_size]`, in the stored dtype; raise UsageError without rows."""
+        return _filled([self._rows(capture, site).rows for capture in self.captures], np.nan)
+
+    def positions(self, site: tuple[int, str] | str) -> npt.NDArray[np.int64]:
+        """Return the position of each row of a site, `[prompts, rows]`; -1 where a prompt has none."""
+        return _filled([self._rows(capture, site).positions for capture in self.captures], -1)
+
+    def stack(self, hook: str) -> npt.NDArray[Any]:
+        """Return a hook's rows `[layers, prompts, rows, hidden_size]`, by layer; raise UsageError without rows."""
+        sites = [site for site in self.sites if site.hook == hook_named(hook)]
+        if not sites:
+            have = ", ".join(layers_by_hook(self.sites))
+            raise UsageError(explain("hook", got=hook, expected=f"a hook of the cache: {have}"))
+        return np.stack([self[site] for site in sites])
+
+    def torch(self, site: tuple[int, str] | str) -> torch.Tensor:
+        """Return a site's rows as a tensor `[prompts, rows, hidden_size]`, in the model's dtype."""
+        import torch
+
+        rows = self[site]
+        if rows.dtype.name == "bfloat16":
+            return torch.from_numpy(rows.view(np.uint16)).view(torch.bfloat16)
+        return torch.from_numpy(rows)
+
+    def to_arrow(self) -> pa.Table:
+        """Return a table with a line for each row.
+
+        Columns: `prompt` (its number), `layer`, `hook`, `position`, `token_id`, `row` (a list of float32). Polars,
+        pandas and DuckDB take it as it is: `polars.from_arrow(…)`, `….to_pandas()`, `duckdb.from_arrow(…)`.
+        """
+        import pyarrow as pa
+
+        return pa.concat_tables(
+            pa.table(_columns(number, site, self._rows(capture, site)))
+            for number, capture in enumerate(self.captures)
+            for site in self.sites
+        )
+
+    def _rows(self, capture: Any, site: tuple[int, str] | str) -> Any:
+        """Return the wanted rows of a prompt at a site; raise UsageError for another site."""
+        want = self.wanted.get(_site(site))
+        if want is None:
+            raise UsageError(
+                explain("site", got=str(_site(site)), expected=f"one of {', '.join(map(str, self.sites))}")
+            )
+        rows = capture[site]
+        runs = want.positions.at(capture.prompt_length).runs(0, capture.computed_length)
+        chosen = np.zeros(capture.computed_length, bool)
+        for first, end in runs:
+            chosen[first:end] = True
+        chosen = chosen[rows.positions]
+        return rows if chosen.all() else type(rows)(*(array[chosen] for array in rows))
+
+    def _repr_html_(self) -> str:
+        cells = [
+            (hook, ", ".join(map(str, layers)), " x ".join(map(str, self[layers[0], hook].shape)))
+            for hook, layers in layers_by_hook(self.sites).items()
+        ]
+        rows = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in line)}</tr>" for line in cells)
+        head = "<tr><th>hook</th><th>layers</th><th>prompts x rows x hidden_size</th></tr>"
+        return f"<table><caption>{html.escape(repr(self))}</caption>{head}{rows}</table>"
+
+
+def cache(
+    llm: Any,
+    prompts: Any,
+    *,
+    hooks: Any = "post_block",
+    positions: Any = "all_prompt",
+    max_tokens: int = 1,
+    engine: Mapping[str, Any] | None = None,
+    **fields: Any,
+) -> ActivationCache:
+    """Return the rows of prompts at hook points.
+
+    llm: a `capflow.LLM` with a `filesystem` consumer, or the name of a model, for which an engine runs once.
+    prompts: texts, or lists of token ids; one, or several.
+    hooks: a hook with all its layers, a list of hooks and sites, or the layers of each hook, as in a spec.
+    positions: as in a spec.
+    max_tokens: how many tokens are generated; their rows are captured if `positions` has them.
+    engine: arguments of `capflow.LLM` for a model that is given by name.
+    fields: further arguments of `capflow.sampling_params`, for instance `steering_vectors`.
+
+    Raises UsageError for wrong arguments, and CapflowError if rows are missing.
+    """
+    if isinstance(llm, str):
+        return _of_model(llm, prompts, dict(engine or {}), hooks, positions, max_tokens, fields)
+    if engine is not None:
+        raise UsageError(explain("engine", got="arguments for an engine that runs", expected="none", do="remove it"))
+    if own := sorted({"id", "capture", "n"} & set(fields)):
+        raise UsageError(explain(own[0], got=fields[own[0]], expected="none: a cache has one request for each prompt"))
+    given = _listed(prompts)
+    spec = CaptureSpec.parse({"hooks": _layers(hooks), "positions": positions}, where="cache")
+    wanted = spec.resolve(llm.capflow_model.sites, num_layers=llm.capflow_model.num_layers, where="cache")
+    settings = {"temperature": 0.0, "max_tokens": max_tokens} | fields
+    names = [uuid.uuid4().hex for _ in given]
+    parameters = [sampling_params(id=name, capture={_STORE: spec}, **settings) for name in names]
+    outputs = llm.generate(given, parameters, use_tqdm=False)
+    captures = [_capture_of(name, output.capture_results) for name, output in zip(names, outputs, strict=True)]
+    return ActivationCache(wanted, captures, outputs)
+
+
+def _of_model(
+    model: str, prompts: Any, engine: dict[str, Any], hooks: Any, positions: Any, max_tokens: int, fields: Any
+) -> ActivationCache:
+    kept = tempfile.TemporaryDirectory(prefix="capflow-cache-", ignore_cleanup_errors=True)
+    consumers = [f"{_STORE}:root={Path(kept.name)},capture=requests"]
+    settings = {"sites": [f"{hook}:*" for hook in _layers(hooks)], "consumers": consumers} | engine
+    with capflow.LLM(str(capflow.demo_model()) if model == "demo" else model, **settings) as llm:
+        made = cache(llm, prompts, hooks=hooks, positions=positions, max_tokens=max_tokens, **fields)
+    return ActivationCache(made.wanted, made.captures, made.outputs, kept)
+
+
+def _capture_of(name: str, results: Mapping[str, Any]) -> Any:
+    """Return the capture of a request; raise CapflowError unless all its rows are there."""
+    result = results.get(_STORE)
+    if result is None or result.status != "ok":
+        others = "".join(f"{consumer}: {other.error or other.status}; " for consumer, other in results.items())
+        do = 'start the engine with capflow.LLM(…, consumers=["filesystem:root=DIR,capture=requests"])'
+        raise CapflowError(explain("cache", got=others or "no result", expected=f"rows from {_STORE}", do=do))
+    return capflow.open(str(result.payload["path"]).rpartition("/")[0])[name]
+
+
+def _site(value: object) -> Site:
+    """Return the site of `(layer, hook)` or of a name; raise UsageError for anything else."""
+    if isinstance(value, tuple) and len(value) == 2:
+        return Site(*value)
+    return Site.parse(str(value))
+
+
+def _listed(prompts: Any) -> list[Any]:
+    """Return prompts in vLLM's form; raise UsageError for another form."""
+    one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    some = [prompts] if one else list(prompts)
+    if not some:
+        raise UsageError(explain("prompts", got="none", expected="a text or a list of token ids, or several"))
+    return [prompt if isinstance(prompt, str | Mapping) else {"prompt_token_ids": list(prompt)} for prompt in some]
+
+
+def _layers(hooks: Any) -> dict[str, Any]:
+    """Return the layers of each hook, as a spec has them."""
+    if isinstance(hooks, Mapping):
+        return dict(hooks)
+    layers: dict[str, Any] = {}
+    for name in [hooks] if isinstance(hooks, str) else hooks:
+        hook = hook_named(name)
+        if hook is not None:
+            layers[hook] = "all"
+            continue
+        site = Site.parse(str(name), "hooks")
+        if layers.setdefault(site.hook, []) != "all":
+            layers[site.hook].append(site.layer)
+    return layers
+
+
+def _filled(parts: Sequence[npt.NDArray[Any]], nothing: float) -> npt.NDArray[Any]:
+    """Return arrays `[n, …]` as one, `[parts, largest n, …]`, filled up at the end."""
+    most = max(len(part) for part in parts)
+    array = np.full((len(parts), most, *parts[0].shape[1:]), nothing, parts[0].dtype)
+    for line, part in zip(array, parts, strict=True):
+        line[: len(part)] = part
+    return array
+
+
+def _columns(number: int, site: Site, rows: Any) -> dict[str, Any]:
+    import pyarrow as pa
+
+    count, width = rows.rows.shape
+    flat = pa.array(np.ascontiguousarray(rows.rows, np.float32).ravel())
+    return {
+        "prompt": pa.array(np.full(count, number, np.int32)),
+        "layer": pa.array(np.full(count, site.layer, np.int32)),
+        "hook": pa.array([site.hook] * count),
+        "position": pa.array(rows.positions),
+        "token_id": pa.array(rows.token_ids),
+        "row": pa.FixedSizeListArray.from_arrays(flat, width),
+    }
