@@ -1,4 +1,4 @@
-"""Steerable models over vLLM or Hugging Face Transformers, and the fitting and reading of steering vectors.
+"""Steerable models over vLLM or Hugging Face Transformers, steering vectors, and sweeps.
 
 Users import it. A back end is imported at its first use.
 Invariant: reading a specification needs neither torch nor vLLM.
@@ -18,21 +18,25 @@ __all__ = [
     "ProjectionCapSpec",
     "SteerableModel",
     "SteeringSpec",
+    "SweepResult",
     "TransformersSteerableModel",
     "VLLMSteerableModel",
     "fit_vectors",
     "load_vector",
     "load_vectors",
     "save_vectors",
+    "sweep_patch",
 ]
 
 _LATER = {
+    "SweepResult": "capflow_models.sweep.results.result",
     "TransformersSteerableModel": "capflow_models.transformers_model",
     "VLLMSteerableModel": "capflow_models.vllm_model",
     "fit_vectors": "capflow_models.fit",
     "load_vector": "capflow_models.vectors",
     "load_vectors": "capflow_models.vectors",
     "save_vectors": "capflow_models.vectors",
+    "sweep_patch": "capflow_models.sweep.patch",
 }
 
 

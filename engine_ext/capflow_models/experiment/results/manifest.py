@@ -39,12 +39,6 @@ class Manifest(msgspec.Struct, frozen=True):
 
 def manifest_of(experiment: Experiment, out: Path, directions: Sequence[Path], seconds: float) -> Manifest:
     """Return the manifest of a run that ends now."""
-    versions = {"capflow": __version__, "python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     named = [source.path for source in experiment.prompts]
     parts = (experiment.probe, experiment.held_out, experiment.vector)
     named += [part.file or part.fit or "" for part in parts if part is not None]
@@ -54,7 +48,18 @@ def manifest_of(experiment: Experiment, out: Path, directions: Sequence[Path], s
     command = ["capflow", "experiment", "run", str(experiment.path), "--out", str(out)]
     machine = f"{platform.machine()}, {os.cpu_count()} CPUs"
     ended = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return Manifest(shlex.join(command), versions, files, experiment.general.seeds, machine, ended, round(seconds, 1))
+    return Manifest(shlex.join(command), versions(), files, experiment.general.seeds, machine, ended, round(seconds, 1))
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of capflow, Python and the packages that results depend on, as far as they are installed."""
+    installed = {"capflow": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            installed[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return installed
 
 
 def write_manifest(manifest: Manifest, out: Path) -> None:

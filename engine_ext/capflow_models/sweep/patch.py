@@ -1,0 +1,229 @@
+"""Activation patching: `sweep_patch`, and the steps that it shares with `capflow sweep patch`.
+
+Rows of one prompt's stream are put into the run of another that differs in one fact. Where the answer changes, the fact
+is (Vig et al. 2020, arXiv:2004.12265; Meng et al. 2022, arXiv:2202.05262).
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from capflow.errors import UsageError, explain
+from capflow.extras import require
+from capflow.files import make_directory
+from capflow_models.backends import resolved_model
+from capflow_models.experiment.records import OutputLines
+from capflow_models.sweep.metrics import METRICS_DEFAULT, SweepRun, check_metrics, digests
+from capflow_models.sweep.pairs import PairReader, PromptPair, TokenPair, read_pairs
+from capflow_models.sweep.plan import PatchPositions, RunKey, SweepPlan, batches, check_directions, read_hooks, sites_of
+from capflow_models.sweep.records import RUNS, encoded, settle
+from capflow_models.sweep.results.result import SweepResult
+from capflow_models.sweep.results.tables import (
+    ALIGNS,
+    CONFIDENCE_DEFAULT,
+    RESAMPLES_DEFAULT,
+    align_of,
+    pairs_table,
+    patches_table,
+    summary_table,
+)
+
+BATCH_DEFAULT = 512
+
+Progress = Callable[[int, int], None]
+
+
+class Model(NamedTuple):
+    """What checks need of a model before an engine starts.
+
+    tokenizer: None if the model has none.
+    length_max: the most tokens of a request, as far as it is known.
+    """
+
+    layers: int
+    vocabulary: int
+    tokenizer: Any
+    length_max: int | None
+
+
+@dataclass(frozen=True)
+class PatchOptions:
+    """What to patch, and how to compare it. `sweep_patch` explains the fields.
+
+    dashes: whether errors name options as on the command line.
+    """
+
+    hooks: str | Sequence[str] = ("post_block",)
+    layers: Any = "all"
+    positions: Any = "all"
+    direction: str | Sequence[str] = "denoise"
+    metrics: Sequence[str] = METRICS_DEFAULT
+    align: str | None = None
+    batch: int = BATCH_DEFAULT
+    resamples: int = RESAMPLES_DEFAULT
+    confidence: float = CONFIDENCE_DEFAULT
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    dashes: bool = False
+
+    def named(self, name: str) -> str:
+        """Return the name of an option for errors."""
+        return f"--{name}" if self.dashes else name
+
+    def check(self) -> None:
+        """Raise UsageError for a value that no model and no pairs can make valid."""
+        if self.align is not None and self.align not in ALIGNS:
+            raise UsageError(explain(self.named("align"), got=self.align, expected=f"one of {', '.join(ALIGNS)}"))
+        for name in ("batch", "resamples"):
+            if getattr(self, name) < 1:
+                raise UsageError(explain(self.named(name), got=getattr(self, name), expected="1 or more"))
+        if not 0 < self.confidence < 1:
+            raise UsageError(explain(self.named("confidence"), got=self.confidence, expected="between 0 and 1"))
+
+
+def sweep_patch(
+    model: str,
+    pairs: str | Path | Iterable[PromptPair | Mapping[str, Any]],
+    *,
+    hooks: str | Sequence[str] = ("post_block",),
+    layers: Any = "all",
+    positions: Any = "all",
+    direction: str | Sequence[str] = "denoise",
+    metrics: Sequence[str] = METRICS_DEFAULT,
+    out: str | Path | None = None,
+    align: str | None = None,
+    batch: int = BATCH_DEFAULT,
+    resamples: int = RESAMPLES_DEFAULT,
+    confidence: float = CONFIDENCE_DEFAULT,
+    engine: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> SweepResult:
+    """Patch every chosen hook, layer and position of pairs of prompts on one engine; return the results.
+
+    Each patch is one request, and requests run in batches. Raises UsageError before the engine starts for pairs,
+    places and names that do not fit the model, and for a directory with runs of other settings.
+
+    model: a directory, a name, or `demo` for the demo model.
+    pairs: a file of JSON Lines, or objects: `clean`, `corrupted`, `answer`, `wrong_answer` and optionally `id`. The
+        prompts of a pair have equally many tokens, each answer is one token.
+    hooks: the hook points to patch.
+    layers: as in a capture spec: `all`, `"4-11"`, `[3, 7]`.
+    positions: `all`, `changed` (where the prompts differ), `last`, numbers, ranges such as `"2-5"`, or several.
+    direction: `denoise` (clean rows in the corrupted run), `noise` (the reverse), or `both`.
+    metrics: of `logit_diff`, `probability`, `logprob`, `kl`, and functions as `module:function`.
+    out: a directory for runs and tables, from which a stopped sweep continues; None keeps nothing.
+    align: how positions of several pairs are joined: `position`, `end` or `role`. By default `position` if all prompts
+        are equally long, else `role`.
+    batch: requests asked for at a time; a kill loses at most one batch.
+    resamples, confidence: of the bootstrap intervals over pairs.
+    engine: further arguments of `capflow.LLM`.
+    progress: called with the numbers of finished and of all runs.
+    """
+    options = PatchOptions(
+        hooks, layers, positions, direction, tuple(metrics), align, batch, resamples, confidence, engine or {}
+    )
+    require("files", "sweep_patch", "pyarrow")
+    require("vllm", "sweep_patch")
+    plan = plan_of(model, Path(pairs) if isinstance(pairs, str | Path) else pairs, options)
+    if out is None:
+        with tempfile.TemporaryDirectory(prefix="capflow-sweep-") as directory:
+            return computed(plan, options, Path(directory), progress)
+    return computed(plan, options, Path(out), progress)
+
+
+def plan_of(model: str, source: Path | Iterable[PromptPair | Mapping[str, Any]], options: PatchOptions) -> SweepPlan:
+    """Return the plan of a sweep. Raises UsageError for everything that can be wrong before an engine starts."""
+    options.check()
+    hooks = read_hooks(options.hooks, options.named("hooks"))
+    directions = check_directions(options.direction, options.named("direction"))
+    at = PatchPositions.parse(options.positions, options.named("positions"))
+    given, places = read_pairs(source)
+    functions = digests(check_metrics(options.metrics, options.named("metrics")), options.named("metrics"))
+    described = inspected(model, options.engine)
+    sites = sites_of(hooks, options.layers, described.layers, options.named("layers"))
+    pairs = PairReader(described.tokenizer, described.vocabulary).tokens(given, places)
+    for pair, place in zip(pairs, places, strict=True):
+        if described.length_max is not None and len(pair.clean) >= described.length_max:
+            expected = f"at most {described.length_max - 1}, as one more token follows"
+            raise UsageError(explain(f"{place}: clean", got=f"{len(pair.clean)} tokens", expected=expected))
+    positions = [
+        at.of(pair, f"{place}: {options.named('positions')}") for pair, place in zip(pairs, places, strict=True)
+    ]
+    return SweepPlan(model, pairs, sites, positions, directions, functions, dict(options.engine))
+
+
+def inspected(model: str, engine: Mapping[str, Any]) -> Model:
+    """Return what a model's files say of it. Raises UsageError for a model without a configuration."""
+    import transformers
+
+    name, trusts = resolved_model(model), bool(engine.get("trust_remote_code"))
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trusts).get_text_config()
+        layers, vocabulary = int(config.num_hidden_layers), int(config.vocab_size)
+    except (OSError, ValueError, AttributeError) as e:
+        expected = "a model that Transformers can describe"
+        raise UsageError(explain("model", got=f"{model}: {str(e).splitlines()[0]}", expected=expected)) from e
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            engine.get("tokenizer") or name, trust_remote_code=trusts
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        tokenizer = None
+    length_max = engine.get("max_model_len") or getattr(config, "max_position_embeddings", None)
+    return Model(layers, vocabulary, tokenizer, length_max if isinstance(length_max, int) else None)
+
+
+def computed(plan: SweepPlan, options: PatchOptions, out: Path, progress: Progress | None = None) -> SweepResult:
+    """Compute the missing runs of a plan into a directory; return the results of all."""
+    if out.exists() and not out.is_dir():
+        raise UsageError(explain(options.named("out"), got=f"{out}, a file", expected="a directory"))
+    make_directory(out)
+    with OutputLines(out / RUNS) as file:
+        done = settle(plan, out, file)
+        if len(done) < plan.run_count:
+            for runs in _missing(plan, options, out, done):
+                file.add(encoded(run for run in runs if run.key not in done))
+                for run in runs:
+                    done.setdefault(run.key, run)
+                if progress is not None:
+                    progress(len(done), plan.run_count)
+    return result_of(plan, options, done)
+
+
+def result_of(plan: SweepPlan, options: PatchOptions, runs: Mapping[RunKey, SweepRun]) -> SweepResult:
+    """Return the results of finished runs."""
+    metrics = check_metrics(options.metrics)
+    patches = patches_table(plan, runs, metrics)
+    align = options.align or align_of(plan.pairs)
+    summary = summary_table(patches, align, options.resamples, options.confidence)
+    return SweepResult(patches, summary, pairs_table(plan, runs, metrics))
+
+
+def _missing(
+    plan: SweepPlan, options: PatchOptions, out: Path, done: Mapping[RunKey, SweepRun]
+) -> Iterator[list[SweepRun]]:
+    """Compute the missing runs, group by group, and yield them in batches."""
+    from capflow_models.sweep.session import SweepSession, check_engine, remove_leftovers
+
+    check_engine(options.engine, "--engine-arg" if options.dashes else "engine")
+    remove_leftovers(out)
+    todo = {
+        pair: keys
+        for number, pair in enumerate(plan.pairs)
+        if (keys := [key for key in plan.keys(number) if key not in done])
+    }
+    with SweepSession(plan.model, plan.sites, out, plan.functions, plan.engine) as session:
+        session.check_room(plan.pairs)
+        pairs = list(todo)
+        largest = max(map(len, todo.values()))
+        size = min(session.group_size(pairs), max(1, math.ceil(options.batch / largest)))
+        for start in range(0, len(pairs), size):
+            group = pairs[start : start + size]
+            yield session.begin(group)
+            named: dict[str, TokenPair] = {pair.id: pair for pair in group}
+            for keys in batches((key for pair in group for key in todo[pair] if key.site), options.batch):
+                yield session.patched(keys, named)

@@ -1,0 +1,194 @@
+"""The runs of a sweep: which change is made to which prompt, at which site and position."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import msgspec
+
+from capflow.capture.site import HOOKS, Site, hook_named
+from capflow.capture.spec import CaptureSpec, read_layers
+from capflow.errors import UsageError, explain
+from capflow_models.sweep.pairs import TokenPair
+
+Direction = Literal["denoise", "noise"]
+DIRECTIONS: tuple[str, ...] = get_args(Direction)
+"""`denoise` puts rows of the clean run into the corrupted one, `noise` rows of the corrupted run into the clean one."""
+
+BASES = {"denoise": "corrupted", "noise": "clean"}
+"""The prompt that a direction changes. The rows come from the other one."""
+
+BASELINES = ("clean", "corrupted")
+"""The unchanged runs."""
+
+_RANGE = re.compile(r"(\d{1,7})-(\d{1,7})")
+_POSITIONS = "all, changed, last, positions such as 3, 2-5 or -1, or several of these separated by commas"
+
+
+class RunKey(NamedTuple):
+    """One run. A baseline has its name as the direction, no site and position -1.
+
+    site: as `HOOK:LAYER`.
+    """
+
+    pair: str
+    direction: str
+    site: str = ""
+    position: int = -1
+
+
+def read_hooks(value: str | Sequence[str], where: str = "--hooks") -> list[str]:
+    """Return the hooks that a comma-separated text or a list names, each once. Raises UsageError for another name."""
+    names = value.split(",") if isinstance(value, str) else list(value)
+    hooks: dict[str, None] = {}
+    for name in names:
+        hook = hook_named(name.strip() if isinstance(name, str) else name)
+        if hook is None:
+            raise UsageError(explain(where, got=str(name), expected=f"hooks, of {', '.join(HOOKS)}"))
+        hooks[hook] = None
+    if not hooks:
+        raise UsageError(explain(where, got="none", expected=f"hooks, of {', '.join(HOOKS)}"))
+    return list(hooks)
+
+
+def sites_of(hooks: Sequence[str], layers: Any, count: int, where: str = "--layers") -> list[Site]:
+    """Return the chosen sites of a model, by hook and layer.
+
+    layers: as in a capture spec.
+    count: the number of layers of the model.
+
+    Raises UsageError for a layer that the model does not have.
+    """
+    spec = CaptureSpec({hooks[0]: read_layers(layers, where)})
+    every = [Site(layer, hooks[0]) for layer in range(count)]
+    try:
+        chosen = sorted(site.layer for site in spec.resolve(every, num_layers=count, where=where))
+    except UsageError as e:
+        raise UsageError(str(e).replace(f"{where}.hooks.{hooks[0]}", where, 1)) from e
+    return [Site(layer, hook) for hook in hooks for layer in chosen]
+
+
+class PatchPositions(NamedTuple):
+    """Which positions of each prompt are changed.
+
+    items: as the user wrote them.
+    """
+
+    items: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, value: Any, where: str = "--positions") -> PatchPositions:
+        """Return the places of a comma-separated text, of a number or of a list of both. Raises UsageError."""
+        given = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else list(value)
+        items = tuple(str(item).strip() for item in given)
+        for item in items:
+            number = re.fullmatch(r"-?\d{1,7}", item)
+            bounds = _RANGE.fullmatch(item)
+            if (bounds and int(bounds[1]) > int(bounds[2])) or not (
+                item in ("all", "changed", "last") or number or bounds
+            ):
+                raise UsageError(explain(where, got=item or repr(value), expected=_POSITIONS))
+        return cls(items)
+
+    def of(self, pair: TokenPair, where: str = "--positions") -> list[int]:
+        """Return the positions in a pair, ascending. Raises UsageError for one outside of its prompts."""
+        length = len(pair.clean)
+        positions: set[int] = set()
+        for item in self.items:
+            if item == "all":
+                positions.update(range(length))
+            elif item == "changed":
+                positions.update(pair.changed)
+            elif item == "last":
+                positions.add(length - 1)
+            else:
+                bounds = _RANGE.fullmatch(item)
+                first, stop = (int(bounds[1]), int(bounds[2])) if bounds else (int(item), int(item))
+                if not -length <= first <= stop < length:
+                    expected = f"{-length}..{length - 1}, as pair {pair.id} has {length} tokens"
+                    raise UsageError(explain(where, got=f"position {item}", expected=expected))
+                positions.update(position % length for position in range(first, stop + 1))
+        return sorted(positions)
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """A sweep.
+
+    pairs: of prompts, in tokens.
+    positions: of each pair.
+    functions: the names of the user's metrics, each with a digest of its source.
+    engine: arguments of `capflow.LLM`.
+    """
+
+    model: str
+    pairs: Sequence[TokenPair]
+    sites: Sequence[Site]
+    positions: Sequence[Sequence[int]]
+    directions: Sequence[str]
+    functions: Mapping[str, str]
+    engine: Mapping[str, Any]
+
+    def keys(self, number: int) -> Iterator[RunKey]:
+        """Yield the runs of a pair: its baselines first."""
+        name = self.pairs[number].id
+        for baseline in BASELINES:
+            yield RunKey(name, baseline)
+        for direction in self.directions:
+            for site in self.sites:
+                for position in self.positions[number]:
+                    yield RunKey(name, direction, str(site), position)
+
+    @property
+    def run_count(self) -> int:
+        """The number of runs, baselines included."""
+        changed = sum(map(len, self.positions)) * len(self.sites) * len(self.directions)
+        return changed + len(BASELINES) * len(self.pairs)
+
+    @property
+    def token_count(self) -> int:
+        """The number of prompt tokens of all runs, as far as no cache has them."""
+        each = len(self.sites) * len(self.directions)
+        return sum(
+            len(pair.clean) * (each * len(at) + len(BASELINES))
+            for pair, at in zip(self.pairs, self.positions, strict=True)
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """Return what the values of runs depend on, besides their keys; each pair by a digest of its tokens."""
+        return {
+            "model": self.model,
+            "engine": {name: repr(value) for name, value in sorted(self.engine.items())},
+            "functions": dict(sorted(self.functions.items())),
+            "pairs": {pair.id: _digest(pair) for pair in self.pairs},
+        }
+
+
+def check_directions(value: str | Collection[str], where: str = "--direction") -> list[str]:
+    """Return the directions that a name means; `both` means all. Raises UsageError for another name."""
+    names = list(DIRECTIONS) if value == "both" else [value] if isinstance(value, str) else list(value)
+    for name in names:
+        if name not in DIRECTIONS:
+            raise UsageError(explain(where, got=str(name), expected=f"one of {', '.join(DIRECTIONS)}, both"))
+    return list(dict.fromkeys(names))
+
+
+def _digest(pair: TokenPair) -> str:
+    content = msgspec.json.encode((pair.clean, pair.corrupted, pair.answer, pair.wrong_answer))
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def batches(keys: Iterable[RunKey], size: int) -> Iterator[list[RunKey]]:
+    """Yield runs in lists of `size`."""
+    batch: list[RunKey] = []
+    for key in keys:
+        batch.append(key)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

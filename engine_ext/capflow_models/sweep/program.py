@@ -1,0 +1,165 @@
+"""The program of `capflow sweep patch`. Its one argument is a `PatchJob` as JSON."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from capflow.errors import UsageError, explain
+from capflow.extras import require
+from capflow.files import write_whole
+from capflow_models.experiment.results.manifest import hash_of, versions
+from capflow_models.jobs.ending import check_interrupted, run_program
+from capflow_models.sweep.patch import PatchOptions, computed, plan_of
+from capflow_models.sweep.plan import SweepPlan
+from capflow_models.sweep.records import done_count
+from capflow_models.sweep.results.report import REPORT, weak_lines, write_report
+
+MANIFEST = "run.json"
+
+
+class PatchJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The options of `capflow sweep patch`.
+
+    backend: always `vllm`.
+    metrics: comma separated, as `hooks` and `positions`.
+    align: empty for the default.
+    command: the command line, for the report.
+    """
+
+    model: str
+    pairs: str
+    out: str
+    hooks: str
+    layers: str
+    positions: str
+    direction: str
+    metrics: str
+    batch: int
+    resamples: int
+    confidence: float
+    align: str = ""
+    engine: dict[str, Any] = {}
+    dry_run: bool = False
+    command: list[str] = []
+    backend: str = "vllm"
+
+    def options(self) -> PatchOptions:
+        """Return the options as `sweep_patch` takes them."""
+        return PatchOptions(
+            self.hooks,
+            self.layers,
+            self.positions,
+            self.direction,
+            tuple(name.strip() for name in self.metrics.split(",")),
+            self.align or None,
+            self.batch,
+            self.resamples,
+            self.confidence,
+            self.engine,
+            dashes=True,
+        )
+
+
+def run(job: PatchJob) -> None:
+    """Compute the missing runs, then write tables, pictures and report."""
+    console = Console(highlight=False, stderr=True, soft_wrap=True)
+    for extra in ("duckdb", "plot"):
+        require(extra, "capflow sweep")
+    out, options = Path(job.out), job.options()
+    if out.exists() and not out.is_dir():
+        raise UsageError(explain("--out", got=f"{out}, a file", expected="a directory"))
+    plan = plan_of(job.model, Path(job.pairs), options)
+    done = done_count(plan, out)
+    if job.dry_run:
+        show_plan(plan, done)
+        return
+    start = time.monotonic()
+    if done:
+        console.print(f"capflow: {done} of {plan.run_count} runs already exist")
+    with _bar(console) as bar:
+        task = bar.add_task("runs", total=plan.run_count, completed=done)
+
+        def progress(count: int, total: int) -> None:
+            check_interrupted()
+            bar.update(task, completed=count)
+            if bar.disable:
+                console.print(f"capflow: {count} of {total} runs, {time.monotonic() - start:.0f} s")
+
+        result = computed(plan, options, out, progress)
+    result.save(out)
+    manifest = manifest_of(job, plan, time.monotonic() - start)
+    write_whole(out / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
+    write_report(result, manifest, out)
+    for line in weak_lines(result):
+        console.print(f"capflow: {line}")
+    console.print(f"capflow: {plan.run_count} runs; see {out / REPORT}")
+
+
+def show_plan(plan: SweepPlan, done: int) -> None:
+    """Print how many runs a sweep has, and how many exist."""
+    console = Console(highlight=False, soft_wrap=True)
+    lengths = sorted({len(pair.clean) for pair in plan.pairs})
+    counts = sorted({len(at) for at in plan.positions})
+    console.print(
+        f"{len(plan.pairs)} pairs of {_span(lengths)} tokens, {len(plan.sites)} sites, {_span(counts)} positions, "
+        f"{' and '.join(plan.directions)}"
+    )
+    console.print(f"{plan.run_count} runs of one token, {plan.token_count} prompt tokens at most")
+    if done:
+        console.print(f"{done} of {plan.run_count} runs already exist")
+
+
+def manifest_of(job: PatchJob, plan: SweepPlan, seconds: float) -> dict[str, Any]:
+    """Return how a sweep was made; the seconds are of this run only."""
+    return {
+        "model": plan.model,
+        "engine": {name: repr(value) for name, value in plan.engine.items()},
+        "pairs": f"{job.pairs}, SHA-256 {hash_of(Path(job.pairs))}",
+        "hooks": job.hooks,
+        "layers": job.layers,
+        "positions": job.positions,
+        "direction": job.direction,
+        "metrics": job.metrics,
+        "confidence": f"{job.confidence:.0%}",
+        "resamples": job.resamples,
+        "runs": plan.run_count,
+        "seconds": round(seconds, 1),
+        "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": shlex.join(job.command),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+    }
+
+
+def _span(numbers: list[int]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+
+def main() -> int:
+    """Run the job; return the exit code."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    return run_program(lambda: run(msgspec.json.decode(sys.argv[1], type=PatchJob)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""The tables of a sweep, as Arrow: a row for each patch and metric, their means with intervals, and the pairs.
+
+| table | a row for each |
+|---|---|
+| patches | pair, direction, site, position and metric: the value, those of the two unchanged runs, and the recovery |
+| summary | direction, site, place and metric: means over pairs, with bootstrap intervals |
+| pairs | pair and metric: prompts, answers, and the values of the two unchanged runs |
+
+A *place* is a position, a position from the end, or a role of positions. Positions of one role in a pair are averaged
+first. The mean recovery is the ratio of means, `mean(value - corrupted) / mean(clean - corrupted)`: a pair whose two
+prompts hardly differ does not decide it. Pairs are resampled with replacement, the same way for every cell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from capflow.capture.site import Site
+from capflow_models.experiment.results.statistics import PROMPTS_MIN, draw, interval
+from capflow_models.sweep.metrics import SweepRun, value_of
+from capflow_models.sweep.pairs import ROLES, TokenPair
+from capflow_models.sweep.plan import RunKey, SweepPlan
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Align = Literal["position", "end", "role"]
+ALIGNS: tuple[str, ...] = get_args(Align)
+"""How positions of several pairs are joined: by number, by number from the end, or by role."""
+
+RESAMPLES_DEFAULT = 1000
+CONFIDENCE_DEFAULT = 0.95
+
+Floats = npt.NDArray[np.float64]
+
+
+def align_of(pairs: Sequence[TokenPair]) -> Align:
+    """Return how pairs are joined by default: by position if their prompts are equally long, else by role."""
+    return "position" if len({len(pair.clean) for pair in pairs}) == 1 else "role"
+
+
+def patches_table(plan: SweepPlan, runs: Mapping[RunKey, SweepRun], metrics: Sequence[str]) -> pa.Table:
+    """Return the table `patches`."""
+    import pyarrow as pa
+
+    rows: list[dict[str, Any]] = []
+    for number, pair in enumerate(plan.pairs):
+        roles = pair.roles()
+        bases = {name: runs[RunKey(pair.id, name)] for name in ("clean", "corrupted")}
+        for key in plan.keys(number):
+            if not key.site:
+                continue
+            site, at = Site.parse(key.site), key.position
+            place = {
+                "pair": pair.id, "direction": key.direction, "hook": site.hook, "layer": site.layer, "position": at,
+                "token": pair.clean_texts[at], "corrupted_token": pair.corrupted_texts[at], "role": roles[at],
+            }  # fmt: skip
+            for metric in metrics:
+                clean, corrupted = (value_of(bases[name], metric) for name in ("clean", "corrupted"))
+                value = value_of(runs[key], metric)
+                recovery = (value - corrupted) / (clean - corrupted) if clean != corrupted else math.nan
+                rows.append(
+                    place
+                    | {"metric": metric, "value": value, "clean": clean, "corrupted": corrupted, "recovery": recovery}
+                )
+    texts, numbers = ("pair", "direction", "hook", "token", "corrupted_token", "role", "metric"), ("layer", "position")
+    return _table(rows, pa.schema([
+        (name, pa.string() if name in texts else pa.int32() if name in numbers else pa.float64()) for name in rows[0]
+    ]))  # fmt: skip
+
+
+def pairs_table(plan: SweepPlan, runs: Mapping[RunKey, SweepRun], metrics: Sequence[str]) -> pa.Table:
+    """Return the table `pairs`."""
+    import pyarrow as pa
+
+    rows = [
+        {
+            "pair": pair.id, "clean_prompt": pair.clean_text,
+            "corrupted_prompt": pair.corrupted_text, "answer": pair.answer_text,
+            "wrong_answer": pair.wrong_text, "tokens": len(pair.clean), "metric": metric,
+            "clean": value_of(runs[RunKey(pair.id, "clean")], metric),
+            "corrupted": value_of(runs[RunKey(pair.id, "corrupted")], metric),
+        }
+        for pair in plan.pairs for metric in metrics
+    ]  # fmt: skip
+    kinds = {"tokens": pa.int32(), "clean": pa.float64(), "corrupted": pa.float64()}
+    return _table(rows, pa.schema([(name, kinds.get(name, pa.string())) for name in rows[0]]))
+
+
+def summary_table(patches: pa.Table, align: str, resamples: int, confidence: float) -> pa.Table:
+    """Return the table `summary`. Its `place_number` orders places; `token` is the one that all pairs have there."""
+    import pyarrow as pa
+
+    columns = {name: patches[name].to_pylist() for name in ("pair", "direction", "hook", "layer", "metric", "token")}
+    places = _places(patches, align)
+    pairs = {name: number for number, name in enumerate(dict.fromkeys(columns["pair"]))}
+    cells: dict[tuple[Any, ...], int] = {}
+    index = np.array([
+        cells.setdefault(cell, len(cells))
+        for cell in zip(columns["direction"], columns["hook"], columns["layer"], places, columns["metric"], strict=True)
+    ])  # fmt: skip
+    pair_of = np.array([pairs[name] for name in columns["pair"]])
+    value, clean, corrupted = (
+        _by_cell(patches[name].to_numpy(), pair_of, index, (len(pairs), len(cells)))
+        for name in ("value", "clean", "corrupted")
+    )
+    drawn = draw(["pair"] * len(pairs), resamples)
+    counts = np.stack([np.bincount(each, minlength=len(pairs)) for each in drawn]).astype(np.float64)
+    means, recoveries = _means(np.ones((1, len(pairs))), value, clean, corrupted)
+    drawn_means, drawn_recoveries = _means(counts, value, clean, corrupted)
+    tokens: dict[int, set[str]] = {}
+    for cell, token in zip(index.tolist(), columns["token"], strict=True):
+        tokens.setdefault(cell, set()).add(token)
+    rows = []
+    for (direction, hook, layer, place, metric), cell in cells.items():
+        count = int(np.isfinite(value[:, cell]).sum())
+        alone = count < PROMPTS_MIN
+        low, high = (math.nan, math.nan) if alone else interval(drawn_means[:, cell], confidence)
+        least, most = (math.nan, math.nan) if alone else interval(drawn_recoveries[:, cell], confidence)
+        rows.append({
+            "direction": direction, "hook": hook, "layer": layer, "place": str(place),
+            "place_number": ROLES.index(place) if align == "role" else place,
+            "token": next(iter(tokens[cell])) if len(tokens[cell]) == 1 else None, "metric": metric, "pairs": count,
+            "value": means[0, cell], "value_low": low, "value_high": high, "recovery": recoveries[0, cell],
+            "recovery_low": least, "recovery_high": most,
+        })  # fmt: skip
+    kinds = {name: pa.string() for name in ("direction", "hook", "place", "token", "metric")}
+    kinds |= {name: pa.int32() for name in ("layer", "place_number", "pairs")}
+    return _table(rows, pa.schema([(name, kinds.get(name, pa.float64())) for name in rows[0]]))
+
+
+def _places(patches: pa.Table, align: str) -> list[Any]:
+    if align == "role":
+        return list(patches["role"].to_pylist())
+    positions = patches["position"].to_pylist()
+    if align == "position":
+        return list(positions)
+    lengths: dict[str, int] = {}
+    names = patches["pair"].to_pylist()
+    for name, position in zip(names, positions, strict=True):
+        lengths[name] = max(lengths.get(name, 0), position + 1)
+    return [position - lengths[name] for name, position in zip(names, positions, strict=True)]
+
+
+def _by_cell(values: Floats, pairs: npt.NDArray[Any], cells: npt.NDArray[Any], shape: tuple[int, int]) -> Floats:
+    """Return the mean of each pair and cell, `[pairs, cells]`; NaN where a pair has no value."""
+    totals, counts = np.zeros(shape), np.zeros(shape)
+    np.add.at(totals, (pairs, cells), values)
+    np.add.at(counts, (pairs, cells), 1.0)
+    with np.errstate(invalid="ignore"):
+        means: Floats = np.where(counts > 0, totals / counts, np.nan)
+    return means
+
+
+def _means(counts: Floats, value: Floats, clean: Floats, corrupted: Floats) -> tuple[Floats, Floats]:
+    """Return the mean value and the recovery of each resample and cell, `[resamples, cells]`.
+
+    counts: how often each resample has each pair, `[resamples, pairs]`.
+    """
+    present = np.isfinite(value)
+    totals = [
+        counts @ np.where(present, each, 0.0) for each in (value, value - corrupted, clean - corrupted)
+    ]  # fmt: skip
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means: Floats = totals[0] / (counts @ present.astype(np.float64))
+        recovery: Floats = np.where(totals[2] != 0.0, totals[1] / totals[2], np.nan)
+    return means, recovery
+
+
+def _table(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
+    """Return rows as a table, with NULL in place of NaN."""
+    import pyarrow as pa
+
+    columns = {
+        field.name: pa.array([row[field.name] for row in rows], field.type, from_pandas=True) for field in schema
+    }
+    return pa.table(columns, schema=schema)

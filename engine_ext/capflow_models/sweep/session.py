@@ -1,0 +1,246 @@
+"""One engine that computes the runs of sweeps: it captures the rows of unchanged prompts, and patches them into others.
+
+The scheduler counts the bytes that the rows of running requests take in the steering bank. A request waits for room, so
+any number of runs may be asked for at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+import capflow
+from capflow.capture.site import Site, layers_by_hook, refusal_of_fixed
+from capflow.errors import CapflowError, UsageError, explain
+from capflow.plugins.configure import escaped
+from capflow.probes.probe import as_float32
+from capflow_engine.compat import engine as compat
+from capflow_engine.compat.versions.surface import FORCED_TOKENS
+from capflow_models.backends import resolved_model
+from capflow_models.sweep.metrics import SweepRun
+from capflow_models.sweep.pairs import TokenPair
+from capflow_models.sweep.plan import BASELINES, BASES, RunKey
+
+PROCESSOR = "capflow_engine.compat.measured:MeasuredLogits"
+MEASURED_KEY = "capflow_measured"
+MEASURED_OUT = "CAPFLOW_MEASURED_OUT"
+MEASURED_FUNCTIONS = "CAPFLOW_MEASURED_FUNCTIONS"
+ROWS = ".capflow-sweep-"
+"""How the names of directories for captured rows begin."""
+
+REFERENCE_BYTES_MAX = 256 << 20
+"""The memory for the distributions that a group of runs is compared with."""
+
+ROWS_BYTES_MAX = 256 << 20
+"""The memory for the captured rows of a group of pairs."""
+
+Rows = Mapping[Site, npt.NDArray[np.float32]]
+"""Rows `[tokens, width]` of a prompt by site."""
+
+
+def remove_leftovers(out: Path) -> None:
+    """Remove the captured rows of sweeps that were killed. The caller holds the lock of the output."""
+    for rows in out.glob(f"{ROWS}*"):
+        shutil.rmtree(rows, ignore_errors=True)
+
+
+class SweepSession:
+    """A running engine. Use it as a context manager.
+
+    out: the directory in which a new one for captured rows is made. It is removed at the end.
+    functions: the names of the user's metrics.
+    arguments: further ones of `capflow.LLM`.
+    """
+
+    def __init__(
+        self, model: str, sites: Sequence[Site], out: Path, functions: Iterable[str], arguments: Mapping[str, Any]
+    ) -> None:
+        compat.need(FORCED_TOKENS)
+        self._sites = list(sites)
+        self._running: capflow.LLM | None = None
+        self._number = 0
+        # The captured rows of the present group, by pair and baseline.
+        self._rows: dict[tuple[str, str], Rows] = {}
+        self._names: dict[str, str] = {}
+        self._directory = Path(tempfile.mkdtemp(prefix=ROWS, dir=out))
+        self._out = self._directory / "measured.jsonl"
+        os.environ[MEASURED_OUT] = str(self._out.absolute())
+        os.environ[MEASURED_FUNCTIONS] = ",".join(functions)
+        try:
+            compat.prepare_environment(arguments)
+            compat.run_in_this_process(arguments)
+            self._running = capflow.LLM(
+                resolved_model(model),
+                **{
+                    "sites": list(map(str, sites)),
+                    "skip_tokenizer_init": True,
+                    "logits_processors": [PROCESSOR],
+                    **arguments,
+                    "consumers": [
+                        f"filesystem:root={escaped(self._directory / 'rows')},capture=requests,fsync=false",
+                        *arguments.get("consumers", ()),
+                    ],
+                },
+            )
+            _check_steerable(sites, self._running.capflow_model.fixed)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the engine, and remove the captured rows."""
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+        for name in (MEASURED_OUT, MEASURED_FUNCTIONS):
+            os.environ.pop(name, None)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    @property
+    def llm(self) -> capflow.LLM:
+        """The engine."""
+        assert self._running is not None
+        return self._running
+
+    def check_room(self, pairs: Sequence[TokenPair]) -> None:
+        """Raise UsageError for a pair that is longer than the engine's context."""
+        length_max = self.llm.llm_engine.model_config.max_model_len
+        for pair in pairs:
+            if len(pair.clean) + 1 > length_max:
+                got = f"{len(pair.clean)} tokens and the next"
+                raise UsageError(explain(f"pair {pair.id}", got=got, expected=f"at most {length_max}, max_model_len"))
+
+    def group_size(self, pairs: Sequence[TokenPair]) -> int:
+        """Return how many pairs may be computed at a time."""
+        vocabulary = self.llm.llm_engine.model_config.get_vocab_size()
+        length = max(len(pair.clean) for pair in pairs)
+        rows = len(BASELINES) * length * len(self._sites) * self.llm.capflow_model.hidden_size * 4
+        size: int = max(1, min(REFERENCE_BYTES_MAX // (4 * vocabulary), ROWS_BYTES_MAX // rows))
+        return size
+
+    def begin(self, pairs: Sequence[TokenPair]) -> list[SweepRun]:
+        """Compute the baselines of a group of pairs and keep their rows; return the runs. It replaces the group before.
+
+        The clean runs come first: the others are compared with them.
+        """
+        runs: list[SweepRun] = []
+        self._rows.clear()
+        self._names = {pair.id: self._name() for pair in pairs}
+        capture = {"hooks": layers_by_hook(self._sites), "positions": "all_prompt"}
+        for number, baseline in enumerate(BASELINES):
+            names = [self._names[pair.id] if number == 0 else self._name() for pair in pairs]
+            prompts = [getattr(pair, baseline) for pair in pairs]
+            params = [
+                self._params(pair, name, forget=number == 0 and pair is pairs[0], id=name, capture=capture)
+                for pair, name in zip(pairs, names, strict=True)
+            ]
+            measured = self._generate(prompts, params)
+            data = capflow.open(self._directory / "rows")
+            for pair, name in zip(pairs, names, strict=True):
+                request = data[name]
+                # A copy: float32 rows are mapped from their files otherwise.
+                self._rows[pair.id, baseline] = {
+                    site: np.array(as_float32(np.asarray(request[site].rows))) for site in self._sites
+                }
+                runs.append(_run(RunKey(pair.id, baseline), measured[name]))
+                shutil.rmtree(Path(request.path), ignore_errors=True)
+        return runs
+
+    def patched(self, keys: Sequence[RunKey], pairs: Mapping[str, TokenPair]) -> list[SweepRun]:
+        """Compute patched runs of the present group in one batch."""
+        names, prompts, params = [], [], []
+        for key in keys:
+            pair, site = pairs[key.pair], Site.parse(key.site)
+            base = BASES[key.direction]
+            donor = next(name for name in BASELINES if name != base)
+            row = self._rows[key.pair, donor][site][key.position]
+            patch = {site.hook: {site.layer: {"positions": [key.position], "vector": row}}}
+            names.append(self._name())
+            prompts.append(getattr(pair, base))
+            params.append(self._params(pair, names[-1], steering_patches=patch))
+        measured = self._generate(prompts, params)
+        return [_run(key, measured[name]) for key, name in zip(keys, names, strict=True)]
+
+    def _params(self, pair: TokenPair, name: str, *, forget: bool = False, **fields: Any) -> Any:
+        asked = {
+            "request": name,
+            "reference": self._names[pair.id],
+            "tokens": [pair.answer, pair.wrong_answer],
+            "forget": forget,
+        }
+        return capflow.sampling_params(
+            max_tokens=1,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={MEASURED_KEY: asked},
+            **fields,
+        )
+
+    def _generate(self, prompts: Sequence[Sequence[int]], params: list[Any]) -> dict[str, dict[str, Any]]:
+        """Run requests; return what was measured of each, by name."""
+        self._out.unlink(missing_ok=True)
+        tokens: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        for output in self.llm.generate(tokens, params, use_tqdm=False):
+            result = output.capture_results.get("filesystem")
+            if result is not None and result.status not in ("ok", "not_requested"):
+                raise CapflowError(explain("captured rows", got=f"{result.status}: {result.error}"))
+        measured = {}
+        for line in self._out.read_bytes().splitlines():
+            values = json.loads(line)  # it reads NaN, too
+            if "error" in values:
+                raise UsageError(values["error"])
+            measured[values["request"]] = values
+        return measured
+
+    def _name(self) -> str:
+        self._number += 1
+        return f"run-{self._number}"
+
+
+def check_engine(arguments: Mapping[str, Any], where: str) -> None:
+    """Raise UsageError for an argument that `capflow.LLM` does not have.
+
+    where: the option that holds the arguments.
+    """
+    names = compat.argument_names()
+    for kind in capflow.LLM.__mro__:
+        names |= inspect.signature(kind).parameters.keys() if kind is not object else set()
+    for name in arguments:
+        if name not in names:
+            near = ", ".join(difflib.get_close_matches(name, names)) or "see the arguments of vllm.LLM"
+            raise UsageError(explain(where, got=name, expected="an argument of capflow.LLM", do=f"near: {near}"))
+
+
+def _check_steerable(sites: Sequence[Site], fixed: Collection[Site]) -> None:
+    """Raise UsageError for a site that can only be captured."""
+    for site in sites:
+        if site in fixed:
+            raise UsageError(refusal_of_fixed("hooks", site, "patch"))
+
+
+def _run(key: RunKey, measured: Mapping[str, Any]) -> SweepRun:
+    return SweepRun(
+        *key,
+        tuple(measured["logits"]),
+        tuple(measured["logprobs"]),
+        measured["kl"],
+        measured["top"],
+        measured.get("values", {}),
+    )

@@ -1,0 +1,295 @@
+"""Patch sweeps in a real engine against Transformers with forward hooks, resumption, and what the command writes."""
+
+import contextlib
+import itertools
+import json
+import sys
+
+import duckdb
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import capflow
+from capflow.capture.site import HOOKS
+from capflow.errors import UsageError
+from capflow_models import SweepResult, sweep_patch
+from capflow_models.sweep import program
+from capflow_models.sweep.program import PatchJob
+from tests.kit.engines import LAYERS, collecting_little, environment
+
+pytestmark = pytest.mark.engine
+
+BOUND = 1e-4
+ENGINE = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "block_size": 32,
+    "enable_prefix_caching": True,
+    "max_model_len": 128,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 256,
+    "kv_cache_memory_bytes": 64 << 20,
+}
+POSITIONS = "0,changed,-3,last"
+
+
+def words(numbers):
+    return " ".join(f"w{n}" for n in numbers)
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    """Pairs in words and in token ids. The second prompts have more tokens than a block of the cache, which is 32."""
+    rng = np.random.default_rng(0)
+    begin, end = rng.integers(50, 290, 33).tolist(), rng.integers(50, 290, 6).tolist()
+    return [
+        {"id": "short", "clean": words([7, 60, 61, 8, 9]), "corrupted": words([7, 70, 71, 8, 9]), "answer": " w30",
+         "wrong_answer": " w31"},
+        {"id": "long", "clean": [*begin, 60, *end], "corrupted": [*begin, 70, *end], "answer": 40, "wrong_answer": 41},
+    ]  # fmt: skip
+
+
+@contextlib.contextmanager
+def in_process():
+    """Have engines run in this process while a block runs."""
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with environment(**variables, VLLM_LOGGING_LEVEL="ERROR"), collecting_little():
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        try:
+            yield
+        finally:
+            cleanup_dist_env_and_memory()
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory):
+    """A module of a user's metrics, which can be imported."""
+    directory = tmp_path_factory.mktemp("functions")
+    (directory / "my_metrics.py").write_text(
+        "def rank(logits, answer, wrong_answer):\n    return (logits > logits[answer]).sum()\n\n"
+        "def broken(logits, answer, wrong_answer):\n    return logits['answer']\n"
+    )
+    sys.path.append(str(directory))
+    yield directory
+    sys.path.remove(str(directory))
+
+
+@pytest.fixture(scope="module")
+def swept(tiny_with_words, pairs, functions, tmp_path_factory):
+    """A finished sweep over every hook, its directory, and how many tokens of each request the prefix cache had."""
+    out = tmp_path_factory.mktemp("sweep") / "out"
+    cached = []
+    generate = capflow.LLM.generate
+
+    def counted(self, *args, **kwargs):
+        outputs = generate(self, *args, **kwargs)
+        cached.extend(output.num_cached_tokens for output in outputs)
+        return outputs
+
+    capflow.LLM.generate = counted
+    try:
+        with in_process():
+            result = sweep_patch(
+                tiny_with_words, pairs, hooks=HOOKS, positions=POSITIONS, direction="both", out=out, engine=ENGINE,
+                metrics=("logit_diff", "probability", "logprob", "kl", "my_metrics:rank"),
+            )  # fmt: skip
+    finally:
+        capflow.LLM.generate = generate
+    return result, out, cached
+
+
+def placed(layer, hook):
+    """Return the module of a layer that a hook point is at, and whether it lies before that."""
+    return {
+        "pre_attn": (layer, True),
+        "post_attn": (layer.post_attention_layernorm, True),
+        "mlp_in": (layer.post_attention_layernorm, False),
+        "mlp_out": (layer.mlp, False),
+        "post_block": (layer, False),
+    }[hook]
+
+
+class Hooked:
+    """Transformers with forward hooks: it keeps the rows of a prompt, or replaces one of them."""
+
+    def __init__(self, model):
+        self.model, self.layers = model, model.model.layers
+
+    def run(self, tokens, patch=None):
+        """Return the logits of the next token, and the rows by layer and hook.
+
+        patch: layer, hook, position and the new row.
+        """
+        rows = {}
+
+        def visit(place, tensor):
+            rows[place] = tensor[0].clone()
+            if patch is not None and place == patch[:2]:
+                tensor[0, patch[2]] = patch[3]
+
+        with contextlib.ExitStack() as stack:
+            for number, hook in itertools.product(range(len(self.layers)), HOOKS):
+                module, before = placed(self.layers[number], hook)
+                at = (number, hook)
+                if before:
+                    handle = module.register_forward_pre_hook(lambda _, args, at=at: visit(at, args[0]))
+                else:
+                    handle = module.register_forward_hook(lambda _, __, output, at=at: visit(at, output))
+                stack.callback(handle.remove)
+            with torch.no_grad():
+                return self.model(torch.tensor([tokens]), use_cache=False).logits[0, -1], rows
+
+
+def measured(logits, clean, answer, wrong):
+    logprobs, reference = logits.double().log_softmax(-1), clean.double().log_softmax(-1)
+    return {
+        "logit_diff": float(logits[answer] - logits[wrong]),
+        "probability": float(logprobs[answer].exp()),
+        "logprob": float(logprobs[answer]),
+        "kl": float((reference.exp() * (reference - logprobs)).sum()),
+        "my_metrics:rank": int((logits > logits[answer]).sum()),
+    }
+
+
+def test_every_patch_equals_transformers_with_hooks(swept, pairs, reference):
+    result, out, cached = swept
+    hooked = Hooked(reference.model)
+    prompts = {
+        "short": ([7, 60, 61, 8, 9], [7, 70, 71, 8, 9], 30, 31),
+        "long": (pairs[1]["clean"], pairs[1]["corrupted"], 40, 41),
+    }
+    baselines = {
+        name: [hooked.run(tokens) for tokens in (clean, corrupted)] for name, (clean, corrupted, *_) in prompts.items()
+    }
+    runs = {
+        (run["pair"], run["direction"], run["site"], run["position"]): run
+        for run in map(json.loads, (out / "runs.jsonl").read_bytes().splitlines())
+    }
+    rows = {}
+    for row in result.to_arrow().to_pylist():
+        rows.setdefault((row["pair"], row["direction"], row["hook"], row["layer"], row["position"]), []).append(row)
+    assert len(rows) == 2 * len(HOOKS) * LAYERS * (4 + 4)
+    moved = 0.0
+    for (pair, direction, hook, layer, position), mine in rows.items():
+        clean, corrupted, answer, wrong = prompts[pair]
+        (clean_logits, clean_rows), (corrupted_logits, corrupted_rows) = baselines[pair]
+        tokens, donor = (corrupted, clean_rows) if direction == "denoise" else (clean, corrupted_rows)
+        logits, _ = hooked.run(tokens, (layer, hook, position, donor[layer, hook][position]))
+        expected, *ends = (
+            measured(each, clean_logits, answer, wrong) for each in (logits, clean_logits, corrupted_logits)
+        )
+        stored = runs[pair, direction, f"{hook}:{layer}", position]
+        assert stored["logits"] == pytest.approx([float(logits[answer]), float(logits[wrong])], abs=BOUND)
+        assert stored["top"] == int(logits.argmax())
+        assert {row["metric"] for row in mine} == expected.keys()
+        for row in mine:
+            metric = row["metric"]
+            assert row["value"] == pytest.approx(expected[metric], abs=BOUND)
+            assert row["clean"] == pytest.approx(ends[0][metric], abs=BOUND)
+            assert row["corrupted"] == pytest.approx(ends[1][metric], abs=BOUND)
+            if metric == "logit_diff":
+                span = ends[0][metric] - ends[1][metric]
+                assert row["recovery"] == pytest.approx((expected[metric] - ends[1][metric]) / span, abs=1e-3)
+                moved = max(moved, abs(row["recovery"] - (direction == "noise")))
+    assert moved > 0.9
+    assert max(cached) >= 32, "the prefix cache was on, and patched requests shared blocks"
+
+
+def test_the_tables_are_on_the_disk_and_in_duckdb(swept, tmp_path):
+    result = swept[0]
+    result.save(tmp_path / "saved")
+    again = SweepResult.open(tmp_path / "saved")
+    for name in ("patches", "summary", "pairs"):
+        assert getattr(again, name).equals(getattr(result, name))
+        assert pq.read_table(tmp_path / "saved" / f"{name}.parquet").num_rows
+    with duckdb.connect(str(tmp_path / "saved" / "sweep.duckdb")) as database:
+        best = database.execute(
+            "SELECT hook, layer FROM patches WHERE metric = 'kl' AND direction = 'denoise' AND role = 'last' "
+            "GROUP BY ALL HAVING max(abs(recovery - 1)) < 1e-3"
+        ).fetchall()
+    assert ("post_block", LAYERS - 1) in best, "the last row of the last layer decides the next token"
+    assert len(result.to_pandas()) == result.to_arrow().num_rows
+    page = result._repr_html_()
+    assert "data:image/png;base64," in page
+    assert "recovery of logit_diff, noise" in page
+
+
+def test_a_stopped_sweep_continues(swept, tiny_with_words, pairs, tmp_path, monkeypatch):
+    whole, _, _ = swept
+    out, counts = tmp_path / "out", []
+
+    def stop(done, total):
+        counts.append((done, total))
+        if done > 100:
+            raise KeyboardInterrupt
+
+    options = {
+        "hooks": HOOKS, "positions": POSITIONS, "direction": "both", "out": out, "engine": ENGINE, "batch": 64,
+        "metrics": ("logit_diff",),
+    }  # fmt: skip
+    with in_process(), pytest.raises(KeyboardInterrupt):
+        sweep_patch(tiny_with_words, pairs, **options, progress=stop)
+    total = counts[-1][1]
+    lines = (out / "runs.jsonl").read_bytes().splitlines(keepends=True)
+    assert len(lines) == counts[-1][0] < total
+    with (out / "runs.jsonl").open("ab") as file:
+        file.write(b'{"pair":"short","dir')
+    asked = []
+    generate = capflow.LLM.generate
+    monkeypatch.setattr(
+        capflow.LLM, "generate", lambda self, p, *a, **k: asked.append(len(p)) or generate(self, p, *a, **k)
+    )
+    with in_process():
+        result = sweep_patch(tiny_with_words, pairs, **options)
+    assert sum(asked) <= total - len(lines) + 4, "only the missing runs are computed, and the baselines they need"
+    assert not list(out.glob(".capflow-sweep-*"))
+    key = ["pair", "direction", "hook", "layer", "position"]
+    metric = whole.patches.filter(np.array(whole.patches["metric"]) == "logit_diff")
+    for name in key:
+        assert result.patches[name].equals(metric[name])
+    assert np.abs(result.patches["value"].to_numpy() - metric["value"].to_numpy()).max() < BOUND
+    settings = {"engine": ENGINE, "out": out, "hooks": HOOKS, "positions": POSITIONS, "direction": "both"}
+    for change, message in (
+        (
+            {"engine": {**ENGINE, "max_num_seqs": 8}},
+            "the engine's max_num_seqs: got 16 there, expected 8; choose another",
+        ),
+        ({"metrics": ("my_metrics:rank",)}, "the metric my_metrics:rank: got nothing there, expected "),
+    ):
+        with pytest.raises(UsageError, match=message):
+            sweep_patch(tiny_with_words, pairs, **(settings | change))
+    other = [{**pairs[0], "answer": " w33"}, pairs[1]]
+    with pytest.raises(UsageError, match="pair short: got other prompts or answers there"):
+        sweep_patch(tiny_with_words, other, **settings)
+
+
+def test_a_function_that_fails_is_named(tiny_with_words, pairs, functions):
+    with in_process(), pytest.raises(UsageError, match="the metric my_metrics:broken: got IndexError"):
+        sweep_patch(tiny_with_words, pairs[:1], layers=[0], metrics=["my_metrics:broken"], engine=ENGINE)
+
+
+def test_the_command_writes_a_report(tiny_with_words, pairs, tmp_path, capsys):
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    job = PatchJob(
+        tiny_with_words, str(tmp_path / "pairs.jsonl"), str(tmp_path / "out"), "post_block", "1-2", "all", "denoise",
+        "logit_diff,kl", 512, 100, 0.9, engine=ENGINE,
+    )  # fmt: skip
+    program.run(PatchJob(**{name: getattr(job, name) for name in job.__struct_fields__} | {"dry_run": True}))
+    assert "2 pairs of 5 to 40 tokens, 2 sites, 5 to 40 positions, denoise" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+    with in_process():
+        program.run(job)
+    written = capsys.readouterr().err
+    assert "capflow: 94 of 94 runs" in written
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "http" not in page.replace("https://", "").lower() or 'src="http' not in page
+    assert page.count("data:image/png;base64,") == 2
+    assert {path.name for path in (tmp_path / "out" / "plots").iterdir()} == {
+        "denoise-kl.png",
+        "denoise-logit_diff.png",
+    }
+    program.run(job)
+    assert "94 of 94 runs already exist" in capsys.readouterr().err

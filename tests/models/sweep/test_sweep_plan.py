@@ -1,0 +1,201 @@
+"""Pairs, places and options of sweeps: each wrong one is named in one line before an engine starts."""
+
+import json
+import re
+
+import pytest
+import transformers
+
+from capflow.errors import UsageError
+from capflow_models.sweep.pairs import ROLES, PairReader
+from capflow_models.sweep.patch import PatchOptions, computed, plan_of
+from capflow_models.sweep.plan import PatchPositions, RunKey, batches
+from capflow_models.sweep.program import PatchJob, run
+
+GOOD = {"clean": "w7 w60 w61 w9", "corrupted": "w7 w70 w61 w9", "answer": " w30", "wrong_answer": " w31"}
+
+
+@pytest.fixture(scope="module")
+def plan(tiny_with_words):
+    """Make a plan of one pair, changed as the test says."""
+
+    def make(options=None, **changes):
+        return plan_of(tiny_with_words, [GOOD | changes], PatchOptions(**(options or {})))
+
+    return make
+
+
+def test_a_plan_has_every_site_and_position_in_each_direction(plan):
+    made = plan({"hooks": "post_mlp, mlp_out", "layers": "1-2", "positions": "changed,-1", "direction": "both"})
+    keys = list(made.keys(0))
+    assert keys[:2] == [RunKey("1", "clean"), RunKey("1", "corrupted")]
+    assert keys[2:] == [
+        RunKey("1", direction, f"{hook}:{layer}", position)
+        for direction in ("denoise", "noise")
+        for hook in ("post_block", "mlp_out")
+        for layer in (1, 2)
+        for position in (1, 3)
+    ]
+    assert made.run_count == len(keys) == 18
+    assert made.token_count == 18 * 4
+    assert [len(batch) for batch in batches(keys, 7)] == [7, 7, 4]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"corrupted": "w7 w70 w9"}, r"clean and corrupted have 4 and 3 tokens \('w7' .*\), expected equally many"),
+        ({"corrupted": GOOD["clean"]}, "clean and corrupted: got the same prompt, expected two prompts"),
+        ({"clean": "", "corrupted": ""}, "clean: got no tokens, expected one or more"),
+        ({"clean": [1, 300]}, r"clean: got the token 300, expected 0\.\.299"),
+        ({"answer": " w30 w31"}, r"answer: got ' w30 w31', 2 tokens after the prompt \('w30' 'w31'\), expected one"),
+        ({"answer": ""}, "answer: got '', 0 tokens after the prompt"),
+        ({"answer": "w30"}, "answer: got 'w30', which joins the prompt's last word, expected one token of its own"),
+        ({"wrong_answer": -1}, r"wrong_answer: got the token -1, expected 0\.\.299"),
+        ({"wrong_answer": 30}, "answer and wrong_answer: got the token 'w30' for both, expected two tokens"),
+        ({"right": 1}, "Object contains unknown field `right`, expected an object of clean, corrupted, answer"),
+        ({"clean": 3}, "expected an object of clean"),
+    ],
+)
+def test_a_wrong_pair_is_named(plan, changes, message):
+    with pytest.raises(UsageError, match=f"^pairs, pair 1.*{message}"):
+        plan(**changes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hooks": "post_block,attention_magic"}, "hooks: got attention_magic, expected hooks, of pre_attn, "),
+        ({"hooks": []}, "hooks: got none"),
+        ({"layers": "2-9"}, "layers: got layers 2-9, expected a range within 0"),
+        ({"layers": [4]}, r"layers: got layer 4, expected 0\.\.3"),
+        ({"layers": "x"}, "layers: got x"),
+        ({"positions": "first"}, "positions: got first, expected all, changed, last, positions such as"),
+        ({"positions": "3-1"}, "positions: got 3-1"),
+        ({"positions": "4"}, r"pairs, pair 1: positions: got position 4, expected -4\.\.3, as pair 1 has 4 tokens"),
+        ({"positions": -5}, r"positions: got position -5"),
+        ({"positions": "2-4"}, r"positions: got position 2-4"),
+        ({"positions": ""}, "positions: got ''"),
+        ({"direction": "up"}, "direction: got up, expected one of denoise, noise, both"),
+        ({"metrics": ("accuracy",)}, "metrics: got accuracy, expected one of logit_diff, probability, logprob, kl, or"),
+        ({"metrics": ()}, "metrics: got none"),
+        ({"metrics": ("nowhere:f",)}, "metrics: got nowhere:f: ModuleNotFoundError"),
+        ({"metrics": ("json:JSONDecoder.nothing",)}, "metrics: got json:JSONDecoder.nothing: AttributeError"),
+        ({"metrics": ("math:pi",)}, "metrics: got math:pi, a float, expected a function"),
+        ({"align": "start"}, "align: got start, expected one of position, end, role"),
+        ({"batch": 0}, "batch: got 0, expected 1 or more"),
+        ({"confidence": 1.0}, r"confidence: got 1\.0, expected between 0 and 1"),
+        ({"engine": {"max_model_len": 4}}, "pairs, pair 1: clean: got 4 tokens, expected at most 3"),
+    ],
+)
+def test_a_wrong_option_is_named(plan, options, message):
+    with pytest.raises(UsageError, match=message):
+        plan(options)
+
+
+def test_a_wrong_file_is_named_with_its_line(tiny_with_words, tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    lines = [GOOD, GOOD | {"corrupted": "w7"}]
+    path.write_text("\n\n".join(map(json.dumps, lines)))
+    with pytest.raises(UsageError, match=r"pairs\.jsonl, line 3: clean and corrupted have 4 and 1 tokens"):
+        plan_of(tiny_with_words, path, PatchOptions())
+    path.write_text("\n".join(json.dumps(GOOD | {"id": "a"}) for _ in range(2)))
+    with pytest.raises(UsageError, match=r"line 2: id: got a twice, expected each id once"):
+        plan_of(tiny_with_words, path, PatchOptions())
+    path.write_text(json.dumps(GOOD) + "\n{nonsense")
+    with pytest.raises(UsageError, match=r"pairs\.jsonl, line 2: got JSON is malformed"):
+        plan_of(tiny_with_words, path, PatchOptions())
+    path.write_text("\n")
+    with pytest.raises(UsageError, match="got no lines"):
+        plan_of(tiny_with_words, path, PatchOptions())
+    with pytest.raises(UsageError, match="No such file"):
+        plan_of(tiny_with_words, tmp_path / "nothing", PatchOptions())
+    with pytest.raises(UsageError, match="pairs: got none"):
+        plan_of(tiny_with_words, [], PatchOptions())
+
+
+def test_a_wrong_directory_is_named(plan, tiny_with_words, tmp_path):
+    path = tmp_path / "file"
+    path.touch()
+    with pytest.raises(UsageError, match=r"out: got .*file, a file, expected a directory"):
+        computed(plan(), PatchOptions(), path)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "runs.jsonl").write_text("{}\n")
+    with pytest.raises(UsageError, match=re.escape(f"{out}/settings.json: got [Errno 2]")):
+        computed(plan(), PatchOptions(), out)
+    (out / "settings.json").write_text(json.dumps(plan().settings()))
+    with pytest.raises(UsageError, match=r"runs\.jsonl, line 1: got Object missing required field"):
+        computed(plan(), PatchOptions(), out)
+    with pytest.raises(UsageError, match=r"model: got \./no-such-model: "):
+        plan_of("./no-such-model", [GOOD], PatchOptions())
+
+
+def test_a_dry_run_names_a_directory_of_other_settings(plan, tiny_with_words, tmp_path):
+    out, pairs = tmp_path / "out", tmp_path / "pairs.jsonl"
+    out.mkdir()
+    pairs.write_text(json.dumps(GOOD))
+    (out / "runs.jsonl").write_text(
+        '{"pair":"1","direction":"clean","site":"","position":-1,"logits":[1,"nan"],"logprobs":[-1,-2],"kl":0,"top":1}\n{"p'
+    )
+    (out / "settings.json").write_text(json.dumps(plan().settings() | {"model": "another"}))
+    options = ("post_block", "all", "all", "denoise", "kl", 1, 1, 0.5)
+    job = PatchJob(tiny_with_words, str(pairs), str(out), *options, dry_run=True)
+    with pytest.raises(UsageError, match=f"{out}, the model: got another there, expected {tiny_with_words}; choose"):
+        run(job)
+
+
+def test_models_without_a_tokenizer_take_token_ids():
+    reader = PairReader(None, 300)
+    with pytest.raises(UsageError, match="clean: got a text for a model without a tokenizer; write token ids"):
+        plan_with(reader, GOOD)
+    with pytest.raises(UsageError, match="answer: got a text for a model without a tokenizer; write a token id"):
+        plan_with(reader, GOOD | {"clean": [1, 2], "corrupted": [1, 3]})
+    (pair,) = plan_with(reader, {"clean": [1, 2], "corrupted": [1, 3], "answer": 4, "wrong_answer": 5})
+    assert pair.clean_text == "1 2"
+    assert pair.clean_texts == ("1", "2")
+
+
+def plan_with(reader, pair):
+    from capflow_models.sweep.pairs import read_pairs
+
+    return reader.tokens(*read_pairs([pair]))
+
+
+def test_an_answer_is_the_token_that_follows_the_prompt(tiny_with_words):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_with_words)
+    (pair,) = plan_with(PairReader(tokenizer, 300), GOOD)
+    assert (pair.answer, pair.wrong_answer, pair.answer_text) == (30, 31, "w30")
+    assert pair.changed == (1,)
+
+
+@pytest.mark.parametrize(
+    ("clean", "corrupted", "roles"),
+    [
+        ("abcdefg", "abXYZfg", "before before changed_first changed_middle changed_last after_first last"),
+        ("abcdefg", "aXcYefg", "before changed_first changed_middle changed_last after_first after last"),
+        ("abcd", "abXd", "before before changed_last last"),
+        ("abcd", "abcX", "before before before last"),
+        ("abcd", "XYZW", "changed_first changed_middle changed_middle last"),
+        ("a", "b", "last"),
+    ],
+)
+def test_a_position_has_one_role(clean, corrupted, roles):
+    ids = {"clean": list(map(ord, clean)), "corrupted": list(map(ord, corrupted)), "answer": 1, "wrong_answer": 2}
+    (pair,) = plan_with(PairReader(None, 300), ids)
+    assert pair.roles() == tuple(roles.split())
+    assert set(pair.roles()) <= set(ROLES)
+
+
+def test_places_name_positions(tiny_with_words):
+    (pair,) = plan_with(PairReader(None, 300), {"clean": [1, 2, 3, 4, 5], "corrupted": [1, 9, 3, 9, 5], "answer": 1,
+                                                "wrong_answer": 2})  # fmt: skip
+    for text, expected in {
+        "all": [0, 1, 2, 3, 4],
+        "changed": [1, 3],
+        "last,0": [0, 4],
+        "-1, 1-2": [1, 2, 4],
+        "-5": [0],
+    }.items():
+        assert PatchPositions.parse(text).of(pair) == expected
+    assert PatchPositions.parse([0, "2-3"]).of(pair) == [0, 2, 3]
