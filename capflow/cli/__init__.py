@@ -53,7 +53,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "vectors": ("capflow.cli.engine.vectors", "Make steering vectors from pairs of prompts."),
         "rollouts": ("capflow.cli.engine.rollouts", "Answer prompts under vectors and scales."),
         "experiment": ("capflow.cli.engine.experiment", "Compare ways to steer on the same prompts."),
-        "sweep": ("capflow.cli.engine.sweep", "Patch every chosen place of a model, one at a time."),
+        "sweep": ("capflow.cli.engine.sweep", "Patch or ablate each chosen place of a model."),
         "probe": ("capflow.cli.probe.command", "Fit a probe on labelled captures, or evaluate one."),
     },
     "Set up and check": {

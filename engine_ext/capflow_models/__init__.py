@@ -25,6 +25,7 @@ __all__ = [
     "load_vector",
     "load_vectors",
     "save_vectors",
+    "sweep_ablate",
     "sweep_patch",
 ]
 
@@ -36,6 +37,7 @@ _LATER = {
     "load_vector": "capflow_models.vectors",
     "load_vectors": "capflow_models.vectors",
     "save_vectors": "capflow_models.vectors",
+    "sweep_ablate": "capflow_models.sweep.patch",
     "sweep_patch": "capflow_models.sweep.patch",
 }
 

@@ -144,6 +144,7 @@ def test_snippets_that_need_a_model_run(page, tmp_path):
         "install": ["A small capture … works: "],
         "steerable": ["plain: ", "glad: ", "sad: ", "none 0.0 ", "glad 2.0 ", "glad -2.0 "],
         "steering": ["+0.0 ", "+2.0 ", "-2.0 ", "patched 0.0:", "patched 1.0:  Paris", "asyncio: "],
+        "sweeps": ["364 runs", "<SweepResult: 1 pair, 24 patches, denoise, noise"],
         "tutorial": ['"request": "fox"', '"position": '],
     }
     for words in expected[page.stem]:

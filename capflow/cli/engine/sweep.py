@@ -3,15 +3,71 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import click
 
 from capflow.text.examples import examples
 
+_METRICS = "Of logit_diff, probability, logprob, kl, MODULE:FUNCTION."
+_POSITIONS = "all, changed, last, 3, -1, 2-5, comma separated."
+
+
+def _common(hook: str) -> Callable[[Any], Any]:
+    """Return a decorator that gives a command the options of every sweep.
+
+    hook: the default of `--hooks`.
+    """
+    options = [
+        click.option("--model", required=True, metavar="MODEL", help="A model's directory or name, or `demo`."),
+        click.option(
+            "--pairs", required=True, metavar="FILE", help="JSON Lines: clean, corrupted, answer, wrong_answer, id."
+        ),
+        click.option(
+            "--out", required=True, metavar="DIR", help="Where all is written; what it has is not done again."
+        ),
+        click.option("--hooks", default=hook, show_default=True, metavar="H,H,…", help="See `capflow sites`."),
+        click.option(
+            "--layers", default="all", show_default=True, metavar="LAYERS", help="As in a capture: 4-11, 3+7."
+        ),
+        click.option("--positions", default="all", show_default=True, metavar="P,P,…", help=_POSITIONS),
+        click.option(
+            "--metrics", default="logit_diff,probability,kl", show_default=True, metavar="M,M,…", help=_METRICS
+        ),
+        click.option(
+            "--align",
+            type=click.Choice(["position", "end", "role"]),
+            help="How positions of several pairs are joined; position if all are equally long, else role.",
+        ),
+        click.option(
+            "--batch", type=click.IntRange(1), default=512, show_default=True, help="Requests asked for at once."
+        ),
+        click.option("--resamples", type=click.IntRange(1), default=1000, show_default=True, help="Of the intervals."),
+        click.option(
+            "--confidence",
+            type=click.FloatRange(0, 1, min_open=True, max_open=True),
+            default=0.95,
+            show_default=True,
+            help="Of the intervals.",
+        ),
+        click.option(
+            "--engine-arg", multiple=True, metavar="NAME=VALUE", help="An argument of capflow.LLM; repeatable."
+        ),
+        click.option("--dry-run", is_flag=True, help="Check everything; show how many runs there are."),
+    ]
+
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
 
 @click.group()
 def sweep() -> None:
-    """Patch every chosen place of a model, one at a time."""
+    """Change every chosen place of a model, one at a time, and measure the answer."""
 
 
 @sweep.command(
@@ -20,23 +76,7 @@ def sweep() -> None:
         "capflow sweep patch --model demo --pairs pairs.jsonl --hooks post_block,mlp_out --direction both --out sweep",
     )
 )
-@click.option("--model", required=True, metavar="MODEL", help="A model's directory or name, or `demo`.")
-@click.option(
-    "--pairs",
-    required=True,
-    metavar="FILE",
-    help="JSON Lines of clean, corrupted, answer, wrong_answer, optionally id.",
-)
-@click.option("--out", required=True, metavar="DIR", help="The output directory; what it has is not done again.")
-@click.option("--hooks", default="post_block", show_default=True, metavar="H,H,…", help="See `capflow sites`.")
-@click.option("--layers", default="all", show_default=True, metavar="LAYERS", help="As in a capture: 4-11, or 3+7.")
-@click.option(
-    "--positions",
-    default="all",
-    show_default=True,
-    metavar="P,P,…",
-    help="all, changed, last, 3, -1, 2-5, comma separated.",
-)
+@_common("post_block")
 @click.option(
     "--direction",
     type=click.Choice(["denoise", "noise", "both"]),
@@ -44,44 +84,43 @@ def sweep() -> None:
     show_default=True,
     help="denoise puts clean rows into the corrupted run, noise the reverse.",
 )
-@click.option(
-    "--metrics",
-    default="logit_diff,probability,kl",
-    show_default=True,
-    metavar="M,M,…",
-    help="Of logit_diff, probability, logprob, kl, MODULE:FUNCTION.",
-)
-@click.option(
-    "--align",
-    type=click.Choice(["position", "end", "role"]),
-    help="How positions of several pairs are joined; position if all are equally long, else role.",
-)
-@click.option("--batch", type=click.IntRange(1), default=512, show_default=True, help="Requests asked for at once.")
-@click.option(
-    "--resamples", type=click.IntRange(1), default=1000, show_default=True, help="Of the intervals over pairs."
-)
-@click.option(
-    "--confidence",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
-    default=0.95,
-    show_default=True,
-    help="Of the intervals.",
-)
-@click.option("--engine-arg", multiple=True, metavar="NAME=VALUE", help="An argument of capflow.LLM; repeatable.")
-@click.option("--dry-run", is_flag=True, help="Check everything; show how many runs there are.")
-def patch(engine_arg: tuple[str, ...], align: str | None, **options: object) -> None:
-    """Put rows of one prompt's run into another's, at each hook, layer and position, and measure the answer.
+def patch(direction: str, **options: Any) -> None:
+    """Put rows of one prompt's run into another's, at each hook, layer and position.
 
     Writes tables (Parquet and DuckDB), heatmaps and a report. A sweep that was stopped continues when it is started
     again.
     """
+    _become("patch", direction, options)
+
+
+@sweep.command(epilog=examples("capflow sweep ablate --model demo --pairs pairs.jsonl --by zero --out ablated"))
+@_common("mlp_out")
+@click.option(
+    "--by",
+    type=click.Choice(["zero", "mean", "both"]),
+    default="mean",
+    show_default=True,
+    help="What comes in a row's place: zeros, or the mean over all prompts.",
+)
+def ablate(by: str, **options: Any) -> None:
+    """Replace rows of the clean prompts by zeros or a mean, at each hook, layer and position.
+
+    Writes and continues as `capflow sweep patch` does.
+    """
+    _become("ablate", by, options)
+
+
+def _become(kind: str, direction: str, options: dict[str, Any]) -> NoReturn:
     from capflow.cli.engine.become import become
     from capflow.cli.engine.job import parse_pairs
 
+    arguments = options.pop("engine_arg")
     job = {
         **options,
-        "align": align or "",
-        "engine": parse_pairs(engine_arg, "--engine-arg"),
+        "kind": kind,
+        "direction": direction,
+        "align": options["align"] or "",
+        "engine": parse_pairs(arguments, "--engine-arg"),
         "command": ["capflow", *sys.argv[1:]],
     }
     become("capflow_models.sweep.program", {"backend": "vllm", **job})

@@ -6,6 +6,7 @@ is (Vig et al. 2020, arXiv:2004.12265; Meng et al. 2022, arXiv:2202.05262).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,17 @@ from capflow_models.backends import resolved_model
 from capflow_models.experiment.records import OutputLines
 from capflow_models.sweep.metrics import METRICS_DEFAULT, SweepRun, check_metrics, digests
 from capflow_models.sweep.pairs import PairReader, PromptPair, TokenPair, read_pairs
-from capflow_models.sweep.plan import PatchPositions, RunKey, SweepPlan, batches, check_directions, read_hooks, sites_of
+from capflow_models.sweep.plan import (
+    ABLATIONS,
+    DIRECTIONS,
+    PatchPositions,
+    RunKey,
+    SweepPlan,
+    batches,
+    check_directions,
+    read_hooks,
+    sites_of,
+)
 from capflow_models.sweep.records import RUNS, encoded, settle
 from capflow_models.sweep.results.result import SweepResult
 from capflow_models.sweep.results.tables import (
@@ -56,6 +67,7 @@ class PatchOptions:
     """What to patch, and how to compare it. `sweep_patch` explains the fields.
 
     dashes: whether errors name options as on the command line.
+    allowed: the directions to choose from: `DIRECTIONS`, or `ABLATIONS`, whose option is `by`.
     """
 
     hooks: str | Sequence[str] = ("post_block",)
@@ -69,6 +81,7 @@ class PatchOptions:
     confidence: float = CONFIDENCE_DEFAULT
     engine: Mapping[str, Any] = field(default_factory=dict)
     dashes: bool = False
+    allowed: Sequence[str] = DIRECTIONS
 
     def named(self, name: str) -> str:
         """Return the name of an option for errors."""
@@ -126,8 +139,44 @@ def sweep_patch(
     options = PatchOptions(
         hooks, layers, positions, direction, tuple(metrics), align, batch, resamples, confidence, engine or {}
     )
-    require("files", "sweep_patch", "pyarrow")
-    require("vllm", "sweep_patch")
+    return _swept(model, pairs, options, out, progress)
+
+
+def sweep_ablate(
+    model: str,
+    pairs: str | Path | Iterable[PromptPair | Mapping[str, Any]],
+    *,
+    by: str | Sequence[str] = "mean",
+    hooks: str | Sequence[str] = ("mlp_out",),
+    out: str | Path | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> SweepResult:
+    """Ablate every chosen hook, layer and position of the clean prompts of pairs, one at a time; return the results.
+
+    A recovery of 1 leaves the clean run unchanged. Raises as `sweep_patch` does.
+
+    by: `zero` puts zeros in a row's place, `mean` the site's mean row over all prompts, without their first positions;
+        `both` does each.
+    options: further ones of `sweep_patch`.
+    """
+    names = {each.name for each in dataclasses.fields(PatchOptions)} - {"direction", "dashes", "allowed"}
+    for name in options:
+        if name not in names:
+            raise UsageError(explain(name, got="an unknown option", expected=f"one of {', '.join(sorted(names))}"))
+    chosen = PatchOptions(hooks=hooks, direction=by, allowed=ABLATIONS, **options)
+    return _swept(model, pairs, chosen, out, progress)
+
+
+def _swept(
+    model: str,
+    pairs: str | Path | Iterable[PromptPair | Mapping[str, Any]],
+    options: PatchOptions,
+    out: str | Path | None,
+    progress: Progress | None,
+) -> SweepResult:
+    require("files", "a sweep", "pyarrow")
+    require("vllm", "a sweep")
     plan = plan_of(model, Path(pairs) if isinstance(pairs, str | Path) else pairs, options)
     if out is None:
         with tempfile.TemporaryDirectory(prefix="capflow-sweep-") as directory:
@@ -139,7 +188,8 @@ def plan_of(model: str, source: Path | Iterable[PromptPair | Mapping[str, Any]],
     """Return the plan of a sweep. Raises UsageError for everything that can be wrong before an engine starts."""
     options.check()
     hooks = read_hooks(options.hooks, options.named("hooks"))
-    directions = check_directions(options.direction, options.named("direction"))
+    name = "direction" if options.allowed == DIRECTIONS else "by"
+    directions = check_directions(options.direction, options.named(name), options.allowed)
     at = PatchPositions.parse(options.positions, options.named("positions"))
     given, places = read_pairs(source)
     functions = digests(check_metrics(options.metrics, options.named("metrics")), options.named("metrics"))
@@ -218,6 +268,8 @@ def _missing(
     }
     with SweepSession(plan.model, plan.sites, out, plan.functions, plan.engine) as session:
         session.check_room(plan.pairs)
+        if any(key.direction == "mean" for keys in todo.values() for key in keys):
+            session.learn_means(plan.pairs)
         pairs = list(todo)
         largest = max(map(len, todo.values()))
         size = min(session.group_size(pairs), max(1, math.ceil(options.batch / largest)))

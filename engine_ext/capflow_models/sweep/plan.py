@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -15,12 +15,14 @@ from capflow.capture.spec import CaptureSpec, read_layers
 from capflow.errors import UsageError, explain
 from capflow_models.sweep.pairs import TokenPair
 
-Direction = Literal["denoise", "noise"]
-DIRECTIONS: tuple[str, ...] = get_args(Direction)
+DIRECTIONS = ("denoise", "noise")
 """`denoise` puts rows of the clean run into the corrupted one, `noise` rows of the corrupted run into the clean one."""
 
-BASES = {"denoise": "corrupted", "noise": "clean"}
-"""The prompt that a direction changes. The rows come from the other one."""
+ABLATIONS = ("zero", "mean")
+"""`zero` puts zeros into the clean run, `mean` the site's mean row over all prompts. They count as directions, too."""
+
+BASES = {"denoise": "corrupted", "noise": "clean", "zero": "clean", "mean": "clean"}
+"""The prompt that a direction changes."""
 
 BASELINES = ("clean", "corrupted")
 """The unchanged runs."""
@@ -159,27 +161,33 @@ class SweepPlan:
         )
 
     def settings(self) -> dict[str, Any]:
-        """Return what the values of runs depend on, besides their keys; each pair by a digest of its tokens."""
+        """Return what the values of runs depend on, besides their keys; each pair by a digest of its tokens.
+
+        `mean` is a digest of all pairs, as a mean row is one over all of their prompts; None if there is no such run.
+        """
+        digests = {pair.id: _digest(pair.clean, pair.corrupted, pair.answer, pair.wrong_answer) for pair in self.pairs}
         return {
+            "mean": _digest(*digests.values()) if "mean" in self.directions else None,
             "model": self.model,
             "engine": {name: repr(value) for name, value in sorted(self.engine.items())},
             "functions": dict(sorted(self.functions.items())),
-            "pairs": {pair.id: _digest(pair) for pair in self.pairs},
+            "pairs": digests,
         }
 
 
-def check_directions(value: str | Collection[str], where: str = "--direction") -> list[str]:
-    """Return the directions that a name means; `both` means all. Raises UsageError for another name."""
-    names = list(DIRECTIONS) if value == "both" else [value] if isinstance(value, str) else list(value)
-    for name in names:
-        if name not in DIRECTIONS:
-            raise UsageError(explain(where, got=str(name), expected=f"one of {', '.join(DIRECTIONS)}, both"))
+def check_directions(
+    value: str | Collection[str], where: str = "--direction", allowed: Sequence[str] = DIRECTIONS
+) -> list[str]:
+    """Return the directions that a name means; `both` means all allowed ones. Raises UsageError for another name."""
+    names = list(allowed) if value == "both" else [value] if isinstance(value, str) else list(value)
+    for name in names or [""]:
+        if name not in allowed:
+            raise UsageError(explain(where, got=str(name), expected=f"one of {', '.join(allowed)}, both"))
     return list(dict.fromkeys(names))
 
 
-def _digest(pair: TokenPair) -> str:
-    content = msgspec.json.encode((pair.clean, pair.corrupted, pair.answer, pair.wrong_answer))
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
+def _digest(*parts: Any) -> str:
+    return hashlib.blake2b(msgspec.json.encode(parts), digest_size=8).hexdigest()
 
 
 def batches(keys: Iterable[RunKey], size: int) -> Iterator[list[RunKey]]:

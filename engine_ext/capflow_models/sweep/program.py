@@ -1,4 +1,4 @@
-"""The program of `capflow sweep patch`. Its one argument is a `PatchJob` as JSON."""
+"""The program of `capflow sweep patch` and `ablate`. Its one argument is a `SweepJob` as JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from rich.console import Console
@@ -19,16 +19,17 @@ from capflow.files import write_whole
 from capflow_models.experiment.results.manifest import hash_of, versions
 from capflow_models.jobs.ending import check_interrupted, run_program
 from capflow_models.sweep.patch import PatchOptions, computed, plan_of
-from capflow_models.sweep.plan import SweepPlan
+from capflow_models.sweep.plan import ABLATIONS, DIRECTIONS, SweepPlan
 from capflow_models.sweep.records import done_count
 from capflow_models.sweep.results.report import REPORT, weak_lines, write_report
 
 MANIFEST = "run.json"
 
 
-class PatchJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The options of `capflow sweep patch`.
+class SweepJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The options of a sweep.
 
+    kind: `patch`, or `ablate`, whose directions are `zero` and `mean`.
     backend: always `vllm`.
     metrics: comma separated, as `hooks` and `positions`.
     align: empty for the default.
@@ -50,6 +51,7 @@ class PatchJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: dict[str, Any] = {}
     dry_run: bool = False
     command: list[str] = []
+    kind: Literal["patch", "ablate"] = "patch"
     backend: str = "vllm"
 
     def options(self) -> PatchOptions:
@@ -66,10 +68,11 @@ class PatchJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.confidence,
             self.engine,
             dashes=True,
+            allowed=DIRECTIONS if self.kind == "patch" else ABLATIONS,
         )
 
 
-def run(job: PatchJob) -> None:
+def run(job: SweepJob) -> None:
     """Compute the missing runs, then write tables, pictures and report."""
     console = Console(highlight=False, stderr=True, soft_wrap=True)
     for extra in ("duckdb", "plot"):
@@ -118,9 +121,10 @@ def show_plan(plan: SweepPlan, done: int) -> None:
         console.print(f"{done} of {plan.run_count} runs already exist")
 
 
-def manifest_of(job: PatchJob, plan: SweepPlan, seconds: float) -> dict[str, Any]:
+def manifest_of(job: SweepJob, plan: SweepPlan, seconds: float) -> dict[str, Any]:
     """Return how a sweep was made; the seconds are of this run only."""
     return {
+        "kind": job.kind,
         "model": plan.model,
         "engine": {name: repr(value) for name, value in plan.engine.items()},
         "pairs": f"{job.pairs}, SHA-256 {hash_of(Path(job.pairs))}",
@@ -158,7 +162,7 @@ def _bar(console: Console) -> Progress:
 def main() -> int:
     """Run the job; return the exit code."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    return run_program(lambda: run(msgspec.json.decode(sys.argv[1], type=PatchJob)))
+    return run_program(lambda: run(msgspec.json.decode(sys.argv[1], type=SweepJob)))
 
 
 if __name__ == "__main__":

@@ -36,10 +36,9 @@ def settle(plan: SweepPlan, out: Path, file: LineFile) -> dict[RunKey, SweepRun]
     lines = file.lines()
     if lines:
         check_settings(settings, out)
-    kept = _read(out / SETTINGS).get("pairs", {}) if lines else {}
-    write_whole(
-        out / SETTINGS, msgspec.json.format(msgspec.json.encode({**settings, "pairs": kept | settings["pairs"]}))
-    )
+    kept = _read(out / SETTINGS) if lines else {"pairs": {}}
+    merged = {"pairs": kept["pairs"] | settings["pairs"], "mean": settings["mean"] or kept.get("mean")}
+    write_whole(out / SETTINGS, msgspec.json.format(msgspec.json.encode({**settings, **merged})))
     return runs_of(plan, lines, file.path)
 
 
@@ -68,6 +67,8 @@ def check_settings(settings: Mapping[str, Any], out: Path) -> None:
             if one.get(name) != other.get(name):
                 shown = [each.get(name, "nothing") for each in (one, other)]
                 raise _refused(out, f"{noun} {name}", *shown)
+    if len({there.get("mean"), settings["mean"]} - {None}) > 1:
+        raise _refused(out, "the mean", "means over other prompts", "means over those of this sweep")
     for name, digest in settings["pairs"].items():
         if there["pairs"].get(name, digest) != digest:
             raise _refused(out, f"pair {name}", "other prompts or answers", "those of this sweep")

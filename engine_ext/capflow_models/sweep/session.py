@@ -72,6 +72,8 @@ class SweepSession:
         # The captured rows of the present group, by pair and baseline.
         self._rows: dict[tuple[str, str], Rows] = {}
         self._names: dict[str, str] = {}
+        # The mean row of each site, once they are learnt.
+        self._means: dict[Site, npt.NDArray[np.float32]] = {}
         self._directory = Path(tempfile.mkdtemp(prefix=ROWS, dir=out))
         self._out = self._directory / "measured.jsonl"
         os.environ[MEASURED_OUT] = str(self._out.absolute())
@@ -84,8 +86,8 @@ class SweepSession:
                 **{
                     "sites": list(map(str, sites)),
                     "skip_tokenizer_init": True,
-                    "logits_processors": [PROCESSOR],
                     **arguments,
+                    "logits_processors": [*(arguments.get("logits_processors") or ()), PROCESSOR],
                     "consumers": [
                         f"filesystem:root={escaped(self._directory / 'rows')},capture=requests,fsync=false",
                         *arguments.get("consumers", ()),
@@ -162,20 +164,46 @@ class SweepSession:
                 shutil.rmtree(Path(request.path), ignore_errors=True)
         return runs
 
+    def learn_means(self, pairs: Sequence[TokenPair]) -> None:
+        """Compute each site's mean row over all positions but the first of all prompts of pairs.
+
+        The first position is left out: its row is often a hundred times as long as the others (Sun et al. 2024,
+        arXiv:2402.17762). Prompts of one token count with that token.
+        """
+        totals: dict[Site, npt.NDArray[np.float64]] = {}
+        count, size = 0, self.group_size(pairs)
+        for start in range(0, len(pairs), size):
+            self.begin(pairs[start : start + size])
+            for rows in self._rows.values():
+                length = len(rows[self._sites[0]])
+                count += max(1, length - 1)
+                for site, each in rows.items():
+                    total = each[min(1, length - 1) :].sum(0, dtype=np.float64)
+                    totals[site] = totals[site] + total if site in totals else total
+        self._means = {site: (total / count).astype(np.float32) for site, total in totals.items()}
+
     def patched(self, keys: Sequence[RunKey], pairs: Mapping[str, TokenPair]) -> list[SweepRun]:
         """Compute patched runs of the present group in one batch."""
         names, prompts, params = [], [], []
         for key in keys:
             pair, site = pairs[key.pair], Site.parse(key.site)
-            base = BASES[key.direction]
-            donor = next(name for name in BASELINES if name != base)
-            row = self._rows[key.pair, donor][site][key.position]
+            base, row = BASES[key.direction], self._row(key, site)
             patch = {site.hook: {site.layer: {"positions": [key.position], "vector": row}}}
             names.append(self._name())
             prompts.append(getattr(pair, base))
             params.append(self._params(pair, names[-1], steering_patches=patch))
         measured = self._generate(prompts, params)
         return [_run(key, measured[name]) for key, name in zip(keys, names, strict=True)]
+
+    def _row(self, key: RunKey, site: Site) -> npt.NDArray[np.float32]:
+        """Return the row that a run puts in."""
+        if key.direction == "zero":
+            return np.zeros(self.llm.capflow_model.hidden_size, np.float32)
+        if key.direction == "mean":
+            return self._means[site]
+        donor = next(name for name in BASELINES if name != BASES[key.direction])
+        row: npt.NDArray[np.float32] = self._rows[key.pair, donor][site][key.position]
+        return row
 
     def _params(self, pair: TokenPair, name: str, *, forget: bool = False, **fields: Any) -> Any:
         asked = {

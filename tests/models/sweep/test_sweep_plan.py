@@ -10,7 +10,7 @@ from capflow.errors import UsageError
 from capflow_models.sweep.pairs import ROLES, PairReader
 from capflow_models.sweep.patch import PatchOptions, computed, plan_of
 from capflow_models.sweep.plan import PatchPositions, RunKey, batches
-from capflow_models.sweep.program import PatchJob, run
+from capflow_models.sweep.program import SweepJob, run
 
 GOOD = {"clean": "w7 w60 w61 w9", "corrupted": "w7 w70 w61 w9", "answer": " w30", "wrong_answer": " w31"}
 
@@ -136,11 +136,11 @@ def test_a_dry_run_names_a_directory_of_other_settings(plan, tiny_with_words, tm
     out.mkdir()
     pairs.write_text(json.dumps(GOOD))
     (out / "runs.jsonl").write_text(
-        '{"pair":"1","direction":"clean","site":"","position":-1,"logits":[1,"nan"],"logprobs":[-1,-2],"kl":0,"top":1}\n{"p'
+        '{"pair":"1","direction":"clean","site":"","position":-1,"logits":[1,2],"logprobs":[-1,-2],"kl":0,"top":1}\n{"p'
     )
     (out / "settings.json").write_text(json.dumps(plan().settings() | {"model": "another"}))
     options = ("post_block", "all", "all", "denoise", "kl", 1, 1, 0.5)
-    job = PatchJob(tiny_with_words, str(pairs), str(out), *options, dry_run=True)
+    job = SweepJob(tiny_with_words, str(pairs), str(out), *options, dry_run=True)
     with pytest.raises(UsageError, match=f"{out}, the model: got another there, expected {tiny_with_words}; choose"):
         run(job)
 

@@ -149,7 +149,7 @@ def test_the_heatmap_has_a_panel_for_each_hook_and_the_means(tmp_path):
     assert [abs(row["recovery"] - 1) for row in best] == sorted((abs(r - 1) for r in rows.values()), reverse=True)[:3]
     (tmp_path / "plots").mkdir()
     (tmp_path / "plots" / "old.png").touch()
-    write_report(result, {"model": "<m>", "confidence": "90%"}, tmp_path)
+    write_report(result, {"kind": "patch", "model": "<m>", "confidence": "90%"}, tmp_path)
     page = (tmp_path / "report.html").read_text()
     assert "<m>" not in page
     assert "&lt;m&gt;" in page

@@ -11,7 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     import pyarrow as pa
 
-UNCHANGED = {"denoise": 0.0, "noise": 1.0}
+UNCHANGED = {"denoise": 0.0, "noise": 1.0, "zero": 1.0, "mean": 1.0}
 """The recovery of the run that a direction changes, which has no colour."""
 
 _LABELS_MAX = 40
@@ -34,7 +34,7 @@ def figure_of(summary: pa.Table, direction: str, metric: str) -> tuple[str, Any]
     height = max(2.6, min(9.0, 0.2 * len(layers) + 1.6))
     figure = Figure((0.9 + width * len(hooks), height), layout="constrained", facecolor="white")
     panels = figure.subplots(1, len(hooks), squeeze=False, sharey=True)[0]
-    middle = UNCHANGED.get(direction, 1.0)
+    middle = UNCHANGED[direction]
     values = np.array([row["recovery"] for row in rows if row["recovery"] is not None], np.float64)
     reach = max(1.0, float(np.quantile(np.abs(values - middle), 0.995))) if len(values) else 1.0
     image: Any = None
@@ -56,7 +56,9 @@ def figure_of(summary: pa.Table, direction: str, metric: str) -> tuple[str, Any]
     meaning = {
         "denoise": "clean rows in the corrupted run: 1 restores the clean run",
         "noise": "corrupted rows in the clean run: 0 makes it the corrupted one",
-    }.get(direction, direction)
+        "zero": "zeros in the clean run: 1 leaves it unchanged",
+        "mean": "mean rows in the clean run: 1 leaves it unchanged",
+    }[direction]
     return f"{metric}, {direction} ({meaning}); mean over {pairs} pair{'s' * (pairs != 1)}.", figure
 
 
@@ -87,5 +89,5 @@ def strongest(summary: pa.Table, direction: str, metric: str, count: int) -> Seq
         row for row in summary.to_pylist()
         if (row["direction"], row["metric"]) == (direction, metric) and row["recovery"] is not None
     ]  # fmt: skip
-    middle = UNCHANGED.get(direction, 1.0)
+    middle = UNCHANGED[direction]
     return sorted(rows, key=lambda row: -abs(row["recovery"] - middle))[:count]

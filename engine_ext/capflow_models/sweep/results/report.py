@@ -33,8 +33,9 @@ def write_report(result: SweepResult, manifest: Mapping[str, Any], out: Path) ->
         path.unlink()
     for name, (_, picture) in drawn.items():
         write_whole(out / PLOTS / f"{name}.png", picture)
+    title = {"patch": "Activation patching", "ablate": "Ablation"}[manifest["kind"]]
     body = [
-        "<h1>Activation patching</h1>",
+        f"<h1>{title}</h1>",
         f"<p>{html.escape(_summary(result, manifest))}</p>",
         *(f"<p><b>{html.escape(line)}</b></p>" for line in weak_lines(result)),
         *(image_of(caption, picture) for caption, picture in drawn.values()),
@@ -50,8 +51,8 @@ def write_report(result: SweepResult, manifest: Mapping[str, Any], out: Path) ->
         html_table(["name", "value"], [[name, str(value)] for name, value in manifest.items()]),
     ]
     page = (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Activation patching</title>'
-        f"<style>{_STYLE}</style></head><body>{''.join(body)}</body></html>\n"
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>'
+        f"{title}</title><style>{_STYLE}</style></head><body>{''.join(body)}</body></html>\n"
     )
     write_whole(out / REPORT, page.encode())
 
@@ -70,8 +71,8 @@ def weak_lines(result: SweepResult) -> list[str]:
 
 def _summary(result: SweepResult, manifest: Mapping[str, Any]) -> str:
     return (
-        f"{repr(result)[1:-1]}, of {manifest['model']}. Recovery is (value - corrupted) / (clean - corrupted): 0 is the "
-        f"corrupted run, 1 the clean one. Means are over pairs, with {manifest['confidence']} bootstrap intervals."
+        f"{repr(result)[1:-1]}, of {manifest['model']}. Recovery is (value - corrupted) / (clean - corrupted): 0 is "
+        f"the corrupted run, 1 the clean one. Means are over pairs, with {manifest['confidence']} bootstrap intervals."
     )
 
 

@@ -110,7 +110,8 @@ class SweepResult:
         return drawn
 
     def __repr__(self) -> str:
-        counts = f"{len(self.pairs['pair'].unique())} pairs, {self.patches.num_rows // len(self.metrics)} patches"
+        pairs, patches = len(self.pairs["pair"].unique()), self.patches.num_rows // len(self.metrics)
+        counts = f"{pairs} pair{'s' * (pairs != 1)}, {patches} patches"
         return f"<SweepResult: {counts}, {', '.join(self.directions)}, {', '.join(self.metrics)}>"
 
     def _repr_html_(self) -> str:
