@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from capflow.capture.site import HOOKS, Site, hook_named
+from capflow.capture.site import HOOK_DEFAULT, HOOKS, Site, hook_named
 from capflow.capture.spec import CaptureSpec, read_layers
 from capflow.errors import UsageError, explain
 from capflow_models.sweep.pairs import TokenPair
@@ -58,20 +58,20 @@ def read_hooks(value: str | Sequence[str], where: str = "--hooks") -> list[str]:
 
 
 def sites_of(hooks: Sequence[str], layers: Any, count: int, where: str = "--layers") -> list[Site]:
-    """Return the chosen sites of a model, by hook and layer.
+    """Return the chosen sites of a model, by hook and layer. `final` has one, at the last layer, whatever the layers.
 
     layers: as in a capture spec.
     count: the number of layers of the model.
 
     Raises UsageError for a layer that the model does not have.
     """
-    spec = CaptureSpec({hooks[0]: read_layers(layers, where)})
-    every = [Site(layer, hooks[0]) for layer in range(count)]
+    spec = CaptureSpec({HOOK_DEFAULT: read_layers(layers, where)})
+    every = [Site(layer, HOOK_DEFAULT) for layer in range(count)]
     try:
         chosen = sorted(site.layer for site in spec.resolve(every, num_layers=count, where=where))
     except UsageError as e:
-        raise UsageError(str(e).replace(f"{where}.hooks.{hooks[0]}", where, 1)) from e
-    return [Site(layer, hook) for hook in hooks for layer in chosen]
+        raise UsageError(str(e).replace(f"{where}.hooks.{HOOK_DEFAULT}", where, 1)) from e
+    return [Site(layer, hook) for hook in hooks for layer in ([count - 1] if hook == "final" else chosen)]
 
 
 class PatchPositions(NamedTuple):

@@ -105,6 +105,8 @@ def placed(layer, hook):
     """Return the module of a layer that a hook point is at, and whether it lies before that."""
     return {
         "pre_attn": (layer, True),
+        "attn_in": (layer.input_layernorm, False),
+        "attn_out": (layer.self_attn, False),
         "post_attn": (layer.post_attention_layernorm, True),
         "mlp_in": (layer.post_attention_layernorm, False),
         "mlp_out": (layer.mlp, False),
@@ -132,12 +134,15 @@ class Hooked:
 
         with contextlib.ExitStack() as stack:
             for number, hook in itertools.product(range(len(self.layers)), HOOKS):
-                module, before = placed(self.layers[number], hook)
-                at = (number, hook)
+                final = (self.model.model.norm, False)
+                module, before = final if hook == "final" else placed(self.layers[number], hook)
+                at = (LAYERS - 1 if hook == "final" else number, hook)
                 if before:
                     handle = module.register_forward_pre_hook(lambda _, args, at=at: visit(at, args[0]))
                 else:
-                    handle = module.register_forward_hook(lambda _, __, output, at=at: visit(at, output))
+                    handle = module.register_forward_hook(
+                        lambda _, __, output, at=at: visit(at, output[0] if isinstance(output, tuple) else output)
+                    )
                 stack.callback(handle.remove)
             with torch.no_grad():
                 return self.model(torch.tensor([tokens]), use_cache=False).logits[0, -1], rows
@@ -167,7 +172,7 @@ def test_every_patch_equals_transformers_with_hooks(swept, prompts, reference):
     rows = {}
     for row in result.to_arrow().to_pylist():
         rows.setdefault((row["pair"], row["direction"], row["hook"], row["layer"], row["position"]), []).append(row)
-    assert len(rows) == 2 * len(HOOKS) * LAYERS * (4 + 4)
+    assert len(rows) == 2 * (LAYERS * (len(HOOKS) - 1) + 1) * (4 + 4), "final is a hook of the last layer alone"
     moved = 0.0
     for (pair, direction, hook, layer, position), mine in rows.items():
         clean, corrupted, answer, wrong = prompts[pair]
