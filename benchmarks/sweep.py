@@ -196,9 +196,8 @@ def main() -> int:
                 seconds[kind].append(took)
     ours.session.close()
     count = len(values["capflow"])
-    print(
-        f"\n{count} patches of {args.pairs} pairs, {args.rounds} turns each, interleaved, {torch.get_num_threads()} threads"
-    )
+    threads = torch.get_num_threads()
+    print(f"\n{count} patches of {args.pairs} pairs, {args.rounds} turns each, interleaved, {threads} threads")
     print("| contender | CPU s | patches per CPU s | capflow is faster by |")
     print("|---|---|---|---|")
     fastest = statistics.median(seconds["capflow"])
