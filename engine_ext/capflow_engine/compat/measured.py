@@ -2,9 +2,9 @@
 
 A distribution has as many values as the vocabulary has tokens, and a sweep has thousands of them, so they never leave
 the worker. A logits processor reads each one in float32, as the model computes it, before any temperature, and changes
-nothing. A request asks for it in `extra_args["capflow_measured"]`: `{"request": name, "reference": name, "tokens":
-[answer, wrong answer]}`. A request whose name is its reference is kept to compare others with, until a request with
-`"forget": true` comes.
+nothing. A request asks for it in `extra_args["capflow_measured"]`: `{"request": name, "reference": name, "group": name,
+"tokens": [answer, wrong answer]}`. The distribution of a request whose name is its reference is kept to compare others
+with, until a request of another group comes.
 
 Results are lines of JSON in the file that `CAPFLOW_MEASURED_OUT` names: `request`, `logits` and `logprobs` of the
 tokens, `kl`, which is KL(reference || this) in nats over the whole vocabulary, `top`, the likeliest token, and `values`
@@ -60,8 +60,9 @@ class MeasuredLogits(LogitsProcessor):  # type: ignore[misc]
         self._out = Path(os.environ[MEASURED_OUT]) if os.environ.get(MEASURED_OUT) else None
         names = os.environ.get(MEASURED_FUNCTIONS, "") if self._out else ""
         self._functions = {name: function_named(name) for name in names.split(",") if name}
-        # Log probabilities `[vocabulary]` of references, by name.
+        # Log probabilities `[vocabulary]` of references, by name, those of `_group` only.
         self._references: dict[str, torch.Tensor] = {}
+        self._group = ""
 
     def is_argmax_invariant(self) -> bool:
         """Return False: vLLM calls a processor that may change the likeliest token for every request."""
@@ -91,8 +92,9 @@ class MeasuredLogits(LogitsProcessor):  # type: ignore[misc]
         asked = (params.extra_args or {}).get(MEASURED_KEY)
         if asked is None:
             return None
-        if asked.get("forget"):
+        if asked["group"] != self._group:
             self._references.clear()
+            self._group = asked["group"]
         return _Asked(asked["request"], asked["reference"], asked["tokens"], output)
 
     def _measured(self, logits: torch.Tensor, rows: Sequence[tuple[int, _Asked]]) -> Iterator[dict[str, Any]]:

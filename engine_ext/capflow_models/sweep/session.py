@@ -72,6 +72,7 @@ class SweepSession:
         # The captured rows of the present group, by pair and baseline.
         self._rows: dict[tuple[str, str], Rows] = {}
         self._names: dict[str, str] = {}
+        self._group = ""
         # The mean row of each site, once they are learnt.
         self._means: dict[Site, npt.NDArray[np.float32]] = {}
         self._directory = Path(tempfile.mkdtemp(prefix=ROWS, dir=out))
@@ -144,13 +145,13 @@ class SweepSession:
         runs: list[SweepRun] = []
         self._rows.clear()
         self._names = {pair.id: self._name() for pair in pairs}
+        self._group = self._name()
         capture = {"hooks": layers_by_hook(self._sites), "positions": "all_prompt"}
         for number, baseline in enumerate(BASELINES):
             names = [self._names[pair.id] if number == 0 else self._name() for pair in pairs]
             prompts = [getattr(pair, baseline) for pair in pairs]
             params = [
-                self._params(pair, name, forget=number == 0 and pair is pairs[0], id=name, capture=capture)
-                for pair, name in zip(pairs, names, strict=True)
+                self._params(pair, name, id=name, capture=capture) for pair, name in zip(pairs, names, strict=True)
             ]
             measured = self._generate(prompts, params)
             data = capflow.open(self._directory / "rows")
@@ -205,12 +206,12 @@ class SweepSession:
         row: npt.NDArray[np.float32] = self._rows[key.pair, donor][site][key.position]
         return row
 
-    def _params(self, pair: TokenPair, name: str, *, forget: bool = False, **fields: Any) -> Any:
+    def _params(self, pair: TokenPair, name: str, **fields: Any) -> Any:
         asked = {
             "request": name,
             "reference": self._names[pair.id],
             "tokens": [pair.answer, pair.wrong_answer],
-            "forget": forget,
+            "group": self._group,
         }
         return capflow.sampling_params(
             max_tokens=1,
@@ -250,6 +251,9 @@ def check_engine(arguments: Mapping[str, Any], where: str) -> None:
     names = compat.argument_names()
     for kind in capflow.LLM.__mro__:
         names |= inspect.signature(kind).parameters.keys() if kind is not object else set()
+    if arguments.get("data_parallel_size") not in (None, 1):
+        got = f"data_parallel_size={arguments['data_parallel_size']}"
+        raise UsageError(explain(where, got=got, expected="one replica, which compares all runs", do="leave it out"))
     for name in arguments:
         if name not in names:
             near = ", ".join(difflib.get_close_matches(name, names)) or "see the arguments of vllm.LLM"
