@@ -19,7 +19,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="demo")
     parser.add_argument("--pairs", default=HERE / "city_pairs.jsonl")
-    parser.add_argument("--hooks", default="post_block,mlp_out")
+    parser.add_argument("--hooks", default="post_block,attn_out,mlp_out")
     parser.add_argument("--out", default="trace")
     parser.add_argument("--images", help="a directory for the pictures; by default --out")
     args = parser.parse_args()
