@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from capflow.capture.spec import CaptureSpec
     from capflow.errors import CapflowError, FatalError, HubUnreachableError, RetryError, UsageError, explain
     from capflow.hub.hub import Hub
+    from capflow.lenses.lens import Lens, LensReading, open_lens
     from capflow.plugins.configure import configure, configure_all, load_plugins
     from capflow.plugins.consumer import (
         Backlog,
@@ -97,6 +98,8 @@ __all__ = [
     "Gain",
     "Hub",
     "HubUnreachableError",
+    "Lens",
+    "LensReading",
     "ModelInfo",
     "Outcome",
     "Positions",
@@ -141,6 +144,7 @@ __all__ = [
     "load_steering_module",
     "load_vector",
     "open",
+    "open_lens",
     "sampling_params",
     "save_vector",
 ]
@@ -156,6 +160,7 @@ _PLACES = {
     "capflow.capture.spec": ("CaptureSpec",),
     "capflow.errors": ("CapflowError", "FatalError", "HubUnreachableError", "RetryError", "UsageError", "explain"),
     "capflow.hub.hub": ("Hub",),
+    "capflow.lenses.lens": ("Lens", "LensReading", "open_lens"),
     "capflow.plugins.configure": ("configure", "configure_all", "load_plugins"),
     "capflow.plugins.consumer": (
         "Backlog",

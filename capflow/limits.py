@@ -272,6 +272,13 @@ SQL_BYTES_MAX = 1 * MIB
 QUERY_BATCH_BYTES_MAX = 256 * MIB  # one batch of an answer, 2,048 rows
 QUERY_ROWS_DEFAULT = 10_000
 
+# Lenses.
+LENS_TILE_BYTES = 8 * MIB  # a tile of an unembedding or of a translator, in float32
+LENS_LOGITS_BYTES = 16 * MIB  # the logits of one tile
+LENS_ROWS = 1_024  # rows that are read in one pass over the unembedding
+LENS_TOKENS_MAX = 1_024  # most likely tokens of a row
+MODEL_JSON_BYTES_MAX = 256 * MIB  # a JSON file of a model
+
 # Types of values on the wire. A value out of bounds is refused while it is decoded.
 
 Name = Annotated[str, Meta(max_length=REQUEST_ID_LENGTH_MAX)]

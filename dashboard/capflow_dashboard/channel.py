@@ -39,6 +39,7 @@ class PageSetup(msgspec.Struct, frozen=True, tag_field="type", tag="setup"):
     alerts: the rules, each as `NAME: RULE`.
     completions, completions_key: the address of the server that runs requests again, and its key; empty for none.
     data: the path of the data set that is shown; empty for a hub and for a recording.
+    lens, other_weights: the lens file, and whether it may be of other weights; empty for the logit lens.
     """
 
     host: str
@@ -57,6 +58,8 @@ class PageSetup(msgspec.Struct, frozen=True, tag_field="type", tag="setup"):
     completions: str = ""
     completions_key: str = ""
     data: str = ""
+    lens: str = ""
+    other_weights: bool = False
 
 
 class EngineMet(msgspec.Struct, frozen=True, tag_field="type", tag="engine"):

@@ -59,6 +59,8 @@ class DashboardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vectors: vector files that a page may use, each as `NAME=FILE`.
     modules: modules of the engines that a page may scale.
     labels: a file with the labels of requests, as `capflow probe` reads it.
+    lens: a lens file, as `capflow lens` writes it; without one the page shows the logit lens.
+    other_weights: whether the lens may be of other weights of the same sizes.
     alerts: rules of alerts, each as `NAME: RULE`, or files with one a line.
     server: the address of a `capflow serve` at which pages may run requests again, steered.
     server_key_file: a file with its key; by default the variable `VLLM_API_KEY`.
@@ -77,6 +79,8 @@ class DashboardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vectors: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     labels: str | None = None
+    lens: str | None = None
+    other_weights: bool = False
     alerts: tuple[str, ...] = ()
     server: str | None = None
     server_key_file: str | None = None
@@ -168,6 +172,10 @@ class Dashboard(Consumer):
             from capflow_dashboard.serving import labels_of
 
             labels_of(config.labels)
+        if config.lens is not None:
+            from capflow_dashboard.serving import lens_of
+
+            lens_of(config.lens)
         _ = self._alerts
         if config.server is not None:
             CompletionServer.parse(config.server, where="consumers.dashboard.server")
@@ -204,6 +212,8 @@ class Dashboard(Consumer):
             self.config.server or "",
             self._server_key,
             self.data,
+            self.config.lens or "",
+            self.config.other_weights,
         )
         process = PageProcess(setup, context.count, self._act)
         process.start()

@@ -5,6 +5,8 @@ Units stand last in names: `_BYTES`, `_S` for seconds.
 
 from __future__ import annotations
 
+from capflow.limits import LENS_LOGITS_BYTES, LENS_TILE_BYTES, MODEL_JSON_BYTES_MAX
+
 KIB = 1024
 MIB = 1024 * KIB
 
@@ -125,7 +127,7 @@ AGAIN_STREAM_BYTES_MAX = 8 * MIB
 AGAIN_ANSWER_BYTES_MAX = 256 * KIB
 # Characters of an error on the page.
 AGAIN_ERROR_LENGTH_MAX = 500
-# The newest rows, which are kept for the logit lens, with an estimate of their headers.
+# The newest rows, which are kept for lenses, with an estimate of their headers.
 KEPT_ROWS_BYTES_MAX = 128 * MIB
 # The header of a kept frame, besides its tokens.
 KEPT_FRAME_BYTES = 4 * KIB
@@ -146,10 +148,6 @@ STORES_MAX = 8
 LENS_IDLE_S = 60.0
 # The memory of the process, besides mapped files.
 LENS_BYTES_MAX = 1024 * MIB
-# A tile of the unembedding in float32.
-LENS_TILE_BYTES = 8 * MIB
-# A JSON file of a model.
-LENS_JSON_BYTES_MAX = 256 * MIB
 
 # Rules of alerts: how many, the characters of one and of its name, and a file of them.
 ALERT_RULES_MAX = 64
@@ -185,7 +183,7 @@ assert TICK_S < SILENCE_S / 2
 assert STATE_S < HEARTBEAT_S < SILENCE_S
 assert 2 * RENEW_S + LEASES_S < LEASE_S
 assert CLIENTS_MAX < PAGES_KNOWN_MAX
-assert LENS_JSON_BYTES_MAX < LENS_BYTES_MAX
 assert AGAIN_READ_BYTES <= AGAIN_EVENT_BYTES_MAX <= AGAIN_STREAM_BYTES_MAX
 assert AGAIN_CONNECT_S_MAX < AGAIN_SILENT_S_MAX < AGAIN_S_MAX
-assert LENS_TILE_BYTES < LENS_BYTES_MAX
+assert MODEL_JSON_BYTES_MAX < LENS_BYTES_MAX
+assert LENS_TILE_BYTES + LENS_LOGITS_BYTES < LENS_BYTES_MAX

@@ -270,6 +270,7 @@ class PageServer:
             "rights": ["watch", "steer"] if self._desk.allowed else ["watch"],
             "steering": self._desk.describe(),
             "lens": True,
+            "lens_title": self._lens.title,
             "stored": self._stored.known,
             "again": self._again.describe(),
             "source": dict(zip(("kind", "name"), self._board.source, strict=True)),

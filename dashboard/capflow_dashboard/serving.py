@@ -17,6 +17,7 @@ from typing import Any
 
 from capflow.capture.frame import Frame
 from capflow.errors import CapflowError, UsageError, explain
+from capflow.lenses.file import LensFile
 from capflow.probes.kinds import load_probes
 from capflow.probes.labels import read_labels
 from capflow.probes.probe import Scorer
@@ -116,6 +117,14 @@ def again_of(
     return AgainDesk(board, steering, server, on_run)
 
 
+def lens_of(path: str) -> LensFile:
+    """Return a lens file. Raises UsageError for a file that cannot be used."""
+    try:
+        return LensFile(path)
+    except UsageError as e:
+        raise UsageError(f"consumers.dashboard.lens: {e}") from e
+
+
 def labels_of(path: str) -> dict[str, bool]:
     """Return whether each request has the positive label. Raises UsageError for a file that cannot be used."""
     where = "consumers.dashboard.labels"
@@ -142,6 +151,7 @@ def serve(channel: Channel) -> None:
         board.alerts = AlertBook(read_rules(setup.alerts, "consumers.dashboard.alerts"))
         if setup.labels:
             board.labels = labels_of(setup.labels)
+        lens = lens_of(setup.lens) if setup.lens else None
         desk = desk_of(setup, board, lambda action: _tell(channel, ActionWanted(action)))
         again = again_of(setup, board, desk, lambda text, event: _tell(channel, LogWanted(text, event, logging.INFO)))
     except CapflowError as e:
@@ -153,7 +163,7 @@ def serve(channel: Channel) -> None:
         board,
         PageFiles(setup.token, steers=desk.allowed),
         desk,
-        LensDesk(board, rows),
+        LensDesk(board, rows, lens, other_weights=setup.other_weights),
         again,
         StoredRows(board, setup.data),
         on_count=lambda name: _tell(channel, Counted(name)),

@@ -58,7 +58,7 @@ A page sends text, one of these:
 | `{"seen": SEQ, "frame_ms": NUMBER}` | it has drawn an update; its 95th percentile of the time of a frame |
 | `{"act": {"id": N, "kind": KIND, …}}` | an action, as `capflow_dashboard.steering.PageAction`; with the right only |
 | `{"alive": NAME}` | its name, and that what it holds goes on; once a second while it holds something |
-| `{"lens": {"id": N, "request": KEY, "position": P}}` | it asks for the logit lens of a token; the answer repeats N |
+| `{"lens": {"id": N, "request": KEY, "position": P}}` | it asks for the lens of a token; the answer repeats N |
 | `{"stored": {"id": N, "request": KEY, "position": P}}` | it asks where the rows of a token are stored |
 | `{"again": {"id": N, "request": KEY, …}}` | a run, or the `stop` of it: `again.desk.RunAsk`; with the right only |
 
@@ -107,7 +107,7 @@ class Subscribe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TokenAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A page asks for the logit lens of a token, or where its rows are stored.
+    """A page asks for the lens of a token, or where its rows are stored.
 
     id: the page's number of the ask.
     request: the request's key.

@@ -43,6 +43,7 @@ def test_the_plugin_brings_it_and_its_options_are_as_described():
     [
         ("host", "0.0.0.0", "host: got 0.0.0.0, expected one of 127.0.0.1, ::1, localhost; reach it from elsewhere"),
         ("host", "192.168.1.2", "host: got 192.168.1.2, expected"),
+        ("lens", "none.safetensors", "lens: none.safetensors: got no such file, expected a lens file"),
         ("port", 70_000, "port: got 70000, expected 0..65535; remove it"),
         ("port", -1, "port: got -1, expected 0..65535"),
         ("requests_max", 0, "requests_max: got 0, expected 1..65536"),

@@ -1,4 +1,4 @@
-"""The logit lens in the page, in a real browser. The answers are those that `capflow_dashboard.wire` describes."""
+"""The lens in the page, in a real browser. The answers are those that `capflow_dashboard.wire` describes."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ def test_the_lens_of_the_kept_token_is_asked_for_and_shown(lens):
         expect(page.locator("#lens-layers")).to_have_count(0)
         page.keyboard.press("l")
         expect(page.locator("#lens-waits")).to_be_visible()
-        server.answer(error="logit lens: got position 4, whose rows are not kept")
-        expect(page.locator("#lens-error")).to_have_text("logit lens: got position 4, whose rows are not kept")
+        server.answer(error="lens: got position 4, whose rows are not kept")
+        expect(page.locator("#lens-error")).to_have_text("lens: got position 4, whose rows are not kept")
         assert server.asks[-1] == {"id": 2, "request": 1, "position": 4}
 
 

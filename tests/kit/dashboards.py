@@ -20,7 +20,7 @@ from capflow_dashboard.lens.desk import LensDesk
 from capflow_dashboard.lens.rows import KeptRows
 from capflow_dashboard.pages import PageFiles
 from capflow_dashboard.server import PageServer
-from capflow_dashboard.serving import BoardWriter, again_of, desk_of, labels_of
+from capflow_dashboard.serving import BoardWriter, again_of, desk_of, labels_of, lens_of
 from capflow_dashboard.views.alerts.book import AlertBook
 from capflow_dashboard.views.alerts.rules import read_rules
 from capflow_dashboard.views.stored import StoredRows
@@ -58,7 +58,9 @@ class NearProcess:
         self.board.alerts = AlertBook(read_rules(setup.alerts, "alerts"))
         self.desk = desk_of(setup, self.board, on_action)
         self.rows = KeptRows()
-        self.lens = LensDesk(self.board, self.rows)
+        self.lens = LensDesk(
+            self.board, self.rows, lens_of(setup.lens) if setup.lens else None, other_weights=setup.other_weights
+        )
         # The runs that would be logged.
         self.runs = []
         self.again = again_of(setup, self.board, self.desk, lambda text, event: self.runs.append((text, event)))

@@ -1,6 +1,7 @@
 """Lenses for tests: tiny models with their rows, and what Transformers predicts from a row."""
 
 import contextlib
+import copy
 import json
 import os
 import signal
@@ -13,6 +14,8 @@ import transformers
 
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site
+from capflow.lenses.file import save_lens
+from capflow.lenses.origin import LensOrigin
 from tests.architectures import table
 from tests.kit.frames import make_frame
 
@@ -61,6 +64,21 @@ class LensModel:
         finally:
             handle.remove()
         return torch.softmax(logits.double(), -1).numpy()
+
+    def exact(self, rows):
+        """Return what the model's own norm, head, scales and caps make of rows: logits `[rows, vocabulary]` float64.
+
+        The rows are `[rows, hidden]`. All is computed in float64.
+        """
+        given = torch.from_numpy(np.ascontiguousarray(rows, np.float64))[None]
+        double = copy.deepcopy(self.model).double()
+
+        def replaced(module, args, output):
+            return (given, *output[1:]) if isinstance(output, tuple) else given
+
+        list(table.layers_of(double, double.config))[-1].register_forward_hook(replaced)
+        with torch.no_grad():
+            return double(torch.zeros(1, len(rows), dtype=torch.long) + 7, use_cache=False).logits[0].numpy()
 
     def frame(self, request="r1", layers=None, positions=None, *, dtype="float32", **fields):
         """Return a frame with the rows of some layers at positions `[first, end)`."""
@@ -127,3 +145,31 @@ def stopped(pid):
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
+
+
+def log_softmax(logits):
+    """Return the log probabilities of logits `[n, vocabulary]` float64."""
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+
+def save_translators(path, model, kind, /, *, scale=0.05, hook="post_block", layers=None, dtype=np.float32, **fields):
+    """Save a lens file with random translators near the identity; return the tensors by layer, in float64.
+
+    Each is a pair `weight, bias`; a Jacobian lens has no bias.
+    """
+    rng = np.random.default_rng(5)
+    width, count = model.rows.shape[2], len(model.rows)
+    identity = np.eye(width) if kind == "jacobian" else 0
+    tensors, parts = {}, {}
+    for layer in range(count - 1) if layers is None else layers:
+        weight = (identity + rng.normal(0, scale, (width, width))).astype(dtype)
+        bias = rng.normal(0, 0.1, width).astype(dtype)
+        site = Site(layer, hook)
+        tensors[site, "weight"] = weight
+        if kind == "tuned":
+            tensors[site, "bias"] = bias
+        parts[layer] = weight.astype(np.float64), bias.astype(np.float64)
+    origin = {"num_layers": count, "hidden_size": width, "vocabulary_size": 0} | fields
+    save_lens(path, LensOrigin(kind, **origin), tensors)
+    return parts

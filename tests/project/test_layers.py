@@ -15,7 +15,7 @@ LAYERS = {
         "system text",
         "capture buffers",
         "steering",
-        "probes protocol",
+        "probes protocol lenses",
         "plugins serve_options",
         "transport",
         "hub",

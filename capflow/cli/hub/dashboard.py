@@ -41,6 +41,7 @@ _ACTIONS_AT_ONCE = 256
         "capflow dashboard ipc:///run/user/1000/capflow/hub.sock --probe code.safetensors",
         "capflow dashboard demo-data/rows --open",
         "capflow dashboard --allow-steering --vector calm=calm.safetensors",
+        "capflow dashboard rows --lens jacobian.safetensors",
         "capflow dashboard --probe code.safetensors --alert 'leak: share(code)>5% over 60s'",
         "capflow dashboard --allow-steering --module glad --server http://127.0.0.1:8000",
     )
@@ -57,6 +58,8 @@ _ACTIONS_AT_ONCE = 256
 @click.option("--vector", "vectors", multiple=True, metavar="NAME=FILE", help="A vector that the page may use.")
 @click.option("--module", "modules", multiple=True, metavar="NAME", help="A module of the engine that it may scale.")
 @click.option("--labels", metavar="FILE", help="The labels of requests, as `capflow probe fit` reads them.")
+@click.option("--lens", metavar="FILE", help="A lens file, as `capflow lens` writes it. Default: the logit lens.")
+@click.option("--other-weights", is_flag=True, help="Accept a lens of other weights of the model's sizes.")
 @click.option(
     "--alert", "alerts", multiple=True, metavar="RULE|FILE", help="A rule of an alert, or a file of rules; repeatable."
 )
@@ -82,6 +85,8 @@ def dashboard(
     vectors: tuple[str, ...],
     modules: tuple[str, ...],
     labels: str | None,
+    lens: str | None,
+    other_weights: bool,
     alerts: tuple[str, ...],
     server: str | None,
     server_key_file: str | None,
@@ -113,6 +118,7 @@ def dashboard(
             raise UsageError(explain("HUB|PATH", got=str(other), expected="one path, or the address of each hub once"))
         check_address(str(other), insecure=insecure, where="HUB")
     options: dict[str, Any] = {"port": port, "hook": hook, "layers": layers, "labels": labels, "token_file": token_file}
+    options |= {"lens": lens, "other_weights": other_weights or None}
     options |= {"allow_steering": allow_steering or None, "server": server, "server_key_file": server_key_file}
     lists = {"probes": probes, "vectors": vectors, "modules": modules, "alerts": alerts}
     options |= {name: list(values) for name, values in lists.items() if values}

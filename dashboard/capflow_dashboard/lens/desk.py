@@ -18,7 +18,8 @@ import msgspec
 import numpy as np
 
 from capflow.capture.site import HOOK_DEFAULT
-from capflow.errors import CapflowError, explain
+from capflow.errors import CapflowError, UsageError, explain
+from capflow.lenses.file import LensFile, blocks_before
 from capflow_dashboard import limits
 from capflow_dashboard.board.board import Board
 from capflow_dashboard.lens.messages import LENGTH, LensTask, LensTokens, Token
@@ -31,11 +32,17 @@ class LensDesk:
 
     board: knows which request a key is.
     rows: the rows that are kept.
+    file: the lens file; None for the logit lens.
+    other_weights: whether it may be of other weights of the model's sizes.
     """
 
-    def __init__(self, board: Board, rows: KeptRows) -> None:
+    def __init__(
+        self, board: Board, rows: KeptRows, file: LensFile | None = None, *, other_weights: bool = False
+    ) -> None:
         self._board = board
         self._rows = rows
+        self._file = file
+        self._other_weights = other_weights
         # Held by the ask that the process works on.
         self._lock = asyncio.Lock()
         # Set while there is a process.
@@ -44,6 +51,11 @@ class LensDesk:
         self._closed = False
         # Ends an idle process.
         self._idle: asyncio.TimerHandle | None = None
+
+    @property
+    def title(self) -> str:
+        """The kind of the lens, for people."""
+        return "Logit lens" if self._file is None else self._file.title
 
     @property
     def pid(self) -> int | None:
@@ -69,26 +81,37 @@ class LensDesk:
     async def _layers(self, ask: TokenAsk) -> list[dict[str, Any]]:
         owner = self._board.owner(ask.request)
         if owner is None:
-            raise CapflowError(explain("logit lens", got=f"request {ask.request}", expected="a request that is shown"))
+            raise CapflowError(explain("lens", got=f"request {ask.request}", expected="a request that is shown"))
         sites = [site for site in owner.sites if site.hook == HOOK_DEFAULT]
+        if sites and self._file is not None:
+            file = self._file
+            sites = [site for site in sites if blocks_before(site) in {*file.blocks, file.origin.num_layers}]
+            if not sites:
+                got = ", ".join(str(site) for site in owner.sites[:4])
+                expected = f"layers that {file.where} translates"
+                raise UsageError(explain("lens", got=f"rows of {got}", expected=expected))
         if not sites:
             do = f"capture {HOOK_DEFAULT}"
             got = f"rows of {', '.join(sorted({site.hook for site in owner.sites})) or 'no site'}"
-            raise CapflowError(explain("logit lens", got=got, expected="the stream after a block", do=do))
+            raise CapflowError(explain("lens", got=got, expected="the stream after a block", do=do))
         rows = self._rows.find(owner.engine, owner.request, owner.incarnation, ask.position, sites)
         if not rows:
             expected = f"one of the newest {limits.KEPT_ROWS_BYTES_MAX // limits.MIB} MiB of rows"
             got = f"position {ask.position}, whose rows are not kept"
-            raise CapflowError(explain("logit lens", got=got, expected=expected))
+            raise CapflowError(explain("lens", got=got, expected=expected))
         order = sorted(rows)
         stacked = np.stack([rows[site] for site in order])
         if stacked.shape[1] != owner.model.hidden_size:
             got, expected = f"rows of width {stacked.shape[1]}", f"width {owner.model.hidden_size}"
-            raise CapflowError(explain("logit lens", got=got, expected=expected))
+            raise CapflowError(explain("lens", got=got, expected=expected))
         model = owner.model
         # A data set has only the layers that were captured.
         whole = self._board.source[0] != "stored"
-        tokens = await self._ask(LensTask(model.name, model.num_layers, model.hidden_size, whole, stacked.tobytes()))
+        layers = tuple(site.layer for site in order)
+        sizes = (model.name, model.num_layers, model.hidden_size, whole)
+        lens = ("" if self._file is None else self._file.where, self._other_weights)
+        task = LensTask(*sizes, *lens, layers, stacked.tobytes())
+        tokens = await self._ask(task)
         return [
             {"layer": site.layer, "site": str(site), "tokens": row} for site, row in zip(order, tokens, strict=True)
         ]
@@ -104,10 +127,10 @@ class LensDesk:
             except TimeoutError as e:
                 self._kill()
                 got = f"more than {limits.LENS_S_MAX:g} s"
-                raise CapflowError(explain(f"logit lens of {task.model}: time", got=got)) from e
+                raise CapflowError(explain(f"lens of {task.model}: time", got=got)) from e
             except (OSError, EOFError) as e:
                 got = str(e) if self._process is None else await self._end(self._process)
-                raise CapflowError(explain(f"logit lens of {task.model}: its process", got=got)) from e
+                raise CapflowError(explain(f"lens of {task.model}: its process", got=got)) from e
             except BaseException:
                 # The page was closed; the answer, which nobody reads, must not be read as that to another ask.
                 self._kill()
@@ -123,7 +146,7 @@ class LensDesk:
             self._process = None
         if self._process is None:
             if self._closed:
-                raise CapflowError(explain("logit lens", got="the end of the dashboard"))
+                raise CapflowError(explain("lens", got="the end of the dashboard"))
             self._process = await _start()
         process = self._process
         assert process.stdin is not None

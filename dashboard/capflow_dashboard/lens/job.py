@@ -14,26 +14,27 @@ import resource
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
 
 from capflow.errors import CapflowError, UsageError, explain
+from capflow.lenses.file import LensFile
+from capflow.lenses.lens import Lens, LensPart
+from capflow.lenses.model_files import file_identity, open_model
 from capflow_dashboard import limits
-from capflow_dashboard.lens.files import open_model
 from capflow_dashboard.lens.messages import LENGTH, LensTask, LensTokens, Token
-from capflow_dashboard.lens.unembedding import Unembedding
-from capflow_dashboard.lens.vocabulary import Vocabulary
 
 
 class LensWorker:
-    """Answers tasks; keeps the last model open."""
+    """Answers tasks; keeps the last lens open."""
 
     def __init__(self) -> None:
-        # What the parts of the last model were read from, and these.
+        # What the last lens was read from, and this lens.
         self._signature: tuple[Any, ...] | None = None
-        self._parts: tuple[Unembedding, Vocabulary] | None = None
+        self._lens: Lens | None = None
 
     def answer(self, task: LensTask) -> LensTokens:
         """Return the most likely tokens of a task's rows, or the reason why there are none."""
@@ -43,43 +44,47 @@ class LensWorker:
             return LensTokens(error=str(e))
         except MemoryError:
             got = f"more than {limits.LENS_BYTES_MAX // limits.MIB} MiB"
-            return LensTokens(error=explain(f"logit lens of {task.model}: memory", got=got))
+            return LensTokens(error=explain(f"lens of {task.model}: memory", got=got))
         # Files may be damaged in ways that nobody foresees.
         except Exception as e:  # noqa: BLE001
             text = " ".join(f"{type(e).__name__}: {e}".split())
-            return LensTokens(error=explain(f"logit lens of {task.model}: failed", got=text))
+            return LensTokens(error=explain(f"lens of {task.model}: failed", got=text))
 
     def _rows(self, task: LensTask) -> list[list[Token]]:
-        unembedding, vocabulary = self._open(task)
-        rows = np.frombuffer(task.rows, np.float32).reshape(-1, task.hidden_size)
-        ids, probabilities = unembedding.top(rows, limits.LENS_TOKENS)
+        lens = self._open(task)
+        rows = np.frombuffer(task.rows, np.float32).reshape(-1, 1, task.hidden_size)
+        sites = [lens.check(layer) for layer in task.layers]
+        parts = [LensPart(site, row) for site, row in zip(sites, rows, strict=True)]
         return [
             [
-                (token, vocabulary.text(token), float(f"{probability:.6g}"))
-                for token, probability in zip(*parts, strict=True)
+                (token, None if text is None else text[: limits.TEXT_LENGTH_MAX], float(f"{probability:.6g}"))
+                for token, text, probability in zip(
+                    reading.ids[0].tolist(), reading.texts[0], reading.probabilities[0].tolist(), strict=True
+                )
                 if token >= 0
             ]
-            for parts in zip(ids.tolist(), probabilities.tolist(), strict=True)
+            for reading in lens.read(parts, limits.LENS_TOKENS)
         ]
 
-    def _open(self, task: LensTask) -> tuple[Unembedding, Vocabulary]:
-        """Return the parts of the task's model. Raises UsageError if its files are of another one."""
+    def _open(self, task: LensTask) -> Lens:
+        """Return the task's lens. Raises UsageError if its files are of another model."""
         files = open_model(task.model)
-        signature = files.signature
-        if self._parts is None or signature != self._signature:
+        signature = (files.signature, task.lens, task.other_weights, file_identity(Path(task.lens)))
+        if self._lens is None or signature != self._signature:
             # Two models are never open at once.
-            self._parts = None
-            self._parts = Unembedding(files), Vocabulary(files.directory)
+            self._lens = None
+            file = LensFile(task.lens) if task.lens else None
+            self._lens = Lens(files, file, other_weights=task.other_weights)
             self._signature = signature
-        unembedding, _ = self._parts
-        layers, width = unembedding.num_layers, unembedding.hidden_size
+        lens = self._lens
+        layers, width = lens.num_layers, lens.hidden_size
         fits = layers == task.num_layers or (layers > task.num_layers and not task.whole)
         if not fits or width != task.hidden_size:
             got = f"{layers} layers of width {width}"
             least = "" if task.whole else " or more"
             expected = f"those of the engine's model: {task.num_layers}{least} of width {task.hidden_size}"
-            raise UsageError(explain(f"logit lens: {files.directory}", got=got, expected=expected))
-        return self._parts
+            raise UsageError(explain(f"lens: {files.directory}", got=got, expected=expected))
+        return lens
 
 
 def write(stream: BinaryIO, message: LensTokens) -> None:

@@ -22,13 +22,18 @@ class LensTask(msgspec.Struct, frozen=True, array_like=True):
 
     model, num_layers, hidden_size: the model as its engine describes it.
     whole: whether these are all layers of the model; if not, it may have more.
-    rows: float32 `[rows, hidden_size]`, the stream after blocks.
+    lens, other_weights: the lens file, and whether it may be of other weights; empty for the logit lens.
+    layers: of each row the layer whose `post_block` it is.
+    rows: float32 `[rows, hidden_size]`.
     """
 
     model: str
     num_layers: int
     hidden_size: int
     whole: bool
+    lens: str
+    other_weights: bool
+    layers: tuple[int, ...]
     rows: bytes
 
 

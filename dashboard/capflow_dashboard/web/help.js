@@ -20,7 +20,7 @@ export const KEYS = [
   [["n"], "the first token at which two requests differ"],
   [["e"], "export: link, picture, CSV, Parquet"],
   [["Home", "End"], "first, last token"],
-  [["l"], "the logit lens of the token, if the dashboard has one"],
+  [["l"], "the lens of the token, if the dashboard has one"],
   [["s"], "steer, if the dashboard may"],
   [["r"], "run the request again, plain and steered, if the dashboard may"],
   [["Shift", "K"], "stop all steering at once, everywhere"],

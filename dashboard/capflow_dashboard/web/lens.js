@@ -1,5 +1,5 @@
 // @ts-check
-// Lens: what is asked for about one token and never sent by itself: its logit lens, which is what each layer would
+// Lens: what is asked for about one token and never sent by itself: its lens, which is what each layer would
 // predict next, or where its rows are stored.
 
 /** @typedef {import("./protocol.js").LensLayer} LensLayer */

@@ -1,5 +1,5 @@
 // @ts-check
-// Lensview: the logit lens in the token's panel.
+// Lensview: the lens in the token's panel.
 
 import { tokenText } from "./format.js";
 import { changes, percentText } from "./lens.js";
@@ -18,15 +18,16 @@ const BAR_PX = 34;
 export function lensSection(page, detail, column) {
   const { lens } = page;
   if (!lens || page.store.hello?.lens !== true) return nothing;
+  const title = page.store.hello.lens_title ?? "Logit lens";
   const position = detail.base + column;
   const shown = lens.shown?.request === page.key && lens.shown.position === position ? lens.shown : null;
   const { cursor } = page;
   const waits = shown !== null && !shown.answer;
   const may = cursor !== null && !waits;
-  return html`<div class="lens-head"><h3 id="lens-title">Logit lens</h3><span class="gap"></span>
+  return html`<div class="lens-head"><h3 id="lens-title">${title}</h3><span class="gap"></span>
     <button type="button" class="small" id="lens-ask" aria-keyshortcuts="l" aria-disabled=${may ? nothing : "true"}
-      title="Logit lens of the kept token (l)" @click=${() =>
-        may && lens.ask(page.key, detail.base + cursor)}>Logit lens</button></div>
+      title="${title} of the kept token (l)" @click=${() =>
+        may && lens.ask(page.key, detail.base + cursor)}>${title}</button></div>
   <div id="lens" aria-labelledby="lens-title" aria-busy=${waits ? "true" : "false"}>${
     !shown
       ? html`<p class="soft">What each layer would predict after ${
@@ -36,15 +37,18 @@ export function lensSection(page, detail, column) {
         ? html`<p class="soft" id="lens-waits">Computing…</p>`
         : shown.answer.error
           ? html`<p class="bad" id="lens-error">${shown.answer.error}</p>`
-          : table(shown.answer.layers)
+          : table(shown.answer.layers, title)
   }</div>`;
 }
 
-/** @param {LensLayer[]} layers */
-function table(layers) {
+/**
+ * @param {LensLayer[]} layers
+ * @param {string} title
+ */
+function table(layers, title) {
   if (!layers.length) return html`<p class="soft">No row of this token is kept.</p>`;
   const ranks = Math.max(1, ...layers.map((layer) => layer.tokens.length));
-  return html`<div class="scroll" tabindex="0" role="region" aria-label="Logit lens by layer"><table class="lens-table"
+  return html`<div class="scroll" tabindex="0" role="region" aria-label="${title} by layer"><table class="lens-table"
     id="lens-layers"><thead><tr><th scope="col">site</th>${Array.from(
       { length: ranks },
       (_, rank) => html`<th scope="col">${rank ? `${rank + 1}.` : "most likely"}</th>`,

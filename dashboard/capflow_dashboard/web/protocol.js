@@ -33,7 +33,7 @@ export const VERSION = 1;
  *   lease_positions: number}} Offer what a page may steer with
  * @typedef {{version: number, capflow: string, rights: string[], steering?: Offer | null,
  *   source?: {kind: string, name: string}, requests_max: number, tokens_max: number, exports?: string[],
- *   lens?: boolean, stored?: boolean, alerts?: import("./alertbar.js").AlertRule[],
+ *   lens?: boolean, lens_title?: string, stored?: boolean, alerts?: import("./alertbar.js").AlertRule[],
  *   again?: {server: string, tokens_max: number, temperature_max: number} | null}} Hello
  * @typedef {{id: number, state: "applied" | "rejected" | "unknown" | "waiting", step?: number | null,
  *   position?: number | null, reason?: string}} Ack

@@ -53,8 +53,8 @@ def test_the_lens_of_the_demo_model_is_that_of_transformers(loaded):
 def test_every_token_of_the_demo_model_has_its_text(loaded):
     from pathlib import Path
 
+    from capflow.lenses.vocabulary import Vocabulary
     from capflow_dashboard import limits
-    from capflow_dashboard.lens.vocabulary import Vocabulary
 
     model, tokenizer = loaded
     vocabulary = Vocabulary(Path(model.directory))

@@ -18,6 +18,7 @@ pytest.importorskip("torch")
 
 from websockets.exceptions import ConnectionClosed
 
+import capflow
 from capflow.capture.frame import Rank
 from capflow.capture.result import RequestDone
 from capflow.capture.site import Site
@@ -28,7 +29,7 @@ from capflow_dashboard.lens.rows import KeptRows
 from capflow_dashboard.wire import TokenAsk
 from tests.kit.dashboards import Pageless, open_dashboard
 from tests.kit.frames import make_frame, make_model
-from tests.kit.lenses import TOKENS, assert_lens, assert_tokens, change_config, save_model, stopped
+from tests.kit.lenses import TOKENS, assert_lens, assert_tokens, change_config, save_model, save_translators, stopped
 from tests.kit.waiting import eventually
 
 
@@ -55,9 +56,9 @@ def unhurried(monkeypatch):
 
 
 @contextlib.contextmanager
-def shown(model, *, near=True, frame=None, **changes):
+def shown(model, *, near=True, frame=None, options=None, **changes):
     """Yield a dashboard that shows the request of a model, and a page of it."""
-    with open_dashboard(near=near) as consumer, Pageless(consumer) as page:
+    with open_dashboard(near=near, **(options or {})) as consumer, Pageless(consumer) as page:
         consumer.on_session("engine-1", msgspec.structs.replace(model.info, **changes))
         consumer.on_frame(model.frame() if frame is None else frame)
         page.until(lambda p: p.requests)
@@ -189,8 +190,8 @@ def test_updates_come_while_a_lens_is_computed(llama, unhurried):
 @pytest.mark.parametrize(
     ("request_key", "position", "message"),
     [
-        (9, 0, "logit lens: got request 9, expected a request that is shown"),
-        (1, 6, "logit lens: got position 6, whose rows are not kept, expected one of the newest 128 MiB of rows"),
+        (9, 0, "lens: got request 9, expected a request that is shown"),
+        (1, 6, "lens: got position 6, whose rows are not kept, expected one of the newest 128 MiB of rows"),
     ],
 )
 def test_a_token_that_is_not_here_is_refused(llama, request_key, position, message):
@@ -216,14 +217,14 @@ def test_rows_of_other_hooks_have_no_lens():
         consumer.on_session("engine-1", make_model())
         consumer.on_frame(make_frame([("r1", 4, 0, 4)], [Site(0, "pre_attn")]))
         page.until(lambda p: p.requests)
-        expected = "logit lens: got rows of pre_attn, expected the stream after a block; capture post_block"
+        expected = "lens: got rows of pre_attn, expected the stream after a block; capture post_block"
         assert page.lens(1, 0)["error"] == expected
 
 
 def test_a_model_that_is_not_on_this_machine_is_refused(llama):
     with shown(llama, name="nobody/nothing-1b") as (_, page):
         error = page.lens(1, 0)["error"]
-        assert error.startswith("logit lens: the model's files: got nobody/nothing-1b, which is not here, expected a")
+        assert error.startswith("lens: the model's files: got nobody/nothing-1b, which is not here, expected a")
 
 
 @pytest.mark.parametrize("changes", [{"num_layers": 4}, {"hidden_size": 32}])
@@ -256,7 +257,7 @@ def test_a_desk_that_is_closed_starts_no_process(llama):
 
     before, after, pid = asyncio.run(answers())
     assert_lens(before["layers"], llama, llama.rows[:, 0])
-    assert (after["error"], after["layers"], pid) == ("logit lens: got the end of the dashboard", [], None)
+    assert (after["error"], after["layers"], pid) == ("lens: got the end of the dashboard", [], None)
 
 
 def test_damaged_weights_are_refused_and_whole_ones_work_again(own, unhurried):
@@ -270,6 +271,50 @@ def test_damaged_weights_are_refused_and_whole_ones_work_again(own, unhurried):
             assert "\n" not in error
         path.write_bytes(content)
         assert_lens(page.lens(1, 0)["layers"], own, own.rows[:, 0])
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_a_lens_file_is_shown_live_as_it_is_read_offline(llama, unhurried, near, tmp_path):
+    path = tmp_path / "j.safetensors"
+    save_translators(path, llama, "jacobian", layers=[1])
+    expected = capflow.open_lens(llama.directory, path).by_site({1: llama.rows[1], 2: llama.rows[2]}, 8)
+    with shown(llama, near=near, options={"lens": str(path)}) as (_, page):
+        assert page.hello["lens_title"] == "Jacobian lens"
+        answer = page.lens(1, 3)
+        assert answer["error"] == ""
+        # The file does not translate layer 0.
+        assert [layer["site"] for layer in answer["layers"]] == ["post_block:1", "post_block:2"]
+        for layer, reading in zip(answer["layers"], expected.values(), strict=True):
+            assert [token for token, *_ in layer["tokens"]] == reading.ids[3].tolist()
+            probabilities = [probability for *_, probability in layer["tokens"]]
+            np.testing.assert_allclose(probabilities, reading.probabilities[3], rtol=1e-5)
+
+
+def test_a_lens_of_other_weights_is_refused_unless_it_is_accepted(llama, unhurried, tmp_path):
+    path = tmp_path / "j.safetensors"
+    save_translators(path, llama, "jacobian", fingerprint="0" * 16)
+    with shown(llama, options={"lens": str(path)}) as (_, page):
+        assert page.lens(1, 0)["error"].startswith(f"{path}: got a lens of other weights, 0000000000000000, expected ")
+    with shown(llama, options={"lens": str(path), "other_weights": True}) as (_, page):
+        assert page.lens(1, 0)["error"] == ""
+
+
+def test_a_lens_file_that_was_replaced_is_read_again(llama, unhurried, tmp_path):
+    path = tmp_path / "j.safetensors"
+    save_translators(path, llama, "jacobian")
+    with shown(llama, options={"lens": str(path)}) as (_, page):
+        before = page.lens(1, 0)["layers"]
+        save_translators(path, llama, "jacobian", scale=1.0)
+        after = page.lens(1, 0)["layers"]
+        assert before[-1] == after[-1]
+        assert before[0]["tokens"] != after[0]["tokens"]
+
+
+def test_a_lens_that_translates_no_captured_layer_is_refused(llama, tmp_path):
+    path = tmp_path / "j.safetensors"
+    save_translators(path, llama, "jacobian", layers=[1])
+    with shown(llama, frame=llama.frame(layers=[0]), sites=llama.info.sites[:1], options={"lens": str(path)}) as (_, p):
+        assert p.lens(1, 0)["error"] == f"lens: got rows of post_block:0, expected layers that {path} translates"
 
 
 def test_files_that_changed_are_read_again(own, unhurried):
@@ -288,7 +333,7 @@ def test_a_process_that_is_killed_is_named_and_the_next_lens_works(llama, unhurr
             ask_and_wait(consumer, page, 1)
             os.kill(job, signal.SIGKILL)
             page.until(lambda p: len(p.lenses) == 2)
-        assert page.lenses[-1]["error"] == f"logit lens of {llama.directory}: its process: got ended by SIGKILL"
+        assert page.lenses[-1]["error"] == f"lens of {llama.directory}: its process: got ended by SIGKILL"
         assert_lens(page.lens(1, 2)["layers"], llama, llama.rows[:, 2])
 
 
@@ -308,7 +353,7 @@ def test_a_lens_that_takes_too_long_is_ended(llama, monkeypatch, unhurried):
         job = job_of(consumer)
         monkeypatch.setattr(limits, "LENS_S_MAX", 0.25)
         with stopped(job):
-            assert page.lens(1, 1)["error"] == f"logit lens of {llama.directory}: time: got more than 0.25 s"
+            assert page.lens(1, 1)["error"] == f"lens of {llama.directory}: time: got more than 0.25 s"
             eventually(lambda: not is_alive(job))
         monkeypatch.setattr(limits, "LENS_S_MAX", 30.0)
         assert_lens(page.lens(1, 2)["layers"], llama, llama.rows[:, 2])
@@ -320,7 +365,7 @@ def test_a_lens_that_takes_too_much_memory_is_refused(own, monkeypatch, unhurrie
     with shown(own) as (_, page):
         assert page.lens(1, 0)["error"] == ""
         tokenizer.write_text(json.dumps({"model": {"vocab": {"x" * (200 * limits.MIB): 0}}}))
-        assert page.lens(1, 0)["error"].startswith(f"logit lens of {own.directory}: memory: got more than")
+        assert page.lens(1, 0)["error"].startswith(f"lens of {own.directory}: memory: got more than")
         tokenizer.unlink()
         assert_lens(page.lens(1, 2)["layers"], own, own.rows[:, 2])
 

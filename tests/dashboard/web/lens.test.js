@@ -1,4 +1,4 @@
-// The logit lens: which answer is shown, and where the first token changes.
+// The lens: which answer is shown, and where the first token changes.
 
 import assert from "node:assert/strict";
 import { test } from "node:test";

@@ -1,32 +1,49 @@
 """The unembedding: a model's final norm and output matrix, applied to rows with bounded memory.
 
 The matrix is read from its file in tiles of `limits.LENS_TILE_BYTES`, each of which is converted to float32 and
-multiplied with all rows. The best tokens and the sum of all exponentials are carried from tile to tile, so that
-neither the matrix nor all logits are ever in memory.
+multiplied with all rows. Readouts carry sums from tile to tile, so that neither the matrix nor all logits are ever in
+memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
+from capflow import limits
 from capflow.errors import UsageError, explain
-from capflow_dashboard import limits
-from capflow_dashboard.lens.files import ModelFiles
-from capflow_dashboard.lens.forms import FORMS, HEAD_PREFIXES, NESTED, PREFIXES, Form
+from capflow.lenses.forms import FORMS, HEAD_PREFIXES, NESTED, PREFIXES, Form
+from capflow.lenses.model_files import ModelFiles
+from capflow.lenses.readout import (
+    ChosenTokens,
+    DivergenceReadout,
+    Doubles,
+    Floats,
+    Ids,
+    RankReadout,
+    TopReadout,
+    TopTokens,
+)
+
+# Rows of the matrix that the fingerprint reads.
+_FINGERPRINT_ROWS = 64
 
 
-class TopTokens(NamedTuple):
-    """The most likely tokens of rows, most likely first; of two equal ones that with the lower id.
+class Unembedded(NamedTuple):
+    """Rows after the final norm and the unembedding.
 
-    ids: `[rows, k]` int64; -1 for rows that hold NaN or infinity.
-    probabilities: `[rows, k]` float64, of the softmax over the whole vocabulary.
+    top: the most likely tokens.
+    chosen: the chosen tokens; None if none was asked for.
+    divergences: `[rows]` float64, in nats; None if none was asked for.
     """
 
-    ids: npt.NDArray[np.int64]
-    probabilities: npt.NDArray[np.float64]
+    top: TopTokens
+    chosen: ChosenTokens | None = None
+    divergences: Doubles | None = None
 
 
 class Unembedding:
@@ -68,30 +85,83 @@ class Unembedding:
         """The number of layers that the configuration gives. Raises UsageError if it gives none."""
         return int(self._number(self.form.layers, None))
 
-    def top(self, rows: npt.NDArray[np.float32], k: int) -> TopTokens:
-        """Return the most likely tokens after the final norm and the unembedding.
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the final norm and of some rows of the matrix, as float32: other weights have another one.
 
-        rows: `[rows, hidden_size]` float32, the stream after a block.
-
-        Raises UsageError if the weights hold NaN.
+        Weights that were converted between dtypes without loss keep it.
         """
-        stream = self.normed(rows)
-        whole: npt.NDArray[np.bool_] = np.logical_and.reduce(np.isfinite(stream), axis=1)
-        stream = np.where(whole[:, None], stream, 0).astype(np.float32)
-        count = min(k, self.vocabulary_size)
-        best = _Best(len(rows), count)
-        step = max(1, limits.LENS_TILE_BYTES // (4 * self.hidden_size))
-        for first in range(0, self.vocabulary_size, step):
-            # A slice of the file, then its float32 copy.
-            tile = self._matrix[first : min(first + step, self.vocabulary_size)].astype(np.float32)
-            best.add(first, self._scaled(stream @ tile.T, first))
-        ids, probabilities = best.result()
-        if np.isnan(probabilities).any():
-            raise self._unfit("the weights", "NaN", "numbers")
-        ids[~whole] = -1
-        return TopTokens(ids, probabilities)
+        digest = xxhash.xxh3_64(self._weight.astype(np.float32).tobytes())
+        for index in np.unique(np.linspace(0, self.vocabulary_size - 1, _FINGERPRINT_ROWS).astype(np.int64)).tolist():
+            digest.update(self._matrix[index : index + 1].astype(np.float32).tobytes())
+        return digest.hexdigest()
 
-    def normed(self, rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    def matrix_rows(self, first: int, end: int) -> Floats:
+        """Return rows of the output matrix, `[end - first, hidden_size]` float32: those of the tokens `first..end`."""
+        rows: Floats = self._matrix[first:end].astype(np.float32)
+        return rows
+
+    def top(self, rows: npt.NDArray[np.float32], k: int) -> TopTokens:
+        """Return the most likely tokens after the final norm and the unembedding, as `read` does."""
+        return self.read(rows, k).top
+
+    def read(
+        self, rows: npt.NDArray[Any], k: int, *, tokens: Ids | None = None, references: Ids | None = None
+    ) -> Unembedded:
+        """Return the tokens of rows after the final norm and the unembedding.
+
+        rows: `[rows, hidden_size]`, the stream after the last block. Memory grows with their number.
+        k: how many of the most likely tokens.
+        tokens: the chosen token of each row, `[rows]`.
+        references: for each row the index of another one, from whose distribution the divergence is computed.
+
+        Values of rows that hold NaN or infinity mean nothing, except their ids. Raises UsageError if the weights hold
+        NaN.
+        """
+        normed = self.normed(rows)
+        whole: npt.NDArray[np.bool_] = np.logical_and.reduce(np.isfinite(normed), axis=1)
+        stream: Floats = np.where(whole[:, None], normed, 0).astype(np.float32)
+        top = TopReadout(len(rows), min(k, self.vocabulary_size))
+        ranks = None if tokens is None else RankReadout(tokens, self._logits_of(stream, tokens))
+        divergence = None if references is None else DivergenceReadout(references)
+        for first, end in self._tiles(len(rows)):
+            logits = self._logits(stream, first, end)
+            top.add(first, logits)
+            if ranks is not None:
+                ranks.add(first, logits)
+            if divergence is not None:
+                divergence.add(logits)
+        best = top.result()
+        if np.isnan(best.probabilities).any():
+            raise self._unfit("the weights", "NaN", "numbers")
+        best.ids[~whole] = -1
+        return Unembedded(
+            best,
+            None if ranks is None else ranks.result(top.log_total),
+            None if divergence is None else divergence.result(top.log_total),
+        )
+
+    def _tiles(self, rows: int) -> Iterator[tuple[int, int]]:
+        """Yield the first and the end of each tile of the matrix."""
+        step = max(1, min(limits.LENS_TILE_BYTES // self.hidden_size, limits.LENS_LOGITS_BYTES // max(1, rows)) // 4)
+        for first in range(0, self.vocabulary_size, step):
+            yield first, min(first + step, self.vocabulary_size)
+
+    def _logits(self, stream: Floats, first: int, end: int) -> Floats:
+        """Return the logits of a tile, `[rows, end - first]`, of rows after the final norm."""
+        # A slice of the file, then its float32 copy.
+        return self._scaled(stream @ self.matrix_rows(first, end).T, first)
+
+    def _logits_of(self, stream: Floats, tokens: Ids) -> Floats:
+        """Return the logit of one token of each row, `[rows]`, to the bit as the whole tile has it."""
+        chosen = np.zeros(len(tokens), np.float32)
+        for first, end in self._tiles(len(tokens)):
+            rows = np.flatnonzero((tokens >= first) & (tokens < end))
+            if len(rows):
+                chosen[rows] = self._logits(stream, first, end)[rows, tokens[rows] - first]
+        return chosen
+
+    def normed(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
         """Return the final norm of rows, `[rows, hidden_size]` float64."""
         stream: npt.NDArray[np.float64] = rows.astype(np.float64)
         with np.errstate(invalid="ignore", over="ignore"):
@@ -117,7 +187,7 @@ class Unembedding:
         form = FORMS.get(name) if isinstance(name, str) else None
         if form is None:
             got = f"the architecture {name}"
-            raise self._unfit("logit lens", got, f"one of {', '.join(FORMS)}")
+            raise self._unfit("lens", got, f"one of {', '.join(FORMS)}")
         if name in NESTED:
             nested = self._config.get("text_config")
             if not isinstance(nested, dict):
@@ -165,37 +235,3 @@ class Unembedding:
 
     def _unfit(self, part: str, got: Any, expected: str) -> UsageError:
         return UsageError(explain(f"{self._files.directory}: {part}", got=got, expected=expected))
-
-
-class _Best:
-    """The best tokens and the sum of exponentials of rows, over the tiles that were added."""
-
-    def __init__(self, rows: int, k: int) -> None:
-        self._logits = np.full((rows, k), -np.inf, np.float32)
-        self._ids = np.full((rows, k), -1, np.int64)
-        # The log of the sum of exponentials is `_peak` + log(`_total`).
-        self._peak = np.full((rows, 1), -np.inf)
-        self._total = np.zeros((rows, 1))
-
-    def add(self, first: int, logits: npt.NDArray[np.float32]) -> None:
-        """Add a tile: the logits of the tokens from `first` on, `[rows, tokens]`."""
-        k = self._ids.shape[1]
-        peak = np.maximum(self._peak, logits.max(axis=1, keepdims=True))
-        exponentials = np.exp(logits - peak.astype(np.float32))
-        self._total = self._total * np.exp(self._peak - peak) + exponentials.sum(
-            axis=1, keepdims=True, dtype=np.float64
-        )
-        self._peak = peak
-        if logits.shape[1] > k:
-            # All that are not below the k-th: equal ones at the edge are decided by id.
-            edge = np.partition(logits, -k, axis=1)[:, -k]
-        for row, line in enumerate(logits):
-            columns = np.flatnonzero(line >= edge[row]) if logits.shape[1] > k else np.arange(line.size)
-            merged = np.concatenate([self._logits[row], line[columns]])
-            ids = np.concatenate([self._ids[row], columns + first])
-            order = np.lexsort((ids, -merged))[:k]
-            self._logits[row], self._ids[row] = merged[order], ids[order]
-
-    def result(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """Return the ids and the probabilities, `[rows, k]`."""
-        return self._ids, np.exp(self._logits - self._peak) / self._total

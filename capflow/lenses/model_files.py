@@ -17,8 +17,8 @@ import ml_dtypes  # noqa: F401
 import msgspec
 from safetensors import SafetensorError, safe_open
 
+from capflow import limits
 from capflow.errors import UsageError, explain
-from capflow_dashboard import limits
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _INDEX = "model.safetensors.index.json"
@@ -48,7 +48,7 @@ class ModelFiles:
     def signature(self) -> tuple[Any, ...]:
         """The identity of the files: of each its name, device, inode, size and time."""
         names = sorted({"config.json", "tokenizer.json", *self._places.values()})
-        return (str(self.directory), *(_identity(self.directory / name) for name in names))
+        return (str(self.directory), *(file_identity(self.directory / name) for name in names))
 
     def has(self, name: str) -> bool:
         """Return whether a tensor is there."""
@@ -86,8 +86,8 @@ def open_model(name: str) -> ModelFiles:
 def read_json(path: Path) -> bytes:
     """Return the content of a JSON file. Raises UsageError if it is too large or cannot be read."""
     try:
-        if path.stat().st_size > limits.LENS_JSON_BYTES_MAX:
-            expected = f"at most {limits.LENS_JSON_BYTES_MAX} bytes"
+        if path.stat().st_size > limits.MODEL_JSON_BYTES_MAX:
+            expected = f"at most {limits.MODEL_JSON_BYTES_MAX} bytes"
             raise UsageError(explain(f"{path}", got=f"{path.stat().st_size} bytes", expected=expected))
         return path.read_bytes()
     except OSError as e:
@@ -99,7 +99,7 @@ def _directory(name: str) -> Path:
     if name == "demo":
         return _demo()
     if name.endswith(".gguf"):
-        raise UsageError(explain("logit lens: the model's files", got=f"{name}, GGUF", expected="safetensors"))
+        raise UsageError(explain("lens: the model's files", got=f"{name}, GGUF", expected="safetensors"))
     # A name may be too long for the system.
     with contextlib.suppress(OSError, ValueError):
         if name and (Path(name) / "config.json").is_file():
@@ -107,7 +107,7 @@ def _directory(name: str) -> Path:
         if _REPOSITORY.fullmatch(name) and (snapshot := _snapshot(name)) is not None:
             return snapshot
     expected = "a directory with config.json, or a name in the Hugging Face cache of this machine"
-    raise UsageError(explain("logit lens: the model's files", got=f"{name}, which is not here", expected=expected))
+    raise UsageError(explain("lens: the model's files", got=f"{name}, which is not here", expected=expected))
 
 
 def _snapshot(name: str) -> Path | None:
@@ -128,7 +128,7 @@ def _demo() -> Path:
     models = Path(base) / "capflow" / "models"
     made = sorted(models.glob(f"{_DEMO}/config.json"), key=lambda path: path.stat().st_mtime_ns)
     if not made:
-        raise UsageError(explain("logit lens: the demo model", got="none", expected=f"{models}/{_DEMO}"))
+        raise UsageError(explain("lens: the demo model", got="none", expected=f"{models}/{_DEMO}"))
     return made[-1].parent
 
 
@@ -153,7 +153,7 @@ def _places(directory: Path) -> dict[str, str]:
         return places
     path = directory / _WEIGHTS
     if not path.is_file():
-        raise UsageError(explain(f"logit lens: {directory}", got=f"no {_WEIGHTS}", expected="weights as safetensors"))
+        raise UsageError(explain(f"lens: {directory}", got=f"no {_WEIGHTS}", expected="weights as safetensors"))
     try:
         with safe_open(path, "numpy") as file:
             return dict.fromkeys(file.keys(), _WEIGHTS)
@@ -161,7 +161,8 @@ def _places(directory: Path) -> dict[str, str]:
         raise UsageError(explain(f"{path}", got=_line(e), expected="whole safetensors")) from e
 
 
-def _identity(path: Path) -> tuple[str, int, int, int, int] | None:
+def file_identity(path: Path) -> tuple[str, int, int, int, int] | None:
+    """Return what differs when a file is replaced or written: name, device, inode, size, time; None without a file."""
     try:
         status = path.stat()
     except OSError:

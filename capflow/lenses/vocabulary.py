@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 
 from capflow.errors import UsageError, explain
-from capflow_dashboard import limits
-from capflow_dashboard.lens.files import read_json
+from capflow.lenses.model_files import read_json
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -63,14 +62,18 @@ class Vocabulary:
         self._byte_level = _has_byte_level(tokenizer.decoder) or _has_byte_level(tokenizer.pre_tokenizer)
 
     def text(self, token_id: int) -> str | None:
-        """Return the text of a token, at most `limits.TEXT_LENGTH_MAX` characters; None if the token is unknown."""
+        """Return the text of a token; None if the token is unknown."""
         text = self._added.get(token_id)
         if text is None:
             token = self._tokens.get(token_id)
             if token is None:
                 return None
             text = _of_bytes(token) if self._byte_level else _of_pieces(token)
-        return text[: limits.TEXT_LENGTH_MAX]
+        return text
+
+    def ids(self, text: str) -> list[int]:
+        """Return the ids of the tokens with a text, rising."""
+        return sorted(token for token in {*self._tokens, *self._added} if self.text(token) == text)
 
 
 def _has_byte_level(part: Any) -> bool:

@@ -14,11 +14,11 @@ pytest.importorskip("torch")
 import transformers
 from safetensors.numpy import load_file, save_file
 
+from capflow import limits
 from capflow.errors import UsageError
-from capflow_dashboard import limits
-from capflow_dashboard.lens.files import open_model
-from capflow_dashboard.lens.forms import FORMS, NESTED
-from capflow_dashboard.lens.unembedding import Unembedding
+from capflow.lenses.forms import FORMS, NESTED
+from capflow.lenses.model_files import open_model
+from capflow.lenses.unembedding import Unembedding
 from tests.kit.lenses import assert_tokens, change_config, save_architecture, save_model
 from tests.kit.sources import ROOT
 
@@ -208,6 +208,6 @@ def test_a_norm_of_another_width_is_refused(tmp_path):
 
 
 def test_the_documentation_names_every_architecture():
-    section = (ROOT / "docs" / "dashboard.md").read_text(encoding="utf-8").partition("## Logit lens")[2]
-    names = re.search(r"Any other architecture is refused\.\n\n((?:  .*\n)+)", section)[1]
+    section = (ROOT / "docs" / "lenses.md").read_text(encoding="utf-8").partition("## Which models")[2]
+    names = re.search(r"Any other architecture is refused\.\n\n((?:`.*\n)+)", section)[1]
     assert re.findall(r"`(\w+)`", names) == list(FORMS)

@@ -14,8 +14,8 @@ pytest.importorskip("torch")
 from safetensors.numpy import load_file, save_file
 
 from capflow.errors import UsageError
-from capflow_dashboard.lens.files import open_model
-from capflow_dashboard.lens.unembedding import Unembedding
+from capflow.lenses.model_files import open_model
+from capflow.lenses.unembedding import Unembedding
 from tests.kit.lenses import save_model
 
 
@@ -67,7 +67,7 @@ def test_the_cache_is_where_its_variables_say(tmp_path, monkeypatch, saved):
 
 def test_demo_is_the_prepared_demo_model(tmp_path, monkeypatch, saved):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(UsageError, match="logit lens: the demo model: got none"):
+    with pytest.raises(UsageError, match="lens: the demo model: got none"):
         open_model("demo")
     directory = tmp_path / "capflow" / "models" / "gemma-3-270m-0123456789"
     shutil.copytree(saved.directory, directory)
@@ -84,7 +84,7 @@ def test_demo_is_the_prepared_demo_model(tmp_path, monkeypatch, saved):
     ["", "org/none", "../../etc", "org/../../x", "/", "org/a/b", "http://x/y", "-org/x", "org\n/x", "\0", "a" * 5000],
 )
 def test_a_name_without_files_is_refused(name, cache):
-    with pytest.raises(UsageError, match="logit lens: the model's files: got"):
+    with pytest.raises(UsageError, match="lens: the model's files: got"):
         open_model(name)
 
 

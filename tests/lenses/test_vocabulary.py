@@ -7,9 +7,9 @@ import json
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from capflow import limits
 from capflow.errors import UsageError
-from capflow_dashboard import limits
-from capflow_dashboard.lens.vocabulary import Vocabulary
+from capflow.lenses.vocabulary import Vocabulary
 
 TEXTS = ["the cat sat on the mat", "naïve café — 東京", "tabs\tand\nlines", "emoji 🙂🙂"] * 3
 
@@ -62,9 +62,13 @@ def test_a_model_without_a_tokenizer_has_no_texts(tmp_path):
     assert Vocabulary(tmp_path).text(0) is None
 
 
-def test_a_long_token_is_cut(tmp_path):
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"=" * 1000: 0}}}))
-    assert Vocabulary(tmp_path).text(0) == "=" * limits.TEXT_LENGTH_MAX
+@pytest.mark.parametrize("make", [byte_level, pieces])
+def test_a_text_has_the_ids_of_its_tokens(make, tmp_path):
+    make(tmp_path)
+    vocabulary = Vocabulary(tmp_path)
+    texts = {token: vocabulary.text(token) for token in range(300)}
+    for text in (" the", "é", "no token"):
+        assert vocabulary.ids(text) == [token for token, of_token in texts.items() if of_token == text]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +81,7 @@ def test_a_damaged_tokenizer_is_refused(content, tmp_path):
 
 
 def test_a_tokenizer_that_is_too_large_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(limits, "LENS_JSON_BYTES_MAX", 10)
+    monkeypatch.setattr(limits, "MODEL_JSON_BYTES_MAX", 10)
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0}}}))
     with pytest.raises(UsageError, match="expected at most 10 bytes"):
         Vocabulary(tmp_path)
