@@ -38,6 +38,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Look at captured data": {
         "inspect": ("capflow_consumers.inspect.command", "Show what a data set holds; draw its norms."),
         "query": ("capflow_consumers.duckdb.command", "Run SQL on the duckdb consumer's database."),
+        "lens": ("capflow.cli.lens.command", "Show what each layer would predict; fit lenses."),
         "export": ("capflow_consumers.export.command", "Write a data set in another format."),
     },
     "Steer running requests": {

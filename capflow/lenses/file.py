@@ -4,7 +4,7 @@ Tensors are named by the site whose rows they translate, such as `post_block.012
 and, in a tuned lens, `post_block.012.bias` `[hidden_size]`. The header's `__metadata__` is a `LensOrigin`. Numbers are
 float32, float16 or bfloat16.
 
-A `tuned` translator gives `h + weight · h + bias`, where the published ones have their sites at `pre_attn`. A `jacobian`
+A `tuned` translator gives `h + weight · h + bias`; the published ones have their sites at `pre_attn`. A `jacobian`
 translator gives `weight · h`.
 """
 
@@ -70,6 +70,12 @@ class LensFile:
     def blocks(self) -> frozenset[int]:
         """How many blocks the rows of each translator have passed."""
         return frozenset(self._names)
+
+    @property
+    def sites(self) -> list[Site]:
+        """The sites that the tensors name, in the order of the forward pass."""
+        prefixes = [prefix.split(".") for prefix in self._names.values()]
+        return sorted((Site(int(layer), hook) for hook, layer in prefixes), key=lambda site: site.depth)
 
     @property
     def title(self) -> str:

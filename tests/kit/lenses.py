@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import ml_dtypes  # noqa: F401  NumPy's bfloat16
+import msgspec
 import numpy as np
 import torch
 import transformers
@@ -18,6 +19,7 @@ from capflow.lenses.file import save_lens
 from capflow.lenses.origin import LensOrigin
 from tests.architectures import table
 from tests.kit.frames import make_frame
+from tests.kit.stored import done, opened
 
 TOKENS = (17, 5, 211, 88, 9, 140)
 """The tokens of the request of which a tiny model has rows."""
@@ -173,3 +175,22 @@ def save_translators(path, model, kind, /, *, scale=0.05, hook="post_block", lay
     origin = {"num_layers": count, "hidden_size": width, "vocabulary_size": 0} | fields
     save_lens(path, LensOrigin(kind, **origin), tensors)
     return parts
+
+
+def store(model, root, requests=("r1",), *, layers=None, hook="post_block", dtype="float32", prompt=None):
+    """Store requests with the rows of a model in a data set."""
+    layers = range(len(model.rows)) if layers is None else layers
+    sites = tuple(Site(layer, hook) for layer in layers)
+    consumer = opened(root, sites, positions="all")
+    consumer.on_session("engine-1", msgspec.structs.replace(model.info, sites=sites, dtype=dtype))
+    count = len(model.tokens)
+    for number, request in enumerate(requests, 1):
+        frame = model.frame(request, layers=layers, dtype=dtype, seq=number)
+        blocks = tuple(block._replace(sites=sites) for block in frame.header.blocks)
+        (part,) = frame.header.requests
+        parts = (msgspec.structs.replace(part, token_ids=tuple(model.tokens)),)
+        header = msgspec.structs.replace(frame.header, blocks=blocks, requests=parts)
+        consumer.on_frame(type(frame).seal(header, np.frombuffer(frame.payload, np.uint8)))
+        consumer.on_request_done(done(request, prompt or count - 2, count, rows=count * len(sites)))
+    consumer.close()
+    return root

@@ -1,4 +1,4 @@
-"""Lenses: tokens, ranks and divergences are those of float64, and what does not fit is refused before it is computed."""
+"""Lenses: tokens, ranks and divergences are those of float64, and whatever does not fit is refused in one line."""
 
 from __future__ import annotations
 
