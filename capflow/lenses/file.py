@@ -48,7 +48,9 @@ class LensFile:
         self.where = os.fspath(path)
         self.stem = Path(path).stem
         if not Path(path).is_file():
-            raise UsageError(explain(self.where, got="no such file", expected="a lens file"))
+            got = "a directory" if Path(path).is_dir() else "no such file"
+            do = "`capflow lens import tuned` converts one of tuned-lens" if Path(path).is_dir() else ""
+            raise UsageError(explain(self.where, got=got, expected="a lens file", do=do))
         try:
             # The file stays mapped, also if it is replaced or removed.
             file: Any = safe_open(path, "numpy")

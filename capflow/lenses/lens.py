@@ -262,7 +262,14 @@ class Lens:
         return self._file.translated(part.rows, blocks)
 
     def _rows(self, rows: npt.ArrayLike) -> npt.NDArray[Any]:
-        array = np.asarray(rows)
+        try:
+            array = np.asarray(rows)
+        # A tensor of torch whose dtype NumPy has not, or on a GPU.
+        except (TypeError, ValueError, RuntimeError) as e:
+            do = "give an array, such as tensor.float().cpu().numpy()"
+            raise UsageError(explain("lens: rows", got=f"{type(rows).__name__}: {e}", do=do)) from e
+        if array.dtype.kind not in "fiuV":
+            raise UsageError(explain("lens: rows", got=f"dtype {array.dtype}", expected="numbers"))
         if array.ndim == 1:
             array = array[None]
         if array.ndim != 2 or array.shape[1] != self.hidden_size:
@@ -332,7 +339,7 @@ def _site(site: SiteLike) -> Site:
     if isinstance(site, bool) or not isinstance(site, tuple | int | np.integer):
         raise UsageError(explain("lens: site", got=site, expected='a layer, (layer, hook) or "hook:layer"'))
     if isinstance(site, tuple):
-        if len(site) != 2 or not isinstance(site[0], int) or not isinstance(site[1], str):
+        if len(site) != 2 or not isinstance(site[0], int | np.integer) or not isinstance(site[1], str):
             raise UsageError(explain("lens: site", got=site, expected="(layer, hook)"))
         return Site.parse(f"{site[1]}:{site[0]}")
     return Site(int(site), HOOK_DEFAULT)

@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
+
 import capflow
 from capflow import limits
 from capflow.capture.site import Site
@@ -161,6 +163,7 @@ def test_one_row_and_no_rows_are_read(llama):
     lens = capflow.open_lens(llama.directory)
     assert_reading(lens.top(llama.rows[0][2], 0, K), llama.exact(llama.rows[0][2:3]))
     assert lens.top(np.zeros((0, 64), np.float32), 0, K).ids.shape == (0, K)
+    assert_reading(lens.top(llama.rows[0], (np.int64(0), "post_block"), K), llama.exact(llama.rows[0]))
     bf16 = llama.rows[0].astype(ml_dtypes.bfloat16)
     assert_reading(lens.top(bf16, 0, K), llama.exact(bf16.astype(np.float64)))
 
@@ -172,6 +175,9 @@ def test_one_row_and_no_rows_are_read(llama):
             lambda lens, rows: lens.top(rows[:, :32], 0),
             r"lens: rows: got shape [6, 32], expected [n, 64], as the model",
         ),
+        (lambda lens, rows: lens.top(torch.zeros(2, 64).bfloat16(), 0), "lens: rows: got Tensor: Got unsupported"),
+        (lambda lens, rows: lens.top([["a"] * 64], 0), "lens: rows: got dtype <U1, expected numbers"),
+        (lambda lens, rows: lens.top([[1], [2, 3]], 0), "lens: rows: got list: "),
         (lambda lens, rows: lens.top(rows, 3), "lens: layer: got 3, expected 0..2"),
         (lambda lens, rows: lens.top(rows, "mlp_out:1"), "lens: rows: got mlp_out:1, expected the stream between two"),
         (lambda lens, rows: lens.top(rows, "post_attn:1"), "lens: rows: got post_attn:1, expected the stream between"),

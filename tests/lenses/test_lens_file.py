@@ -100,5 +100,5 @@ def test_numbers_that_cannot_be_used_are_refused(tmp_path):
 def test_no_file_and_other_files_are_refused(tmp_path):
     with pytest.raises(UsageError, match=r"none: got no such file, expected a lens file"):
         LensFile(tmp_path / "none")
-    with pytest.raises(UsageError, match="got no such file"):
+    with pytest.raises(UsageError, match="got a directory, expected a lens file; `capflow lens import tuned` converts"):
         LensFile(tmp_path)

@@ -91,7 +91,7 @@ class JacobianFit:
             parts = torch.autograd.grad(streams[last], inputs, gradient, retain_graph=first + self._batch < self._size)
             for layer, part in zip(self._wanted, parts, strict=True):
                 rows = part[:count, at].to(self._dtype).mean(dim=1)
-                self._sums[layer][first : first + count] += rows.cpu() * self._ratio(layer)
+                self._sums[layer][first : first + count] += rows.cpu()
             on_rows(count)
         self.texts, self.tokens = self.texts + 1, self.tokens + len(token_ids)
         self.positions += counted.end - counted.first
@@ -100,11 +100,6 @@ class JacobianFit:
     def jacobians(self) -> Mapping[int, Matrix]:
         """Return J of each layer, `[hidden_size, hidden_size]`: float64 for a float64 model, else float32."""
         return {layer: np.asarray((total / max(1, self.texts)).numpy()) for layer, total in self._sums.items()}
-
-    def _ratio(self, layer: int) -> float:
-        """Return by how much the sites' scales change J: some models keep the stream scaled."""
-        scales = [self._layers[each].structure.places[HOOK_DEFAULT].scale for each in (layer, -1)]
-        return scales[1] / scales[0]
 
     @contextmanager
     def _streams(self) -> Iterator[dict[int, torch.Tensor]]:
