@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from capflow.protocol.routing import hub_of
     from capflow.replay.dataset import entries_of
     from capflow.replay.player import Replay, ReplayPace
+    from capflow.saes.load import load_sae
+    from capflow.saes.sae import Feature, Sae
     from capflow.steering.action import (
         Abort,
         Action,
@@ -92,6 +94,7 @@ __all__ = [
     "Controller",
     "Decision",
     "FatalError",
+    "Feature",
     "Frame",
     "FrameHeader",
     "Freeze",
@@ -111,6 +114,7 @@ __all__ = [
     "RequestDone",
     "RequestRows",
     "RetryError",
+    "Sae",
     "Scorer",
     "SetGate",
     "Site",
@@ -141,6 +145,7 @@ __all__ = [
     "hub_of",
     "load_plugins",
     "load_probe",
+    "load_sae",
     "load_steering_module",
     "load_vector",
     "open",
@@ -179,6 +184,8 @@ _PLACES = {
     "capflow.protocol.routing": ("hub_of",),
     "capflow.replay.dataset": ("entries_of",),
     "capflow.replay.player": ("Replay", "ReplayPace"),
+    "capflow.saes.load": ("load_sae",),
+    "capflow.saes.sae": ("Feature", "Sae"),
     "capflow.steering.action": (
         "Abort",
         "Action",

@@ -42,6 +42,7 @@ HIDDEN_SIZE_MAX = 65_536
 POSITIONS_LISTED_MAX = 1_024  # positions in one spec, which travels with every frame of its request
 POSITION_MAX = 2**31 - 1
 PROBES_PER_FILE_MAX = 4_096  # probes or features of one file; each is a row of scores for every token
+TOP_FEATURES_MAX = 1_024  # features of an autoencoder that are kept of each token
 STEERING_NAME_LENGTH_MAX = 256  # characters of a module's name
 STEERING_MODULES_MAX = 64  # modules that one request names
 # Clamps of one request at one site and position, with those of its modules and of the global state. Each costs a pass
@@ -58,6 +59,7 @@ ROWS_PER_FRAME_MAX = 8 * 1024 * 1024
 # Files that describe other files.
 SIDECAR_BYTES_MAX = 256 * MIB  # the sidecar of a request, the settings of an export
 VECTORS_BYTES_MAX = 1024 * MIB  # the expanded size of an archive of vectors
+SAE_BYTES_MAX = 64 * 1024 * MIB  # the expanded size of an archive of an autoencoder's weights
 
 # One message on the wire.
 HEADER_BYTES_MAX = 32 * MIB

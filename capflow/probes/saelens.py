@@ -10,7 +10,7 @@ multiplies the encoder's columns by the norms of the decoder's rows. An architec
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,10 @@ _NONE = {None, "none"}
 
 class _Metadata(msgspec.Struct):
     hook_name: str | None = None
+    hook_name_out: str | None = None
 
 
-class _Config(msgspec.Struct):
+class SaelensConfig(msgspec.Struct):
     """The fields of `cfg.json` that matter here.
 
     Older files have `hook_name` at the top level, and may name another activation under architecture `standard`.
@@ -50,7 +51,18 @@ class _Config(msgspec.Struct):
     activation_fn_str: str | None = None
     activation_fn: str | None = None
     hook_name: str | None = None
+    hook_name_out: str | None = None
     metadata: _Metadata = msgspec.field(default_factory=_Metadata)
+
+    @property
+    def hook(self) -> str:
+        """The name of the site that is read; empty without one."""
+        return self.metadata.hook_name or self.hook_name or ""
+
+    @property
+    def hook_out(self) -> str:
+        """The name of the site that a transcoder reconstructs; empty without one."""
+        return self.metadata.hook_name_out or self.hook_name_out or ""
 
 
 def read_saelens(
@@ -65,7 +77,7 @@ def read_saelens(
     Raises UsageError.
     """
     where = Path(directory)
-    config = _config(where / CONFIG_NAME)
+    config = read_config(where / CONFIG_NAME)
     activation = _ACTIVATIONS[config.architecture]
     jumping, rescaled = activation == "jumprelu", config.rescale_acts_by_decoder_norm
     file = ProbeFile(where / WEIGHTS_NAME)
@@ -87,7 +99,7 @@ def read_saelens(
         do = "say which with --features"
         raise UsageError(explain("features", got=len(wanted), expected=f"at most {limits.PROBES_PER_FILE_MAX}", do=do))
     metadata = {
-        "site": str(site or _site(where, config)),
+        "site": str(site or site_named(where / CONFIG_NAME, "hook_name", config.hook)),
         "kind": "sae",
         "activation": activation,
         "names": ",".join(f"{stem}.{number}" for number in wanted),
@@ -112,16 +124,21 @@ def _check_shapes(file: ProbeFile, tensors: Mapping[str, Float32s]) -> int:
     return int(count)
 
 
-def _config(path: Path) -> _Config:
+def read_config(path: Path, more: Collection[str] = ()) -> SaelensConfig:
+    """Return the settings in a `cfg.json`. Raises UsageError for those that change activations in an unknown way.
+
+    more: further architectures that are accepted.
+    """
     try:
-        config = jsontext.decode(read_regular(path, limits.SIDECAR_BYTES_MAX), _Config)
+        config = jsontext.decode(read_regular(path, limits.SIDECAR_BYTES_MAX), SaelensConfig)
     except OSError as e:
         got, expected = e.strerror or str(e), f"the file that SAELens writes beside {WEIGHTS_NAME}"
         raise UsageError(explain(str(path), got=got, expected=expected)) from e
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:
         raise UsageError(explain(str(path), got=str(e), expected="what SAELens writes")) from e
-    if config.architecture not in _ACTIVATIONS:
-        raise _wrong(path, "architecture", config.architecture, f"one of {', '.join(_ACTIVATIONS)}")
+    accepted = (*_ACTIVATIONS, *more)
+    if config.architecture not in accepted:
+        raise _wrong(path, "architecture", config.architecture, f"one of {', '.join(accepted)}")
     for name in ("normalize_activations", "reshape_activations"):
         if (got := getattr(config, name)) not in _NONE:
             do = "fold it into the weights, as SAELens' fold_activation_norm_scaling_factor does, and save again"
@@ -135,12 +152,16 @@ def _config(path: Path) -> _Config:
     return config
 
 
-def _site(where: Path, config: _Config) -> Site:
-    name = config.metadata.hook_name or config.hook_name
-    site = Site.of_transformer_lens(name or "")
+def site_named(path: Path, field: str, name: str, do: str = "say which with --site") -> Site:
+    """Return the site with a name of TransformerLens; raise UsageError if no site has it.
+
+    path, field: where the name stands.
+    do: what to do about it.
+    """
+    site = Site.of_transformer_lens(name)
     if site is None:
         expected = f"blocks.LAYER.HOOK with HOOK one of {', '.join(TRANSFORMER_LENS_NAMES.values())}"
-        raise _wrong(where / CONFIG_NAME, "hook_name", name or "nothing", expected, "say which with --site")
+        raise _wrong(path, field, name or "nothing", expected, do)
     return site
 
 

@@ -16,6 +16,7 @@ LAYERS = {
         "capture buffers",
         "steering",
         "probes protocol lenses",
+        "saes",
         "plugins serve_options",
         "transport",
         "hub",

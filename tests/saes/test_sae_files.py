@@ -1,0 +1,159 @@
+"""Files of autoencoders that are refused, each in one line; and SAELens itself, where it is installed."""
+
+import json
+import pickle
+import re
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import capflow
+from capflow.errors import UsageError
+from tests.kit.autoencoders import gemma_scope, saelens, sparsify, weights
+
+
+def refused(path, message, site=None):
+    with pytest.raises(UsageError) as caught:
+        capflow.load_sae(path, site)
+    assert re.search(message, str(caught.value)), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "message"),
+    [
+        ({"architecture": "gated"}, {}, "architecture: got gated, expected one of standard, jumprelu, topk, transc"),
+        ({"normalize_activations": "layer_norm"}, {}, "normalize_activations: got layer_norm, expected none; fold it"),
+        ({"architecture": "topk", "k": 25}, {}, r"k: got 25, expected how many features are active at once, 1\.\.24"),
+        ({"architecture": "topk", "k": -1}, {}, "k: got -1, expected how many"),
+        ({"metadata": {}}, {}, r"hook_name: got nothing, expected blocks.LAYER.*; name the site: DIR@post_block:12"),
+        ({"architecture": "transcoder"}, {}, "hook_name_out: got nothing, expected blocks.LAYER"),
+        ({}, {"W_enc": np.ones(24, np.float32)}, r"W_enc: got shape \[24\], expected \[d_in, d_sae\]"),
+        ({}, {"W_dec": np.ones((24, 8), np.float32)}, r"W_dec: got shape \[24, 8\], expected \[24, 16\]"),
+        ({}, {"W_dec": np.ones((8, 16), np.float32)}, r"W_dec: got shape \[8, 16\], expected \[24, d_out\]"),
+        ({}, {"b_enc": np.full(24, np.nan, np.float32)}, "b_enc: got NaN or infinity, expected finite numbers"),
+        ({}, {"extra": np.ones(3, np.float32)}, "tensors: got .*extra"),
+        (
+            {"architecture": "topk", "k": 2, "rescale_acts_by_decoder_norm": True},
+            {"W_dec": np.zeros((24, 16), np.float32)},
+            "W_dec: got a row of zeros",
+        ),
+    ],
+)
+def test_what_saelens_directories_are_refused(tmp_path, config, tensors, message):
+    refused(saelens(tmp_path / "sae", weights() | tensors, **config), message)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "message"),
+    [
+        ("layers.1", {"activation": "groupmax"}, "activation: got groupmax, expected topk"),
+        ("layers.1", {"signed": True}, "signed: got true, expected false"),
+        ("layers.1", {"k": 0}, "k: got 0"),
+        ("layers.1", {"k": None}, "cfg.json: got Expected `int`"),
+        ("mine", {}, "mine: got no site, expected a directory called as its module, such as layers.12.mlp; name the s"),
+        ("layers.1", {"transcode": True}, "got no site"),
+        ("layers.1.mlp", {"skip_connection": True}, "tensors: got W_dec, b_dec, encoder.bias, encoder.weight, expect"),
+    ],
+)
+def test_what_sparsify_directories_are_refused(tmp_path, name, config, message):
+    refused(sparsify(tmp_path / name, weights(), **config), message)
+
+
+UNPICKLED = []
+
+
+class Harmful:
+    def __reduce__(self):
+        return (UNPICKLED.append, (1,))
+
+
+def one_line_at_most(path):
+    try:
+        capflow.load_sae(path, "post_block:1")
+    except UsageError as e:
+        return "\n" not in str(e)
+    return True
+
+
+def test_what_archives_are_refused(tmp_path, monkeypatch):
+    def archive(name, **tensors):
+        return f"{gemma_scope(tmp_path / name, weights(jumps=True) | tensors)}@post_block:1"
+
+    refused(archive("more", extra=np.ones(1, np.float32)), "arrays: got .*extra")
+    refused(archive("object", b_enc=np.array([Harmful()], object)), "Object arrays cannot be loaded when allow_pickle")
+    refused(archive("ints", b_enc=np.ones(24, np.int64)), "b_enc: got dtype int64, expected floating-point numbers")
+    refused(archive("inf", b_enc=np.full(24, np.inf)), "b_enc: got NaN or infinity, expected finite numbers")
+    refused(archive("large", b_enc=np.full(24, 1e300)), "b_enc: got NaN or infinity, expected finite numbers")
+    refused(archive("shape", threshold=np.ones(3, np.float32)), r"threshold: got shape \[3\], expected \[24\]")
+    unnamed = gemma_scope(tmp_path / "unnamed", weights(jumps=True))
+    refused(unnamed, "params.npz: got no site, expected a path such as gemma-scope-2b-pt-res/layer_12/.*; name the si")
+    whole = (unnamed / "params.npz").read_bytes()
+    for end in (0, 10, len(whole) // 2, len(whole) - 1):
+        (unnamed / "params.npz").write_bytes(whole[:end])
+        refused(unnamed, "params.npz: got .*, expected an npz file of arrays", "post_block:1")
+    for place in range(0, len(whole), 211):
+        damaged = bytearray(whole)
+        damaged[place] ^= 0xFF
+        (unnamed / "params.npz").write_bytes(damaged)
+        assert one_line_at_most(unnamed)
+    (unnamed / "params.npz").write_bytes(pickle.dumps(Harmful()))
+    refused(unnamed, "params.npz: got .*, expected an npz file of arrays", "post_block:1")
+    assert not UNPICKLED
+    monkeypatch.setattr("capflow.limits.SAE_BYTES_MAX", 100)
+    refused(archive("huge"), r"the arrays: got [\d,]+ bytes, expected at most 100")
+
+
+def test_what_else_is_refused(tmp_path):
+    refused(tmp_path / "none", "none: got no such directory, expected one with sae_weights.safetensors, sae.safete")
+    refused(tmp_path, "got no autoencoder, expected a directory with one of sae_weights.safetensors")
+    there = saelens(tmp_path / "sae", weights())
+    refused(f"{there}@post_block", "sae: site: got post_block, expected HOOK:LAYER with HOOK one of")
+    refused(there, "site: got mlp_in:1/mlp_out:1, expected one site, as it is no transcoder", "mlp_in:1/mlp_out:1")
+    other = saelens(tmp_path / "other", weights(), "transcoder")
+    refused(other, "site: got mlp_out:1, expected two sites, as it is a transcoder; name both: DIR@mlp_in", "mlp_out:1")
+    (there / "sae_weights.safetensors").write_bytes((there / "sae_weights.safetensors").read_bytes()[:-9])
+    refused(there, "sae_weights.safetensors: got .*, expected a safetensors file")
+    (there / "cfg.json").unlink()
+    refused(there, "cfg.json: got No such file or directory, expected the file that SAELens writes beside sae_weights")
+
+
+@pytest.mark.long
+def test_activations_are_those_of_sae_lens(tmp_path):
+    import sae_lens
+    import torch
+
+    rows = np.random.default_rng(7).normal(size=(33, 16)).astype(np.float32)
+    transcoder = {"d_out": 16, "apply_b_dec_to_input": False}
+    hooks = {"hook_name": "blocks.1.ln2.hook_normalized", "hook_name_out": "blocks.1.hook_mlp_out"}
+    for number, (architecture, config) in enumerate(
+        (
+            ("standard", {}),
+            ("standard", {"apply_b_dec_to_input": False}),
+            ("jumprelu", {}),
+            ("topk", {"k": 5}),
+            ("topk", {"k": 5, "rescale_acts_by_decoder_norm": True}),
+            ("transcoder", transcoder),
+            ("skip_transcoder", transcoder),
+            ("jumprelu_transcoder", transcoder),
+        )
+    ):
+        names = hooks if config is transcoder else {"hook_name": "blocks.1.hook_resid_post"}
+        whole = {"architecture": architecture, "d_in": 16, "d_sae": 24, "metadata": names, **config}
+        theirs = sae_lens.SAE.from_dict(whole)
+        with torch.no_grad():
+            for parameter in theirs.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        save_file({k: v.numpy() for k, v in theirs.state_dict().items()}, directory / "sae_weights.safetensors")
+        (directory / "cfg.json").write_text(json.dumps(theirs.cfg.to_dict()))
+        sae = capflow.load_sae(directory)
+        with torch.no_grad():
+            theirs = theirs.load_from_disk(str(directory))
+            expected = theirs.encode(torch.from_numpy(rows)).to_dense().numpy()
+            again = theirs(torch.from_numpy(rows)).numpy()
+        assert 0 < np.count_nonzero(expected) < expected.size
+        np.testing.assert_allclose(sae.encode(rows), expected, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(sae.reconstruct(rows), again, rtol=1e-4, atol=1e-3)
