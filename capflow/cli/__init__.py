@@ -39,6 +39,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "inspect": ("capflow_consumers.inspect.command", "Show what a data set holds; draw its norms."),
         "query": ("capflow_consumers.duckdb.command", "Run SQL on the duckdb consumer's database."),
         "lens": ("capflow.cli.lens.command", "Show what each layer would predict; fit lenses."),
+        "features": ("capflow_consumers.features.command", "Write the active SAE features of a data set."),
         "export": ("capflow_consumers.export.command", "Write a data set in another format."),
     },
     "Steer running requests": {

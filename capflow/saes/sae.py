@@ -15,10 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from capflow import limits
 from capflow.capture.model import ModelInfo
@@ -140,19 +142,22 @@ class Sae:
         bias = float(self.bias[number]) - float(encoder.astype(np.float64) @ self.centre.astype(np.float64))
         return Feature(encoder, bias, float(self.thresholds[number]), self.decoder[number])
 
-    def check(self, info: ModelInfo) -> None:
-        """Raise UsageError unless it reads and reconstructs tapped sites of this model."""
-        for site, width, name in (
-            (self.site, self.width, "encoder"),
-            (self.target, self.decoder.shape[1], "decoder"),
-        ):
-            if not 0 <= site.layer < info.num_layers:
-                expected = f"a layer of the model, 0..{info.num_layers - 1}"
-                raise UsageError(explain(f"{self.where}: site", got=str(site), expected=expected))
-            if width != info.hidden_size:
-                expected = f"{info.hidden_size}, the model's width"
-                raise UsageError(explain(f"{self.where}: {name}", got=f"{width} numbers a row", expected=expected))
-            site.check_tapped(info.sites, f"{self.where}: site")
+    def check_reads(self, info: ModelInfo) -> None:
+        """Raise UsageError unless the site that it reads is a tapped one of this model."""
+        self._check(self.site, self.width, info, "encoder")
+
+    def check_writes(self, info: ModelInfo) -> None:
+        """Raise UsageError unless the site that it reconstructs is a tapped one of this model."""
+        self._check(self.target, int(self.decoder.shape[1]), info, "decoder")
+
+    def _check(self, site: Site, width: int, info: ModelInfo, name: str) -> None:
+        if not 0 <= site.layer < info.num_layers:
+            expected = f"a layer of the model, 0..{info.num_layers - 1}"
+            raise UsageError(explain(f"{self.where}: site", got=str(site), expected=expected))
+        if width != info.hidden_size:
+            expected = f"{info.hidden_size}, the model's width"
+            raise UsageError(explain(f"{self.where}: {name}", got=f"{width} numbers a row", expected=expected))
+        site.check_tapped(info.sites, f"{self.where}: site")
 
     def _encoded(self, rows: npt.NDArray[Any]) -> Iterator[tuple[int, Float32s]]:
         """Yield the activations of a few rows at a time, with the number of the first row."""
@@ -166,6 +171,15 @@ class Sae:
                 lesser = np.argpartition(values, -self.k, axis=1)[:, : -self.k]
                 np.put_along_axis(values, lesser, np.float32(0), 1)
             yield first, values
+
+    @cached_property
+    def digest(self) -> str:
+        """A number of what its activations are computed from, in hexadecimal; it differs between autoencoders."""
+        parts = (self.encoder, self.bias, self.thresholds, self.centre)
+        digest = xxhash.xxh3_64(b"%d" % self.k)
+        for part in parts:
+            digest.update(np.ascontiguousarray(part).data)
+        return digest.hexdigest()
 
     def _check_rows(self, rows: npt.NDArray[Any]) -> None:
         if rows.ndim != 2 or rows.shape[1] != self.width:

@@ -27,7 +27,7 @@ LAYERS = {
     "capflow_consumers": (
         "log gate gate_in_graph async_gate record progress framelog",
         "dataset",
-        "filesystem duckdb nats inspect export",
+        "filesystem duckdb nats inspect export features",
     ),
     "capflow_engine": (
         "structure passage hubs settings",

@@ -118,10 +118,15 @@ def test_it_fits_a_model(tmp_path):
 
     def refused(message, sites=sites, layers=8, width=WIDTH):
         with pytest.raises(UsageError) as caught:
-            sae.check(ModelInfo("m", layers, width, "float32", sites))
+            sae.check_reads(ModelInfo("m", layers, width, "float32", sites))
         assert message in str(caught.value)
 
-    sae.check(ModelInfo("m", 8, WIDTH, "float32", sites))
+    sae.check_reads(ModelInfo("m", 8, WIDTH, "float32", sites))
+    sae.check_writes(ModelInfo("m", 8, WIDTH, "float32", sites))
+    transcoder = capflow.load_sae(f"{saelens(tmp_path / 'trans', weights(), 'transcoder', **MLP)}@mlp_in:5/mlp_out:5")
+    transcoder.check_reads(ModelInfo("m", 8, WIDTH, "float32", (Site(5, "mlp_in"),)))
+    with pytest.raises(UsageError, match="no tap at mlp_out:5"):
+        transcoder.check_writes(ModelInfo("m", 8, WIDTH, "float32", (Site(5, "mlp_in"),)))
     refused("encoder: got 16 numbers a row, expected 32, the model's width", width=32)
     refused("site: got post_block:5, expected a layer of the model, 0..3", layers=4)
     refused("no tap at post_block:5, expected a tapped site; start the engine with --sites post_block:5", sites=())

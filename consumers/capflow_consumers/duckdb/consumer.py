@@ -5,9 +5,13 @@ probe files:
 
     capflow run --consumer duckdb:path=scores.duckdb,probes=happy.safetensors+sad.safetensors
 
-It captures the sites of its probes for every request. Without probes it captures nothing itself: it records the tokens
-of the requests that ask for a capture of their own. `site=post_block:0` records the tokens of every request, at the
-cost of capturing that site.
+`saes` records the most active features of every token on sparse autoencoders, in the place of the rows:
+
+    capflow run --consumer duckdb:path=scores.duckdb,saes=gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82
+
+It captures the sites of its probes and autoencoders for every request. Without either it captures nothing itself: it
+records the tokens of the requests that ask for a capture of their own. `site=post_block:0` records the tokens of every
+request, at the cost of capturing that site.
 
 Rows are scored as they come. They wait in memory until there are `batch_rows` of them, `flush_s` seconds have passed,
 or a request ends; then one transaction writes them. A result of `ok` means that the request's rows are committed.
@@ -40,8 +44,11 @@ from capflow.errors import CapflowError, FatalError, RetryError, UsageError, exp
 from capflow.plugins.consumer import Consumer, Context, hookimpl
 from capflow.probes.kinds import load_probes
 from capflow.probes.probe import Scorer
+from capflow.saes.named import load_saes
+from capflow.saes.sae import Sae, check_k
 from capflow.steering.action import Answered
 from capflow_consumers.duckdb.request import ScoredRequest
+from capflow_consumers.duckdb.scoring import TopFeatures
 from capflow_consumers.duckdb.stacking import stacked
 from capflow_consumers.framelog import FrameLog
 
@@ -65,6 +72,8 @@ class DuckdbConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     path: the database file; created if missing.
     probes: probe files.
+    saes: autoencoders whose features to record, each `PATH`, `PATH@SITE` or `NAME=PATH@SITE`.
+    top_features: how many features of each token to record, the most active ones.
     site: one more site to capture for every request.
     vectors: whether to write the captured rows too.
     positions: which tokens to score.
@@ -75,6 +84,8 @@ class DuckdbConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     path: str
     probes: list[str] = []
+    saes: list[str] = []
+    top_features: int = 32
     site: str = ""
     vectors: bool = False
     positions: str = "all"
@@ -118,17 +129,31 @@ class DuckdbConsumer(Consumer):
         return load_probes(self.config.probes, f"consumers.{self.instance}.probes")
 
     @cached_property
+    def _saes(self) -> dict[str, Sae]:
+        return load_saes(self.config.saes, f"consumers.{self.instance}.saes")
+
+    @cached_property
+    def _features(self) -> dict[Site, list[TopFeatures]]:
+        """The autoencoders by the site that they read."""
+        sites: dict[Site, list[TopFeatures]] = {}
+        for name, sae in self._saes.items():
+            sites.setdefault(sae.site, []).append(TopFeatures(name, sae, self.config.top_features))
+        return sites
+
+    @cached_property
     def _by_site(self) -> dict[Site, list[Scorer]]:
         """Probes by site. Linear probes of one pool form one matrix. The site of the option may have no probes."""
         sites: dict[Site, list[Scorer]] = {Site.parse(self.config.site): []} if self.config.site else {}
         for probe in self._probes:
             sites.setdefault(probe.site, []).append(probe)
+        for site in self._features:
+            sites.setdefault(site, [])
         return {site: stacked(probes) for site, probes in sites.items()}
 
     def spec(self) -> CaptureSpec | None:
-        """Return a spec of the probes' sites and the site of the option; None without either.
+        """Return a spec of the sites of the probes, the autoencoders and the option; None without any.
 
-        Raises UsageError for probe files that cannot be used.
+        Raises UsageError for files that cannot be used.
         """
         if not self._by_site:
             return None
@@ -144,6 +169,7 @@ class DuckdbConsumer(Consumer):
 
     def check(self) -> None:
         """Raise UsageError for options out of range and a path that cannot be a file."""
+        check_k(self.config.top_features, f"consumers.{self.instance}.top_features")
         for field, low in (("batch_rows", 1), ("flush_s", 0), ("memory_bytes_max", 64 * limits.MIB)):
             value = getattr(self.config, field)
             if not value >= low:
@@ -163,13 +189,15 @@ class DuckdbConsumer(Consumer):
         from capflow_consumers.duckdb.port import SqlPort
 
         self._context = context
-        self._pending = PendingRows(self._by_site, vectors=self.config.vectors)
+        self._pending = PendingRows(self._by_site, self._features, vectors=self.config.vectors)
         self._requests, self._stored = {}, {}
         where = f"consumers.{self.instance}.path"
         database = Database.open(self._path, memory_bytes_max=self.config.memory_bytes_max, where=where)
         try:
             for probe in self._probes:
                 database.add_probe(probe)
+            for name, sae in self._saes.items():
+                database.add_sae(name, sae)
         except Exception:
             database.close()
             raise
@@ -184,12 +212,14 @@ class DuckdbConsumer(Consumer):
         self._database = database
 
     def on_session(self, engine: str, model: ModelInfo) -> None:
-        """Raise UsageError unless every probe fits the model. Each frame of an unfit engine is refused."""
+        """Raise UsageError unless all probes and autoencoders fit the model; frames of an unfit engine are refused."""
         self._models[engine] = model
         self._unfit.pop(engine, None)
         try:
             for probe in self._probes:
                 probe.check(model.sites, model.hidden_size)
+            for sae in self._saes.values():
+                sae.check_reads(model)
         except UsageError as e:
             self._unfit[engine] = str(e)
             raise
@@ -415,7 +445,7 @@ class DuckdbConsumer(Consumer):
         """
         from capflow_consumers.duckdb.pending import PendingRows
 
-        self._pending = PendingRows(self._by_site, vectors=self.config.vectors)
+        self._pending = PendingRows(self._by_site, self._features, vectors=self.config.vectors)
         for request in self._requests.values():
             if request.pending:
                 request.pending = FrameLog()

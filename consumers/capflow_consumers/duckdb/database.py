@@ -22,6 +22,7 @@ from capflow.capture.frame import FrameHeader, Rank
 from capflow.capture.intervals import Intervals
 from capflow.errors import CapflowError, FatalError, RetryError, UsageError, explain
 from capflow.probes.probe import Scorer
+from capflow.saes.sae import Sae
 from capflow_consumers.duckdb.query import SETTINGS, SqlQuery
 from capflow_consumers.duckdb.schema import ADDED, KEYS, TABLES, VIEWS
 from capflow_consumers.framelog import FrameLog
@@ -168,6 +169,20 @@ class Database:
             columns = zip(*new, strict=True)
             names = [name for name, _ in TABLES["probes"]]
             self.append({"probes": pa.table(dict(zip(names, map(list, columns), strict=True)))})
+
+    def add_sae(self, name: str, sae: Sae) -> None:
+        """Record an autoencoder. Raises UsageError when the database has features of a different one of that name."""
+        row = (name, sae.site.layer, sae.site.hook, sae.features, sae.k, sae.where, sae.digest)
+        query = "SELECT * FROM saes WHERE name = ? ORDER BY rowid DESC LIMIT 1"
+        had = self._connection.execute(query, [name]).fetchone()
+        if had and (had[1:5], had[6]) != (row[1:5], row[6]):
+            do = "give it another name (NAME=PATH), or use another database"
+            got, expected = (f"{one[2]}:{one[1]}, {one[3]} features, xxh3 {one[6]}" for one in (row, had))
+            problem = f"{sae.where}: the database has features of another autoencoder {name}"
+            raise UsageError(explain(problem, got=got, expected=expected, do=do))
+        if had != row:
+            names = [column for column, _ in TABLES["saes"]]
+            self.append({"saes": pa.table({column: [value] for column, value in zip(names, row, strict=True)})})
 
     def stored(self, engine: str) -> dict[str, list[Stored]]:
         """Return the captures of an engine by request id, oldest first."""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from capflow.capture.frame import Block, Chunk, RequestRows, mask_of
 from capflow.capture.site import Site
 from capflow.probes.probe import Scorer
 from capflow_consumers.duckdb.request import ScoredRequest
-from capflow_consumers.duckdb.scoring import Part, Rows, RowStage
+from capflow_consumers.duckdb.scoring import Part, Rows, RowStage, TopFeatures
+from capflow_consumers.duckdb.span import BatchRequests, SiteSpan, named, running
 
-Ints = npt.NDArray[np.int64]
 # A request, its part of a frame, and which tokens of that part: `token_ids[first:stop]`.
 _Tokens = tuple[ScoredRequest, RequestRows, int, int]
 
@@ -25,17 +25,26 @@ class PendingRows:
     """Tokens, scores and vectors that wait to be written.
 
     scorers: the probes of each site whose rows are kept.
+    features: the autoencoders of these sites.
     vectors: whether the rows themselves are written, as float32.
     count: table rows that wait.
     nbytes: bytes of vectors that wait.
     """
 
-    def __init__(self, scorers: Mapping[Site, Sequence[Scorer]], *, vectors: bool) -> None:
+    def __init__(
+        self,
+        scorers: Mapping[Site, Sequence[Scorer]],
+        features: Mapping[Site, Sequence[TopFeatures]] = MappingProxyType({}),
+        *,
+        vectors: bool,
+    ) -> None:
         self.count = 0
         self.nbytes = 0
         self._vectors = vectors
         self._tokens: list[_Tokens] = []
         self._scorers = scorers
+        self._features = features
+        self._kept = {site: sum(each.k for each in features.get(site, ())) + vectors for site in scorers}
         self._columns = {site: sum(len(scorer.names) for scorer in probes) for site, probes in scorers.items()}
         # The staged rows, by site, width and dtype.
         self._stages: dict[tuple[Site, int, np.dtype[Any]], RowStage] = {}
@@ -101,9 +110,11 @@ class PendingRows:
             key = site, width, rows.dtype
             stage = self._stages.get(key)
             if stage is None:
-                stage = self._stages[key] = RowStage(site, rows[index], scorers, vectors=self._vectors)
+                stage = self._stages[key] = RowStage(
+                    site, rows[index], scorers, vectors=self._vectors, features=self._features.get(site, ())
+                )
             stage.add(parts, rows[index])
-            self.count += count * (self._columns[site] + self._vectors)
+            self.count += count * (self._columns[site] + self._kept[site])
             if self._vectors:
                 self.nbytes += count * width * 4
 
@@ -113,7 +124,7 @@ class PendingRows:
         owners = itertools.chain(
             (entry[0] for entry in self._tokens), *((part[0] for part in stage.parts) for stage in stages)
         )
-        requests = _Requests({id(request): request for request in owners})
+        requests = BatchRequests({id(request): request for request in owners})
         tables: dict[str, list[pa.Table]] = {}
         if requests.all:
             tables["marks"] = [_mark_table(requests.all)]
@@ -121,10 +132,12 @@ class PendingRows:
             tables["tokens"] = [_token_table(requests, self._tokens)]
         for stage in stages:
             scores, vectors = stage.scored()
-            span = _Span(requests, stage.parts, stage.site)
+            span = SiteSpan(requests, stage.parts, stage.site)
             for scorer, block in zip(stage.scorers, scores, strict=True):
                 name, table = ("scores", span.scores) if scorer.pool == "token" else ("pools", span.pools)
                 tables.setdefault(name, []).append(table(scorer, block))
+            for features, active in zip(stage.features, stage.active(), strict=True):
+                tables.setdefault("features", []).append(span.features(features.name, *active))
             if vectors is not None:
                 tables.setdefault("vectors", []).append(span.vectors(vectors))
         return {name: _joined(parts) for name, parts in tables.items()}, requests.all
@@ -140,102 +153,6 @@ class PendingRows:
                 del self._stages[key]
 
 
-class _Requests:
-    """The requests of one batch, numbered.
-
-    requests: by `id()`.
-    """
-
-    def __init__(self, requests: dict[int, ScoredRequest]) -> None:
-        self.all = list(requests.values())
-        self._numbers = {key: number for number, key in enumerate(requests)}
-        self._captures = np.array([request.capture for request in self.all], np.int64)
-
-    def numbers(self, owners: Sequence[ScoredRequest]) -> Ints:
-        """Return the number of each request."""
-        return np.array([self._numbers[id(owner)] for owner in owners], np.int64)
-
-    def columns(self, numbers: Ints) -> dict[str, Any]:
-        """Return the columns capture, engine and request_id, with a value for each number."""
-        return {
-            "capture": self._captures[numbers],
-            "engine": _named(numbers, [request.engine for request in self.all]),
-            "request_id": _named(numbers, [request.id for request in self.all]),
-        }
-
-
-class _Span:
-    """The rows of a batch at one site.
-
-    numbers: each row's request, int64.
-    positions: each row's position, int64.
-    """
-
-    def __init__(self, requests: _Requests, parts: list[Part], site: Site) -> None:
-        self.requests = requests
-        self.site = site
-        lengths = np.array([count for _, _, count in parts], np.int64)
-        self.numbers = np.repeat(requests.numbers([request for request, _, _ in parts]), lengths)
-        self.positions = _running([start for _, start, _ in parts], lengths)
-
-    def scores(self, scorer: Scorer, scores: Rows) -> pa.Table:
-        """Return the table `scores`: a row for each score of `[n, k]`."""
-        count, probes = scores.shape
-        return pa.table(
-            {
-                **self.requests.columns(np.repeat(self.numbers, probes)),
-                "position": np.repeat(self.positions, probes),
-                **self._probes(scorer, count),
-                "score": scores.ravel(),
-            }
-        )
-
-    def pools(self, scorer: Scorer, scores: Rows) -> pa.Table:
-        """Return the table `pools`: for each request and probe, what these rows add to the request's pooled score.
-
-        scores: `[n, k]` of the rows of all requests.
-        """
-        order = np.lexsort((self.positions, self.numbers))
-        numbers, ordered = self.numbers[order], scores[order]
-        firsts = np.flatnonzero(np.diff(numbers, prepend=-1))
-        lasts = np.append(firsts[1:], len(numbers)) - 1
-        count, probes = len(firsts), scores.shape[1]
-        return pa.table(
-            {
-                **self.requests.columns(np.repeat(numbers[firsts], probes)),
-                **self._probes(scorer, count),
-                "rows": np.repeat(lasts - firsts + 1, probes),
-                "total": np.add.reduceat(ordered, firsts, axis=0, dtype=np.float64).ravel(),
-                "highest": np.maximum.reduceat(ordered, firsts, axis=0).ravel(),
-                "position": np.repeat(self.positions[order][lasts], probes),
-                "last": ordered[lasts].ravel(),
-            }
-        )
-
-    def vectors(self, rows: Rows) -> pa.Table:
-        """Return the table `vectors` of rows `[n, hidden_size]`."""
-        count, width = rows.shape
-        return pa.table(
-            {
-                **self.requests.columns(self.numbers),
-                "position": self.positions,
-                **self._place(count),
-                "vector": pa.ListArray.from_arrays(np.arange(0, (count + 1) * width, width, np.int32), rows.ravel()),
-            }
-        )
-
-    def _probes(self, scorer: Scorer, count: int) -> dict[str, Any]:
-        """Return the columns probe, layer and hook: the probes of a scorer, repeated `count` times."""
-        probes = len(scorer.names)
-        return {"probe": _named(np.tile(np.arange(probes), count), scorer.names), **self._place(count * probes)}
-
-    def _place(self, count: int) -> dict[str, Any]:
-        return {
-            "layer": np.full(count, self.site.layer, np.int32),
-            "hook": _named(np.zeros(count, np.int32), [self.site.hook]),
-        }
-
-
 def _mark_table(requests: list[ScoredRequest]) -> pa.Table:
     rows = [
         (r.capture, r.engine, r.id, boot, ".".join(map(str, rank)), *frames)
@@ -246,9 +163,9 @@ def _mark_table(requests: list[ScoredRequest]) -> pa.Table:
     return pa.table(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)))
 
 
-def _token_table(requests: _Requests, tokens: list[_Tokens]) -> pa.Table:
+def _token_table(requests: BatchRequests, tokens: list[_Tokens]) -> pa.Table:
     lengths = np.array([stop - first for _, _, first, stop in tokens], np.int64)
-    positions = _running([rows.start + first for _, rows, first, _ in tokens], lengths)
+    positions = running([rows.start + first for _, rows, first, _ in tokens], lengths)
     prompt_lengths = np.repeat([rows.prompt_length for _, rows, *_ in tokens], lengths)
     ids = itertools.chain.from_iterable(rows.token_ids[first:stop] for _, rows, first, stop in tokens)
     texts = itertools.chain.from_iterable(
@@ -261,7 +178,7 @@ def _token_table(requests: _Requests, tokens: list[_Tokens]) -> pa.Table:
             "position": positions,
             "token_id": np.fromiter(ids, np.int64, len(positions)),
             "text": pa.array(list(texts), pa.string()),
-            "phase": _named(np.where(positions < prompt_lengths, 0, 1), ["prompt", "generated"]),
+            "phase": named(np.where(positions < prompt_lengths, 0, 1), ["prompt", "generated"]),
             "steered": pa.concat_arrays([_steered(rows, first, stop) for _, rows, first, stop in tokens]),
         }
     )
@@ -272,18 +189,6 @@ def _steered(rows: RequestRows, first: int, stop: int) -> pa.Array:
     if rows.steered is None:
         return pa.nulls(stop - first, pa.bool_())
     return pa.array(mask_of(rows.steered, rows.start + first, rows.start + stop))
-
-
-def _running(starts: Sequence[int], lengths: Ints) -> Ints:
-    """Return `start, start + 1, …`, as many as the length, for each start in turn."""
-    ends = np.cumsum(lengths)
-    offsets = np.array(starts, np.int64) - (ends - lengths)
-    return np.repeat(offsets, lengths) + np.arange(ends[-1])
-
-
-def _named(index: npt.NDArray[Any], names: Sequence[str]) -> pa.Array:
-    """Return a text column of `names[index]` that stores each name once."""
-    return pa.DictionaryArray.from_arrays(pa.array(index, pa.int32()), pa.array(names, pa.string()))
 
 
 def _joined(tables: list[pa.Table]) -> pa.Table:

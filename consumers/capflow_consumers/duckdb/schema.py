@@ -7,6 +7,8 @@ Each table has one row for each:
 * probes: probe, and one more whenever its threshold or file changes.
 * scores: captured row and probe of pool `token`.
 * pools: request and probe of another pool, in each transaction.
+* saes: autoencoder whose features are recorded; `k` is its number of active features, 0 unless it is a TopK one.
+* features: captured row and feature that is among the most active ones there.
 * vectors: captured row, with the option `vectors`.
 * actions: event of steering: an action that was asked for through the hub, or what happened inside a worker.
 * marks: run of consecutive frames of one worker, in each transaction and request.
@@ -85,6 +87,24 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         ("position", "BIGINT"),
         ("last", "FLOAT"),
     ],
+    "saes": [
+        ("name", "VARCHAR"),
+        ("site_layer", "INTEGER"),
+        ("site_hook", "VARCHAR"),
+        ("features", "INTEGER"),
+        ("k", "INTEGER"),
+        ("file", "VARCHAR"),
+        ("xxh3_64", "VARCHAR"),
+    ],
+    "features": [
+        *_KEY,
+        ("position", "BIGINT"),
+        ("sae", "VARCHAR"),
+        ("layer", "INTEGER"),
+        ("hook", "VARCHAR"),
+        ("feature", "INTEGER"),
+        ("activation", "FLOAT"),
+    ],
     "vectors": [*_KEY, ("position", "BIGINT"), ("layer", "INTEGER"), ("hook", "VARCHAR"), ("vector", "FLOAT[]")],
     "actions": [
         *_KEY,
@@ -146,6 +166,13 @@ VIEWS: dict[str, str] = {
         WINDOW ranked AS (PARTITION BY probe ORDER BY score DESC, capture, position)
         QUALIFY rank <= 100
         ORDER BY probe, rank
+    """,
+    "active_features": """
+        SELECT sae, feature, count(*) AS tokens, count(DISTINCT capture) AS requests, avg(activation) AS mean,
+               max(activation) AS highest
+        FROM features JOIN (SELECT capture FROM requests) USING (capture)
+        GROUP BY sae, feature
+        ORDER BY sae, tokens DESC, feature
     """,
     "request_scores": """
         SELECT capture, engine, request_id, probe, layer, hook, rows, mean, highest, last, pool,

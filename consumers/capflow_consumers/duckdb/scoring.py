@@ -7,7 +7,7 @@ every site.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from capflow import limits
 from capflow.capture.site import Site
 from capflow.probes.probe import Scorer, as_float32
+from capflow.saes.sae import Sae
 from capflow_consumers.duckdb.request import ScoredRequest
 
 _STAGE_BYTES = 8 * limits.MIB
@@ -26,17 +27,40 @@ Part = tuple[ScoredRequest, int, int]
 """Rows of a request at positions `start, start + 1, …`: `(request, start, count)`."""
 
 
+Top = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
+"""The most active features of some rows: ids and activations, `[n, k]` each."""
+
+
+class TopFeatures(NamedTuple):
+    """An autoencoder whose k most active features of each row are kept."""
+
+    name: str
+    sae: Sae
+    k: int
+
+
 class RowStage:
     """The rows of a site with one width and dtype since `clear`, and their scores, in the order in which they came.
 
     rows: rows `[n, hidden_size]` of that width and dtype.
     scorers: the site's probes.
     vectors: whether the rows themselves are kept, as float32.
+    features: the site's autoencoders.
     """
 
-    def __init__(self, site: Site, rows: Rows, scorers: Sequence[Scorer], *, vectors: bool) -> None:
+    def __init__(
+        self,
+        site: Site,
+        rows: Rows,
+        scorers: Sequence[Scorer],
+        *,
+        vectors: bool,
+        features: Sequence[TopFeatures] = (),
+    ) -> None:
         self.site = site
         self.scorers = tuple(scorers)
+        self.features = tuple(features)
+        self._active: list[list[Top]] = [[] for _ in self.features]
         self.parts: list[Part] = []
         # Scores per row.
         self._columns = sum(len(scorer.names) for scorer in scorers)
@@ -66,9 +90,18 @@ class RowStage:
         vectors = np.concatenate(self._kept) if self._kept else None
         return [np.concatenate(blocks) for blocks in self._scores], vectors
 
+    def active(self) -> list[Top]:
+        """Return the most active features of all parts, for each autoencoder."""
+        self._score()
+        return [
+            (np.concatenate([ids for ids, _ in blocks]), np.concatenate([values for _, values in blocks]))
+            for blocks in self._active
+        ]
+
     def clear(self) -> None:
         """Drop all parts."""
         self.parts, self._scores, self._kept, self._filled = [], [[] for _ in self.scorers], [], 0
+        self._active = [[] for _ in self.features]
 
     def _score(self) -> None:
         size = max(16, _PRODUCT // max(1, self._rows.shape[1] * self._columns))
@@ -82,5 +115,9 @@ class RowStage:
                 kept.append(rows.copy() if rows.base is not None else rows)
         for total, blocks in zip(self._scores, scored, strict=True):
             total.extend(blocks)
+        # An autoencoder has far more weights than a probe: reading them for a few rows at a time would cost more.
+        if self._filled:
+            for blocks_of, features in zip(self._active, self.features, strict=True):
+                blocks_of.append(features.sae.top(self._rows[: self._filled], features.k))
         self._kept += kept
         self._filled = 0

@@ -1,0 +1,35 @@
+"""Autoencoders by name, as options of the command line and of consumers give them: `NAME=PATH@SITE`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from capflow import limits
+from capflow.errors import UsageError, explain
+from capflow.saes.load import load_sae
+from capflow.saes.sae import Sae
+
+
+def load_saes(given: Sequence[str], where: str) -> dict[str, Sae]:
+    """Return autoencoders by name.
+
+    given: for each `[NAME=]PATH[@SITE]`; by default the name is that of the directory.
+    where: the option that has them, for errors.
+
+    Raises UsageError for files that are no autoencoder, and for a name that two of them have.
+    """
+    saes: dict[str, Sae] = {}
+    for text in given:
+        name, equals, path = text.partition("=")
+        if not equals:
+            path = text
+            place = Path(text) if Path(text).exists() else Path(text.rpartition("@")[0] or text)
+            name = (place.parent if place.is_file() else place).absolute().name
+        if not name or not path or len(name) > limits.STEERING_NAME_LENGTH_MAX or not name.isprintable():
+            raise UsageError(explain(where, got=text, expected="NAME=PATH, or PATH"))
+        if name in saes:
+            expected = "each name once"
+            raise UsageError(explain(where, got=f"{name} twice", expected=expected, do="give names: NAME=PATH"))
+        saes[name] = load_sae(path)
+    return saes

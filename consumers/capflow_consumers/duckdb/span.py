@@ -1,0 +1,141 @@
+"""The rows of one transaction of the duckdb consumer as Arrow tables: who they belong to, and where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from capflow.capture.site import Site
+from capflow.probes.probe import Scorer
+from capflow.saes.sae import INACTIVE
+from capflow_consumers.duckdb.request import ScoredRequest
+from capflow_consumers.duckdb.scoring import Part, Rows
+
+Ints = npt.NDArray[np.int64]
+
+
+class BatchRequests:
+    """The requests of one batch, numbered.
+
+    requests: by `id()`.
+    """
+
+    def __init__(self, requests: dict[int, ScoredRequest]) -> None:
+        self.all = list(requests.values())
+        self._numbers = {key: number for number, key in enumerate(requests)}
+        self._captures = np.array([request.capture for request in self.all], np.int64)
+
+    def numbers(self, owners: Sequence[ScoredRequest]) -> Ints:
+        """Return the number of each request."""
+        return np.array([self._numbers[id(owner)] for owner in owners], np.int64)
+
+    def columns(self, numbers: Ints) -> dict[str, Any]:
+        """Return the columns capture, engine and request_id, with a value for each number."""
+        return {
+            "capture": self._captures[numbers],
+            "engine": named(numbers, [request.engine for request in self.all]),
+            "request_id": named(numbers, [request.id for request in self.all]),
+        }
+
+
+class SiteSpan:
+    """The rows of a batch at one site.
+
+    numbers: each row's request, int64.
+    positions: each row's position, int64.
+    """
+
+    def __init__(self, requests: BatchRequests, parts: list[Part], site: Site) -> None:
+        self.requests = requests
+        self.site = site
+        lengths = np.array([count for _, _, count in parts], np.int64)
+        self.numbers = np.repeat(requests.numbers([request for request, _, _ in parts]), lengths)
+        self.positions = running([start for _, start, _ in parts], lengths)
+
+    def scores(self, scorer: Scorer, scores: Rows) -> pa.Table:
+        """Return the table `scores`: a row for each score of `[n, k]`."""
+        count, probes = scores.shape
+        return pa.table(
+            {
+                **self.requests.columns(np.repeat(self.numbers, probes)),
+                "position": np.repeat(self.positions, probes),
+                **self._probes(scorer, count),
+                "score": scores.ravel(),
+            }
+        )
+
+    def pools(self, scorer: Scorer, scores: Rows) -> pa.Table:
+        """Return the table `pools`: for each request and probe, what these rows add to the request's pooled score.
+
+        scores: `[n, k]` of the rows of all requests.
+        """
+        order = np.lexsort((self.positions, self.numbers))
+        numbers, ordered = self.numbers[order], scores[order]
+        firsts = np.flatnonzero(np.diff(numbers, prepend=-1))
+        lasts = np.append(firsts[1:], len(numbers)) - 1
+        count, probes = len(firsts), scores.shape[1]
+        return pa.table(
+            {
+                **self.requests.columns(np.repeat(numbers[firsts], probes)),
+                **self._probes(scorer, count),
+                "rows": np.repeat(lasts - firsts + 1, probes),
+                "total": np.add.reduceat(ordered, firsts, axis=0, dtype=np.float64).ravel(),
+                "highest": np.maximum.reduceat(ordered, firsts, axis=0).ravel(),
+                "position": np.repeat(self.positions[order][lasts], probes),
+                "last": ordered[lasts].ravel(),
+            }
+        )
+
+    def features(self, sae: str, ids: Rows, activations: Rows) -> pa.Table:
+        """Return the table `features`: a row for each active one of the features `[n, k]` of an autoencoder."""
+        rows, columns = np.nonzero(ids != INACTIVE)
+        count = len(rows)
+        return pa.table(
+            {
+                **self.requests.columns(self.numbers[rows]),
+                "position": self.positions[rows],
+                "sae": named(np.zeros(count, np.int32), [sae]),
+                **self._place(count),
+                "feature": ids[rows, columns],
+                "activation": activations[rows, columns],
+            }
+        )
+
+    def vectors(self, rows: Rows) -> pa.Table:
+        """Return the table `vectors` of rows `[n, hidden_size]`."""
+        count, width = rows.shape
+        return pa.table(
+            {
+                **self.requests.columns(self.numbers),
+                "position": self.positions,
+                **self._place(count),
+                "vector": pa.ListArray.from_arrays(np.arange(0, (count + 1) * width, width, np.int32), rows.ravel()),
+            }
+        )
+
+    def _probes(self, scorer: Scorer, count: int) -> dict[str, Any]:
+        """Return the columns probe, layer and hook: the probes of a scorer, repeated `count` times."""
+        probes = len(scorer.names)
+        return {"probe": named(np.tile(np.arange(probes), count), scorer.names), **self._place(count * probes)}
+
+    def _place(self, count: int) -> dict[str, Any]:
+        return {
+            "layer": np.full(count, self.site.layer, np.int32),
+            "hook": named(np.zeros(count, np.int32), [self.site.hook]),
+        }
+
+
+def running(starts: Sequence[int], lengths: Ints) -> Ints:
+    """Return `start, start + 1, …`, as many as the length, for each start in turn."""
+    ends = np.cumsum(lengths)
+    offsets = np.array(starts, np.int64) - (ends - lengths)
+    return np.repeat(offsets, lengths) + np.arange(ends[-1])
+
+
+def named(index: npt.NDArray[Any], names: Sequence[str]) -> pa.Array:
+    """Return a text column of `names[index]` that stores each name once."""
+    return pa.DictionaryArray.from_arrays(pa.array(index, pa.int32()), pa.array(names, pa.string()))
