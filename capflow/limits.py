@@ -48,6 +48,7 @@ STEERING_MODULES_MAX = 64  # modules that one request names
 # Clamps of one request at one site and position, with those of its modules and of the global state. Each costs a pass
 # over the row.
 CLAMPS_AT_SITE_MAX = 64
+FEATURES_SET_MAX = 16  # SAE features that one request sets at one site and position, with those of its modules
 GATE_NAME_LENGTH_MAX = 64  # characters
 GATES_MAX = 8  # gates of one request, with those of its modules and of the global state
 # Operations of one request at one site and position: patches, clamps, and sums of vectors (the request's, of actions
@@ -172,7 +173,7 @@ assert HEADER_BYTES_MAX < PAYLOAD_BYTES_MAX
 assert SHARED_PART_BYTES_MAX + MIB <= HEADER_BYTES_MAX
 assert FRAME_HEADER_BYTES_MAX <= HEADER_BYTES_MAX
 # A position can be patched by its number from either end.
-assert CLAMPS_AT_SITE_MAX + 2 + 3 + GATES_MAX <= SITE_OPS_MAX
+assert CLAMPS_AT_SITE_MAX + 2 * FEATURES_SET_MAX + 2 + 3 + GATES_MAX <= SITE_OPS_MAX
 assert CREDIT_BYTES_DEFAULT <= UNACKED_BYTES_MAX
 assert CREDIT_BYTES_DEFAULT <= CREDIT_BYTES_TOTAL
 assert QUEUE_BYTES_DEFAULT <= QUEUE_BYTES_MAX

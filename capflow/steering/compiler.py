@@ -21,6 +21,7 @@ from capflow.steering.plain import NUMBER_MAX, check_width
 from capflow.steering.program import (
     ADD,
     CLAMP,
+    ENCODE,
     PATCH,
     RELATIVE,
     SCORE_CAST,
@@ -385,7 +386,7 @@ def with_vectors(
         decode[site] = (*rest[:begins], Op(RELATIVE, number), *rest[begins:])
     for site, add in more.items():
         ops = decode.get(site, ())
-        begins = next((n for n, op in enumerate(ops) if op.kind == CLAMP), len(ops))
+        begins = next((n for n, op in enumerate(ops) if op.kind in (ENCODE, CLAMP)), len(ops))
         decode[site] = (*ops[:begins], add, *ops[begins:])
     return SteeringProgram(
         hidden_size,

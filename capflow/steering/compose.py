@@ -16,9 +16,11 @@ from capflow.steering.clamp import Clamp
 from capflow.steering.program import (
     ADD,
     CLAMP,
+    ENCODE,
     PATCH,
     RELATIVE,
     SCORES,
+    SET,
     UNGATED,
     Op,
     ProgramGate,
@@ -42,7 +44,9 @@ def scaled(program: SteeringProgram | None, gains: Mapping[str, float]) -> Steer
 
     def scale(op: Op) -> Op | None:
         factor = 1.0 if op.kind in SCORES else gains.get(owner_of(program, op), 1.0)
-        return op if factor == 1.0 else op._replace(amount=op.amount * factor) if factor else None
+        if factor == 1.0 or (factor and op.kind == ENCODE):
+            return op
+        return op._replace(amount=op.amount * factor) if factor else None
 
     return _mapped(program, scale)
 
@@ -187,12 +191,12 @@ def merged(program: SteeringProgram | None, other: SteeringProgram) -> SteeringP
 
 
 def _order(op: Op) -> tuple[int, int]:
-    """Return the place of an operation among those of its site; clamps and patches keep their order."""
+    """Return the place of an operation among those of its site; clamps, patches and features keep their order."""
     kind = _KINDS.get(op.kind, 0)
     return kind, op.gate if op.kind in (ADD, RELATIVE) else 0
 
 
-_KINDS = {PATCH: 1, RELATIVE: 2, ADD: 3, CLAMP: 4}
+_KINDS = {PATCH: 1, RELATIVE: 2, ADD: 3, ENCODE: 4, SET: 5, CLAMP: 6}
 """The order of operations after the scores."""
 
 
@@ -201,8 +205,10 @@ def fits(program: SteeringProgram | None) -> bool:
     if program is None:
         return True
     sites = (*program.prefill, *program.decode)
-    clamps = max((sum(op.kind == CLAMP for op in each.ops) for each in sites), default=0)
-    return clamps <= limits.CLAMPS_AT_SITE_MAX and program.longest <= limits.SITE_OPS_MAX
+    for kind, most in ((CLAMP, limits.CLAMPS_AT_SITE_MAX), (SET, limits.FEATURES_SET_MAX)):
+        if any(sum(op.kind == kind for op in each.ops) > most for each in sites):
+            return False
+    return program.longest <= limits.SITE_OPS_MAX
 
 
 def _mapped(program: SteeringProgram, change: Callable[[Op], Op | None]) -> SteeringProgram | None:

@@ -10,9 +10,15 @@ For a position, at each steered site, a program lists the operations on the stre
 | `PATCH` | `x ← x + amount · (row - x)` |
 | `RELATIVE` | `x ← x + amount · ‖x‖ · row` |
 | `ADD` | `x ← x + amount · row` |
+| `ENCODE` | `activation ← a` with `a = x · row + low` where `a > high`, else 0 |
+| `SET` | `x ← x + amount · (low - activation) · row` |
 | `CLAMP` | `x ← x + amount · (min(max(x · row, low), high) - x · row) · row` |
 
 Relative operations stand side by side, and all of them take the norm of `x` before the first of them.
+
+At a site, all `ENCODE` stand before all `SET`, and as many of both: the first `SET` takes the activation of the first
+`ENCODE`, the second that of the second, and so on. So all features of a sparse autoencoder that are set are encoded
+from the same `x`. Both of a pair have the same gate and owner.
 
 Scores come first, so they read the stream before anything steers it there. A gate's margin is its score minus its
 threshold. The operation of a gate multiplies its amount by the gate's value: with the margin `m` of the position, that
@@ -42,8 +48,8 @@ from capflow.errors import UsageError, explain
 from capflow.steering.plain import check_width
 from capflow.text.brief import brief
 
-ADD, CLAMP, PATCH, RELATIVE = 0, 1, 2, 3
-SCORE_DOT, SCORE_COSINE, SCORE_CAST = 4, 5, 6
+ADD, CLAMP, PATCH, RELATIVE, ENCODE, SET = 0, 1, 2, 3, 4, 5
+SCORE_DOT, SCORE_COSINE, SCORE_CAST = 6, 7, 8
 SCORES = frozenset((SCORE_DOT, SCORE_COSINE, SCORE_CAST))
 UNGATED = -1
 DIGEST_BYTES = 16
@@ -54,7 +60,8 @@ Row = npt.NDArray[np.float32]
 class Op(NamedTuple):
     """One operation, with row `row` of its program's rows.
 
-    amount: of a score, the probe's bias minus the gate's threshold.
+    amount: of a score, the probe's bias minus the gate's threshold; of an `ENCODE`, 1.
+    low, high: the bounds of a `CLAMP`; the bias and the threshold of an `ENCODE`; `low`, the value of a `SET`.
     gate: the gate of the program that multiplies the amount; of a score, the gate that it scores.
     owner: the number of its owner in the program's `owners`.
     """
@@ -265,6 +272,10 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
             do = "make the program with capflow.steering.program.program_of"
             raise UsageError(explain("steering", got="an operation on no row", expected=expected, do=do))
         self._check_gates(sites)
+        for layer, hook, ops in sites:
+            if not _paired(ops):
+                do = "make the program with capflow.steering.program.program_of"
+                raise UsageError(explain("steering", got=f"features that are not in pairs at {hook}:{layer}", do=do))
         if self.longest > limits.SITE_OPS_MAX:
             expected = f"at most {limits.SITE_OPS_MAX} at one site and position"
             raise UsageError(explain("steering", got=f"{self.longest} operations", expected=expected))
@@ -320,6 +331,20 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     @property
     def _phases(self) -> tuple[tuple[SiteOps, ...], ...]:
         return (self.prefill, self.decode, *(ops for _, ops in self.patched))
+
+
+def _paired(ops: Sequence[Op]) -> bool:
+    """Return whether each `SET` of a site has its `ENCODE`, with the same gate and owner; there is a limit."""
+    pairs: list[tuple[int, int]] = []
+    taken = 0
+    for op in ops:
+        if op.kind == ENCODE:
+            pairs.append((op.gate, op.owner))
+        elif op.kind == SET:
+            if pairs[taken : taken + 1] != [(op.gate, op.owner)]:
+                return False
+            taken += 1
+    return taken == len(pairs) <= limits.FEATURES_SET_MAX
 
 
 def _id(content: Any) -> str:

@@ -18,7 +18,7 @@ import torch
 
 from capflow.capture.site import HOOKS, Site
 from capflow.errors import UsageError, explain
-from capflow.steering.program import ADD, CLAMP, RELATIVE, Op, SiteOps, SteeringProgram
+from capflow.steering.program import ADD, CLAMP, ENCODE, RELATIVE, SET, Op, SiteOps, SteeringProgram
 from capflow_engine.structure import HookPlace, Slot, Structure, UnclearError, resolve
 
 _CACHES = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_params"})
@@ -146,7 +146,7 @@ class Stream:
     def _apply(self, rows: torch.Tensor, ops: Sequence[Op]) -> torch.Tensor:
         """Return rows `[n, hidden_size]` or `[hidden_size]` with operations applied."""
         x = rows.float()
-        norms = None
+        norms, active = None, []
         for op in ops:
             row = self._rows[op.row]
             if op.kind == ADD:
@@ -154,6 +154,11 @@ class Stream:
             elif op.kind == RELATIVE:
                 norms = x.norm(dim=-1, keepdim=True) if norms is None else norms
                 x = x + op.amount * norms * row
+            elif op.kind == ENCODE:
+                encoded = (x * row).sum(-1, keepdim=True) + op.low
+                active.append(torch.where(encoded > op.high, encoded, 0.0))
+            elif op.kind == SET:
+                x = x + op.amount * (op.low - active.pop(0)) * row
             elif op.kind == CLAMP:
                 projection = (x * row).sum(-1, keepdim=True)
                 x = x + op.amount * (projection.clamp(op.low, op.high) - projection) * row

@@ -13,12 +13,14 @@ from capflow.limits import GATES_MAX
 from capflow.steering.program import (
     ADD,
     CLAMP,
+    ENCODE,
     PATCH,
     RELATIVE,
     SCORE_CAST,
     SCORE_COSINE,
     SCORE_DOT,
     SCORES,
+    SET,
     Op,
     ProgramGate,
     SiteOps,
@@ -29,7 +31,7 @@ from capflow_engine.steering.budget import Size
 from capflow_engine.taps.acting import SlotRange
 from capflow_engine.taps.bank import Bank
 from capflow_engine.taps.plan import Planner, Scheduled, Tracked
-from tests.kit.tap_cases import CASES, CPU, ROUNDING, SCALES, Made, operations, start_kernel
+from tests.kit.tap_cases import CASES, CPU, ROUNDING, SCALES, Made, encoded, operations, start_kernel, with_pairs
 
 GATE_CASES = [*CASES, (5, 16, torch.float32, True, (1,) * 33), (6, 24, torch.float32, True, (150, 1, 1, 9))]
 APART = 1e-4
@@ -64,7 +66,7 @@ def value_of(margin, sharpness):
     """Return what a gate multiplies amounts with."""
     if math.isinf(sharpness):
         return float(margin >= 0)
-    return 0.0 if margin == -math.inf else 1 / (1 + math.exp(-sharpness * margin))
+    return 0.0 if margin == -math.inf else 1 / (1 + math.exp(min(-sharpness * margin, 700.0)))
 
 
 def make_gated(case, seed, device=CPU):
@@ -147,7 +149,9 @@ def gated_program(rng, sites, width, stream):
                 n for n, gate in enumerate(gates) if gate.layer < site or (gate.layer == site and not gate.latched)
             ]
             ops = [_operation(rng, int(rng.choice(open_here))) for _ in range(int(rng.integers(0, 4)))]
-            if ops and rng.random() < 0.4:  # a lone addition
+            if rng.random() < 0.3:
+                ops = list(with_pairs(rng, ops, int(rng.choice(open_here)), (4, 8), exact=False))
+            elif ops and rng.random() < 0.4:  # a lone addition
                 ops = [Op(ADD, int(rng.integers(4, 8)), 1.0, gate=ops[0].gate)]
             phase.setdefault(site, []).extend(ops)
     made = [
@@ -182,7 +186,7 @@ def reference_of(gated, sites, counts):
                 row = program.array()[op.row].astype(np.float64)
                 margins[op.gate, token] = score_of(op.kind, row, stream[[token]])[0] + op.amount
         for token, program, ops in here:
-            x, norm = stream[token].copy(), None
+            x, norm, active = stream[token].copy(), None, []
             for op in ops:
                 if op.kind in SCORES:
                     continue
@@ -194,22 +198,31 @@ def reference_of(gated, sites, counts):
                         before = float(gated.carried[op.gate, column[begin]])
                         margin = max(margin, before, margins[op.gate, begin : token + 1].max())
                     value = value_of(margin, gate.sharpness)
+                    counts[op.kind] += 1
                     counts["open" if value > 0.5 else "shut", gate.latched] += 1
                     amount *= value
-                row = program.array()[op.row].astype(np.float64)
-                if op.kind == PATCH:
-                    x += amount * (row - x)
-                elif op.kind == ADD:
-                    x += amount * row
-                elif op.kind == RELATIVE:
-                    norm = np.linalg.norm(x) if norm is None else norm
-                    x += amount * norm * row
-                else:
-                    along = x @ row
-                    x += amount * (np.clip(along, op.low, op.high) - along) * row
+                norm = np.linalg.norm(x) if norm is None and op.kind == RELATIVE else norm
+                x += _change(op, amount, x, program.array()[op.row].astype(np.float64), norm, active)
             values[token] += (x - stream[token]) / made.scale
         after.append(values)
     return after, margins
+
+
+def _change(op, amount, x, row, norm, active):
+    """Return what an operation adds to the stream; keep the activations of features for those that set them."""
+    if op.kind == PATCH:
+        return amount * (row - x)
+    if op.kind == ADD:
+        return amount * row
+    if op.kind == RELATIVE:
+        return amount * norm * row
+    if op.kind == ENCODE:
+        active.append(encoded(op, x, row))
+        return 0.0
+    if op.kind == SET:
+        return amount * (op.low - active.pop(0)) * row
+    along = x @ row
+    return amount * (np.clip(along, op.low, op.high) - along) * row
 
 
 def check_gated(case, seed, start, counts, *, device=CPU, stages=False):

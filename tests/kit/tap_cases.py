@@ -10,7 +10,7 @@ import torch
 
 from capflow.capture.positions import Positions
 from capflow.capture.site import Site
-from capflow.steering.program import ADD, CLAMP, PATCH, RELATIVE, Op, SiteOps, SteeringProgram, digest
+from capflow.steering.program import ADD, CLAMP, ENCODE, PATCH, RELATIVE, SET, Op, SiteOps, SteeringProgram, digest
 from capflow_engine.steering.budget import Size
 from capflow_engine.taps.acting import SlotRange
 from capflow_engine.taps.bank import Bank
@@ -46,10 +46,11 @@ class Made(NamedTuple):
     scale: float
 
 
-def make(case, seed, device=CPU, kinds=3):
+def make(case, seed, device=CPU, kinds=3, features=False):
     """Return a planner's plan with capture, view and steering mixed, and random tensors for it.
 
     kinds: the number of kinds of operations.
+    features: whether features are set among them.
     """
     sites, width, dtype, split, lengths = case
     rng = np.random.default_rng(seed)
@@ -70,7 +71,7 @@ def make(case, seed, device=CPU, kinds=3):
             planner.program(view),
         )
         if rng.random() < 0.6:
-            program = random_program(rng, sites, width, kinds)
+            program = random_program(rng, sites, width, kinds, features)
             request.steered = [SlotRange(0, request.prompt_length, bank.acquire(program, request.prompt_length))]
             for position in range(start, start + length):
                 steering[row + position - start] = (program, operations(program, position, request.prompt_length))
@@ -87,7 +88,7 @@ def exact(rng, shape, limit, dtype):
     return torch.from_numpy(rng.integers(-4 * limit, 4 * limit, shape) / 4).to(dtype)
 
 
-def random_program(rng, sites, width, kinds=3):
+def random_program(rng, sites, width, kinds=3, features=False):
     """Return a program of additions, clamps and patches; its directions have few numbers, so their sums stay exact."""
 
     def row():
@@ -107,7 +108,8 @@ def random_program(rng, sites, width, kinds=3):
             yield Op(kind, int(rng.integers(4)), float(rng.choice([-2, 0.5, 1])), low, high)
 
     def phase():
-        return tuple(SiteOps(site, "post_block", some) for site in range(sites) if (some := tuple(ops())))
+        every = ((site, with_pairs(rng, list(ops())) if features else tuple(ops())) for site in range(sites))
+        return tuple(SiteOps(site, "post_block", some) for site, some in every if some)
 
     return SteeringProgram(
         width,
@@ -117,6 +119,25 @@ def random_program(rng, sites, width, kinds=3):
         phase(),
         ((1, phase()), (-1, phase())),
     )
+
+
+def with_pairs(rng, ops, gate=-1, rows=(0, 4), exact=True):
+    """Return operations with a few features set among them: first all are encoded, then all are set."""
+    number = (lambda low, high: float(rng.integers(low, high))) if exact else rng.uniform
+    pairs = []
+    for _ in range(int(rng.integers(0, 4))):
+        encode = Op(ENCODE, int(rng.integers(*rows)), 1.0, number(-3, 3), number(0, 3), gate)
+        value, amount = number(-2, 3), float(rng.choice([-1, 0.5, 1]))
+        pairs.append((encode, Op(SET, int(rng.integers(*rows)), amount, value, value, gate)))
+    first, second = sorted(rng.integers(0, len(ops) + 1, 2).tolist())
+    encodes, sets = ([pair[n] for pair in pairs] for n in (0, 1))
+    return (*ops[:first], *encodes, *ops[first:second], *sets, *ops[second:])
+
+
+def encoded(op, x, row):
+    """Return the activation of a feature."""
+    value = float(x @ row) + op.low
+    return value if value > op.high else 0.0
 
 
 def operations(program, position, prompt_length):
@@ -154,8 +175,9 @@ def reference(made, sites, truncate):
         given = torch.from_numpy(program.array().copy()).double()
         for site, ops in by_site.items():
             x = stream[token].clone()
-            norm = None
-            for kind, number, amount, low, high, *_ in ops:
+            norm, active = None, []
+            for op in ops:
+                kind, number, amount, low, high, *_ = op
                 row = given[number]
                 if kind == PATCH:
                     x += amount * (row - x)
@@ -164,6 +186,10 @@ def reference(made, sites, truncate):
                 elif kind == RELATIVE:
                     norm = x.norm() if norm is None else norm
                     x += amount * norm * row
+                elif kind == ENCODE:
+                    active.append(encoded(op, x, row))
+                elif kind == SET:
+                    x += amount * (low - active.pop(0)) * row
                 else:
                     projection = float(x @ row)
                     x += amount * (min(max(projection, low), high) - projection) * row
@@ -176,12 +202,13 @@ ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """How far a norm, which is not exact in float32, may take a value from the reference, of the largest value."""
 
 
-def check(case, seed, start, *, truncate=False, device=CPU, relative=False):
+def check(case, seed, start, *, truncate=False, device=CPU, relative=False, features=False):
     """Hold a tap against the reference; to the bit, unless operations relative to the norm are among the others.
 
     start: `start_cpu` or `start_kernel`.
+    features: whether features are set among the operations.
     """
-    made = make(case, seed, device, kinds=4 if relative else 3)
+    made = make(case, seed, device, kinds=4 if relative else 3, features=features)
     sites, rows_made = case[0], made.plan.rows
     rows = torch.full((rows_made + 2, made.hidden.shape[1]), POISON, dtype=made.hidden.dtype, device=device)
     expected_rows, expected_after = reference(made, sites, truncate)
@@ -285,6 +312,7 @@ def run_all_kernel_cases(seeds):
     for case, seed in cases:
         check(case, seed, start_kernel, truncate=True)
         check(case, seed, start_kernel, truncate=True, relative=True)
+        check(case, seed, start_kernel, truncate=True, features=True)
     print("kernel cases", len(cases))
 
 

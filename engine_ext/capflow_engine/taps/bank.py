@@ -9,6 +9,9 @@ Taps read these tensors, which never move:
 | op_ints | int32 [ops, 4] | per operation: its kind, its row, the next operation (-1: none), its gate code (-1: none) |
 | op_floats | float32 [ops, 4] | per operation: its amount, its lower and its upper bound, the sharpness of its gate |
 
+The pairs of `ENCODE` and `SET` at a site are numbered, and the activation of pair n is kept in place n until it is
+used: n stands for the amount of its `ENCODE`, which has no gate here, and for the upper bound of its `SET`.
+
 The code of gate `g` is `2 * g`, plus 1 if the gate is latched (`capflow_engine.taps.gates`).
 """
 
@@ -24,7 +27,7 @@ import torch
 from capflow.capture.site import Site
 from capflow.errors import CapflowError, explain
 from capflow.limits import SITE_OPS_MAX
-from capflow.steering.program import UNGATED, Op, SteeringProgram
+from capflow.steering.program import ENCODE, SET, UNGATED, Op, SteeringProgram
 from capflow_engine.steering.budget import Configuration, Configured, Size
 
 NONE = -1
@@ -177,11 +180,18 @@ class Bank:
         done = 0
         for site, each in ops:
             heads[site] = numbers[done]
+            pairs = {ENCODE: 0, SET: 0}
             for place, op in enumerate(each):
                 following = numbers[done + 1] if place + 1 < len(each) else NONE
                 code, sharpness = _gating(program, op)
                 ints[done] = op.kind, self._row_of[program.digests[op.row]], following, code
                 floats[done] = op.amount, op.low, op.high, sharpness
+                if op.kind == ENCODE:
+                    ints[done, 3], floats[done, 0] = NONE, pairs[ENCODE]
+                elif op.kind == SET:
+                    floats[done, 2] = pairs[SET]
+                if op.kind in pairs:
+                    pairs[op.kind] += 1
                 done += 1
         self._upload(self.op_ints, numbers, ints)
         self._upload(self.op_floats, numbers, floats)

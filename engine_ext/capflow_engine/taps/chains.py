@@ -6,7 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from capflow.steering.program import ADD, CLAMP, PATCH, RELATIVE
+from capflow.limits import FEATURES_SET_MAX
+from capflow.steering.program import ADD, CLAMP, ENCODE, PATCH, RELATIVE, SET
 from capflow_engine.taps.bank import Bank
 from capflow_engine.taps.gates import Gating
 
@@ -38,10 +39,12 @@ def changed(
     change = torch.zeros_like(stream)
     # The norm of each token before its first relative operation; negative before that.
     norms = torch.full((len(heads),), -1.0)
+    # The activations of the features that are set, by the number of their pair; each is written before it is read.
+    active = torch.empty((len(heads), FEATURES_SET_MAX))
     ops, on = heads, np.arange(len(heads))  # the next operation of each unfinished token, and the tokens' indices
     while len(ops) and not few_or_long(len(np.unique(ops)), len(ops)):
         some = None if len(on) == len(heads) else torch.from_numpy(on)
-        _do_next(bank, ops, some, stream, change, norms, gating, rows)
+        _do_next(bank, ops, some, stream, change, norms, active, gating, rows)
         following = bank.op_ints.numpy()[ops, 2]
         going = following >= 0
         ops, on = following[going], on[going]
@@ -52,11 +55,12 @@ def changed(
         first, length = int(mine[0]), len(mine)
         if int(mine[-1]) - first + 1 == length:
             here = slice(first, first + length)
-            _do_chain(bank, op, stream[here], change[here], norms[here], gating, rows[here])
+            _do_chain(bank, op, stream[here], change[here], norms[here], active[here], gating, rows[here])
         else:
             tokens = torch.from_numpy(mine)
             effect = torch.zeros((length, stream.shape[1]))
-            _do_chain(bank, op, stream.index_select(0, tokens), effect, norms[tokens], gating, rows[tokens])
+            own = stream.index_select(0, tokens)
+            _do_chain(bank, op, own, effect, norms[tokens], active[tokens], gating, rows[tokens])
             change.index_add_(0, tokens, effect)
     return change
 
@@ -68,6 +72,7 @@ def _do_next(
     stream: torch.Tensor,
     change: torch.Tensor,
     norms: torch.Tensor,
+    active: torch.Tensor,
     gating: Gating | None,
     token_rows: torch.Tensor,
 ) -> None:
@@ -76,6 +81,7 @@ def _do_next(
     ops: the operation of each token.
     tokens: the rows of `stream` and `change`; None for all rows.
     norms: of each row of `stream` before its first relative operation; negative until then.
+    active: the activations of each row of `stream`, by the number of their pair.
     token_rows: the row of each token of `stream` in the model's tensors.
     """
     kinds, numbers, _, codes = bank.op_ints.numpy()[ops].T
@@ -96,6 +102,9 @@ def _do_next(
         first = relative & (norms[at] < 0.0)
         norms[at] = torch.where(first, torch.linalg.vector_norm(x, dim=1), norms[at])
         amount = torch.where(relative.unsqueeze(1), amount * norms[at].unsqueeze(1), amount)
+    for kind in (ENCODE, SET):
+        if (kinds == kind).any():
+            amount = _paired(kind, kinds, x, rows, amount, low, high, active, tokens)
     if (kinds == PATCH).any():
         rows.sub_(x * torch.from_numpy(kinds == PATCH).unsqueeze(1))
     rows.mul_(amount)
@@ -106,18 +115,48 @@ def _do_next(
             target.index_add_(0, tokens, rows)
 
 
+def _paired(
+    kind: int,
+    kinds: npt.NDArray[np.int32],
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    amount: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    active: torch.Tensor,
+    tokens: torch.Tensor | None,
+) -> torch.Tensor:
+    """Write the activations of the encoding operations, or read those of the setting ones; return all amounts.
+
+    kind: `ENCODE` or `SET`.
+    kinds, x, rows, amount, low, high: of each token, as in `_do_next`.
+    """
+    mine = torch.from_numpy(np.flatnonzero(kinds == kind))
+    at = mine if tokens is None else tokens[mine]
+    amount = amount.clone()
+    if kind == ENCODE:
+        encoded = (x[mine] * rows[mine]).sum(1) + low[mine, 0]
+        active[at, amount[mine, 0].long()] = torch.where(encoded > high[mine, 0], encoded, 0.0)
+        amount[mine] = 0.0
+    else:
+        amount[mine] *= low[mine] - active[at, high[mine, 0].long()].unsqueeze(1)
+    return amount
+
+
 def _do_chain(
     bank: Bank,
     op: int,
     stream: torch.Tensor,
     change: torch.Tensor,
     norms: torch.Tensor,
+    active: torch.Tensor,
     gating: Gating | None,
     token_rows: torch.Tensor,
 ) -> None:
     """Apply an operation and all that follow it to all rows of `stream`, and add the total effect to `change`.
 
     norms: of each row before its first relative operation; negative until then.
+    active: the activations of each row, by the number of their pair.
     token_rows: the row of each token in the model's tensors.
     """
     ints, floats = bank.op_ints.numpy(), bank.op_floats.numpy()
@@ -134,10 +173,15 @@ def _do_chain(
         elif kind == ADD and value is None:
             stream.add_(row, alpha=amount)
             change.add_(row, alpha=amount)
+        elif kind == ENCODE:
+            encoded = stream.mv(row).add_(low)
+            active[:, int(amount)] = torch.where(encoded > high, encoded, 0.0)
         else:
             if kind == CLAMP:
                 projection = stream.mv(row)
                 factor = projection.clamp(low, high).sub_(projection).mul_(amount)
+            elif kind == SET:
+                factor = (low - active[:, int(high)]).mul_(amount)
             elif kind == RELATIVE:
                 norms = torch.where(norms < 0.0, torch.linalg.vector_norm(stream, dim=1), norms)
                 factor = norms * amount

@@ -24,8 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
-from capflow.limits import GATES_MAX, SITE_OPS_MAX
-from capflow.steering.program import CLAMP, PATCH, RELATIVE, SCORE_CAST, SCORE_COSINE, SCORE_DOT
+from capflow.limits import FEATURES_SET_MAX, GATES_MAX, SITE_OPS_MAX
+from capflow.steering.program import CLAMP, ENCODE, PATCH, RELATIVE, SCORE_CAST, SCORE_COSINE, SCORE_DOT, SET
 from capflow_engine.taps.bank import OP_WIDTH
 from capflow_engine.taps.plan import SHIP, VIEW
 from capflow_engine.taps.score_kernel import unfused
@@ -147,12 +147,15 @@ def _steer(
     CLAMPS: tl.constexpr,
     PATCHES: tl.constexpr,
     RELATIVES: tl.constexpr,
+    ENCODES: tl.constexpr,
+    SETS: tl.constexpr,
     DOTS: tl.constexpr,
     COSINES: tl.constexpr,
     CASTS: tl.constexpr,
     OPS_MAX: tl.constexpr,
     OP_COLUMNS: tl.constexpr,
     GATES: tl.constexpr,
+    FEATURES: tl.constexpr,
     SCAN: tl.constexpr,
     NORM_LEAST: tl.constexpr,
     SERIES_BELOW: tl.constexpr,
@@ -163,6 +166,7 @@ def _steer(
     """
     change = tl.zeros([BLOCK], tl.float32)
     own = tl.full([GATES], -float("inf"), tl.float32)
+    active = tl.zeros([FEATURES], tl.float32)  # the activations of features that are set
     square = -1.0  # of the norm before the first relative operation
     done = 0
     while (op >= 0) & (done < OPS_MAX):
@@ -184,6 +188,9 @@ def _steer(
             margin = tl.where(margin >= -float("inf"), margin, -float("inf"))  # without NaN
             own = tl.where(tl.arange(0, GATES) == code // 2, margin, own)
             tl.store(margins + (code // 2) * tokens_max + token, margin)
+        elif kind == ENCODES:
+            encoded = tl.where(projection + low > high, projection + low, 0.0)
+            active = tl.where(tl.arange(0, FEATURES) == amount, encoded, active)
         else:
             if code >= 0:
                 amount *= _gate_value(
@@ -202,6 +209,8 @@ def _steer(
                 )
             bounded = tl.minimum(tl.maximum(projection, low), high)
             times = tl.where(kind == CLAMPS, bounded - projection, 1.0)
+            held = tl.sum(tl.where(tl.arange(0, FEATURES) == high, active, 0.0), axis=0)
+            times = tl.where(kind == SETS, low - held, times)
             along = tl.where(kind == RELATIVES, tl.sqrt(tl.abs(square)), times) * vector
             change += amount * tl.where(kind == PATCHES, vector - steered, along)
         op = following
@@ -243,12 +252,15 @@ def _tap_kernel(
     CLAMPS: tl.constexpr,
     PATCHES: tl.constexpr,
     RELATIVES: tl.constexpr,
+    ENCODES: tl.constexpr,
+    SETS: tl.constexpr,
     DOTS: tl.constexpr,
     COSINES: tl.constexpr,
     CASTS: tl.constexpr,
     OPS_MAX: tl.constexpr,
     OP_COLUMNS: tl.constexpr,
     GATES: tl.constexpr,
+    FEATURES: tl.constexpr,
     SCAN: tl.constexpr,
     NORM_LEAST: tl.constexpr,
     SERIES_BELOW: tl.constexpr,
@@ -307,12 +319,15 @@ def _tap_kernel(
                 CLAMPS,
                 PATCHES,
                 RELATIVES,
+                ENCODES,
+                SETS,
                 DOTS,
                 COSINES,
                 CASTS,
                 OPS_MAX,
                 OP_COLUMNS,
                 GATES,
+                FEATURES,
                 SCAN,
                 NORM_LEAST,
                 SERIES_BELOW,
@@ -396,12 +411,15 @@ def launch(
         CLAMPS=CLAMP,
         PATCHES=PATCH,
         RELATIVES=RELATIVE,
+        ENCODES=ENCODE,
+        SETS=SET,
         DOTS=SCORE_DOT,
         COSINES=SCORE_COSINE,
         CASTS=SCORE_CAST,
         OPS_MAX=SITE_OPS_MAX,
         OP_COLUMNS=OP_WIDTH,
         GATES=GATES_MAX,
+        FEATURES=FEATURES_SET_MAX,
         SCAN=SCANNED,
         NORM_LEAST=NORM_MIN,
         SERIES_BELOW=_SERIES_BELOW,

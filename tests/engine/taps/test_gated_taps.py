@@ -11,6 +11,7 @@ from collections import Counter
 
 import pytest
 
+from capflow.steering.program import SET
 from tests.kit.gate_cases import GATE_CASES, check_gated
 from tests.kit.sources import KIT
 from tests.kit.tap_cases import start_cpu
@@ -23,6 +24,7 @@ def test_the_cpu_tap_scores_and_gates_as_the_reference_does(stages):
         for seed in range(8):
             check_gated(case, seed, start_cpu, counts, stages=stages)
     assert min(counts[state, latched] for state in ("open", "shut") for latched in (False, True)) > 100
+    assert counts[SET] > 100
 
 
 @pytest.mark.parametrize("seeds", [1, pytest.param(4, marks=pytest.mark.long)])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from capflow.capture.site import Site
-from capflow.steering.program import ADD, CLAMP, PATCH, RELATIVE, Op, SiteOps, SteeringProgram, digest
+from capflow.steering.program import ADD, CLAMP, ENCODE, PATCH, RELATIVE, SET, Op, SiteOps, SteeringProgram, digest
 from capflow_engine.steering.budget import Size
 from capflow_engine.taps.acting import SlotRange
 from capflow_engine.taps.bank import Bank
@@ -33,6 +33,19 @@ def test_the_cpu_tap_equals_the_reference(case, seed):
 @pytest.mark.parametrize("seed", range(5))
 def test_the_cpu_tap_adds_relative_to_the_norm_as_the_reference_does(case, seed):
     check(case, seed, start_cpu, relative=True)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("seed", range(5))
+def test_the_cpu_tap_sets_features_as_the_reference_does(case, seed):
+    check(case, seed, start_cpu, features=True)
+
+
+def test_the_cases_set_features_that_are_active_and_others():
+    made = [make(case, seed, features=True) for case in CASES for seed in range(5)]
+    ops = [ops for one in made for _, by_site in one.steering.values() for ops in by_site.values()]
+    assert {op.kind for some in ops for op in some} == {ADD, CLAMP, PATCH, ENCODE, SET}
+    assert max(sum(op.kind == SET for op in some) for some in ops) > 4
 
 
 def test_the_cases_add_relative_to_the_norm_among_other_operations():
