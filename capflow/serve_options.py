@@ -14,8 +14,8 @@ from typing import NoReturn
 
 from capflow import limits
 from capflow.buffers.policy import FALLBACKS, POLICIES_OF_WORKERS, POLICY_DEFAULT
+from capflow.divergence import ON_DIVERGENCE, ON_DIVERGENCE_DEFAULT
 from capflow.errors import UsageError
-from capflow.steering.divergence import ON_DIVERGENCE, ON_DIVERGENCE_DEFAULT
 from capflow.text.engine_name import checked
 
 HUB_FLAGS = (
@@ -30,6 +30,7 @@ HUB_FLAGS = (
 """The options of the hub inside. It runs only with `--consumer` or `--consumer-config`."""
 
 STEERING_KEY = "--steering-api-key"
+SAE = "--sae"
 GRPC_PORT = "--grpc-port"
 
 _USAGE = "capflow serve MODEL [options of capflow and of vLLM]"
@@ -219,6 +220,14 @@ def _add_steering(parser: Parser) -> None:
         default=[],
         metavar="NAME=PATH",
         help="steering modules that requests may name",
+    )
+    group.add_argument(
+        SAE,
+        action="append",
+        default=[],
+        metavar="[NAME=]PATH[@SITE]",
+        help="an autoencoder or transcoder (SAELens, Gemma Scope, sparsify) by whose features requests may be steered; "
+        "repeatable",
     )
     group.add_argument(
         STEERING_KEY,

@@ -14,9 +14,7 @@ import numpy as np
 from capflow import limits
 from capflow.capture.site import Site
 from capflow.errors import UsageError, explain
-from capflow.steering.clamp import Clamp
 from capflow.steering.gate import SteeringGate, sharpness_of
-from capflow.steering.patch import Patch
 from capflow.steering.plain import NUMBER_MAX, check_width
 from capflow.steering.program import (
     ADD,
@@ -28,6 +26,7 @@ from capflow.steering.program import (
     SCORE_COSINE,
     SCORE_DOT,
     SCORES,
+    SET,
     UNGATED,
     Op,
     ProgramGate,
@@ -36,7 +35,7 @@ from capflow.steering.program import (
     SteeringProgram,
     digest,
 )
-from capflow.steering.request import Steering, Tier
+from capflow.steering.request import Part, Steering, Tier
 from capflow.steering.vector import SteeringVector
 
 REQUEST, GLOBAL = "request", "global"
@@ -58,9 +57,9 @@ def controller_owner(label: str) -> str:
 
 
 class SiteError(UsageError):
-    """The vectors or the clamps at one site are refused.
+    """The vectors, the clamps or the features at one site are refused.
 
-    kind: `vectors` or `clamps`, the end of the field's name.
+    kind: `vectors`, `clamps` or `features`, the end of the field's name.
     got, expected, do: as in `explain`.
     where: the field; by default that of the base tier.
     """
@@ -119,6 +118,10 @@ def program_of(hidden_size: int, parts: Sequence[Steering], owners: Sequence[str
     Raises SiteError for numbers beyond float32, for more than `limits.CLAMPS_AT_SITE_MAX` clamps and for more than
     `limits.SITE_OPS_MAX` operations at one site and position.
     """
+    for part in parts:
+        for use in part.features:
+            expected = "one of an engine that knows it by name"
+            raise UsageError(explain(use.where, got=f"a feature of autoencoder {use.sae}", expected=expected))
     names = tuple(owners) or (REQUEST,) * len(parts)
     numbered = tuple(dict.fromkeys(names))
     rows = _Rows()
@@ -165,8 +168,8 @@ class _Part(NamedTuple):
     owner: int
     lines: Mapping[str, int]
 
-    def place(self, part: SteeringVector | Clamp | Patch) -> tuple[int, int]:
-        """Return the gate and the owner of a vector, a clamp or a patch."""
+    def place(self, part: Part) -> tuple[int, int]:
+        """Return the gate and the owner of a vector, a clamp, a feature or a patch."""
         return self.lines[part.gate], self.owner
 
 
@@ -288,6 +291,8 @@ def _site_ops(
     for relative in (True, False):
         for site, op in _additions(hidden_size, tiers, rows, relative=relative):
             ops.setdefault(site, []).append(op)
+    for site, pairs in _set_features(hidden_size, tiers, rows).items():
+        ops.setdefault(site, []).extend(pairs)
     for tier, part in tiers:
         for clamp in tier.clamps:
             _check_width(clamp, "steering_clamps", hidden_size)
@@ -321,12 +326,37 @@ def _additions(
             yield site, Op(RELATIVE if relative else ADD, rows.number(total), gate=gate, owner=owner)
 
 
+def _set_features(hidden_size: int, tiers: Sequence[_OwnedTier], rows: _Rows) -> dict[Site, list[Op]]:
+    """Return the operations that set features at each site: first all are encoded, then all are set."""
+    pairs: dict[Site, dict[tuple[int, int], tuple[Op, Op]]] = {}
+    for tier, part in tiers:
+        for feature in tier.features:
+            _check_width(feature, "steering_features", hidden_size)
+            if feature.strength == 0.0:
+                continue
+            encoder, decoder = (rows.number(np.frombuffer(row, np.float32)) for row in (feature.encoder, feature.data))
+            here = pairs.setdefault(feature.site, {})
+            if (encoder, decoder) in here:
+                do = "set it in one place: the request, a module, or the global state"
+                raise SiteError(feature.site, "features", "a feature set twice", "each feature once", do)
+            gate, owner = part.place(feature)
+            here[encoder, decoder] = (
+                Op(ENCODE, encoder, 1.0, feature.bias, feature.threshold, gate, owner),
+                Op(SET, decoder, feature.strength, feature.value, feature.value, gate, owner),
+            )
+    return {site: [pair[n] for n in (0, 1) for pair in here.values()] for site, here in pairs.items()}
+
+
 def _check_counts(site: Site, ops: Sequence[Op]) -> None:
     """Raise SiteError for too many clamps, or too many operations, at one site and position."""
     count, beside = (
         sum(op.kind == CLAMP for op in ops),
         "at one position, with those of modules and of the global state",
     )
+    sets = sum(op.kind == SET for op in ops)
+    if sets > limits.FEATURES_SET_MAX:
+        expected = f"at most {limits.FEATURES_SET_MAX} {beside}"
+        raise SiteError(site, "features", f"{sets} features that are set", expected, "set fewer features there")
     if count > limits.CLAMPS_AT_SITE_MAX:
         expected = f"at most {limits.CLAMPS_AT_SITE_MAX} {beside}"
         raise SiteError(site, "clamps", f"{count:,} clamps", expected, "clamp fewer directions there")
@@ -336,7 +366,7 @@ def _check_counts(site: Site, ops: Sequence[Op]) -> None:
         raise SiteError(site, "vectors", f"{len(ops):,} operations", expected, "use fewer modules there")
 
 
-def _check_width(part: SteeringVector | Clamp | Patch, field: str, hidden_size: int) -> None:
+def _check_width(part: Part, field: str, hidden_size: int) -> None:
     check_width(part.width, hidden_size, f"{field}.{part.hook}.{part.layer}")
 
 

@@ -1,11 +1,13 @@
-"""The steering that a request asks for: three tiers of vectors and clamps, patches, gates, and named modules.
+"""The steering that a request asks for: three tiers of vectors, clamps and features, patches, gates, named modules.
 
 The *base* tier applies at every position, *prefill* at prompt positions, *decode* at generated ones. At a position,
-gates score first. Patches come next. Then the vectors of all its tiers are added. Then the clamps apply, one after
-another. A *module* is a named `Steering`. The names of gates are scoped to their `Steering`.
+gates score first. Patches come next. Then the vectors of all its tiers are added. Then the features of sparse
+autoencoders are set, all at once. Then the clamps apply, one after another. A *module* is a named `Steering`. The names
+of gates are scoped to their `Steering`.
 
 As plain values, these are the fields of `STEERING_FIELDS`: fields of an HTTP body, and keyword arguments of
-`capflow.sampling_params`. `parse_steering`, `parse_clamps`, `parse_patches` and `parse_gates` define their values.
+`capflow.sampling_params`. `parse_steering`, `parse_clamps`, `parse_features`, `parse_patches` and `parse_gates` define
+their values.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from capflow.capture.site import Site, refusal_of_fixed
 from capflow.errors import UsageError, explain
 from capflow.steering import plain
 from capflow.steering.clamp import Clamp, parse_clamps
+from capflow.steering.feature import FeatureUse, SetFeature, check_tiers, parse_features
 from capflow.steering.gate import SteeringGate, check_names, parse_gates
 from capflow.steering.patch import Patch, parse_patches
 from capflow.steering.vector import SteeringVector, parse_steering
@@ -34,6 +37,7 @@ _TIERS = {"base": "", "prefill": "prefill_", "decode": "decode_"}
 STEERING_FIELDS = (
     *(f"{before}steering_vectors" for before in _TIERS.values()),
     *(f"{before}steering_clamps" for before in _TIERS.values()),
+    *(f"{before}steering_features" for before in _TIERS.values()),
     "steering_patches",
     "steering_gates",
     "steering_name",
@@ -45,21 +49,27 @@ STEERING_FIELDS = (
 _NAME_EXPECTED = f"a name of 1..{limits.STEERING_NAME_LENGTH_MAX} characters"
 
 
+Part = SteeringVector | Clamp | SetFeature | Patch
+"""What acts at one site."""
+
+
 class Tier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Vectors, at most one absolute and one relative for each site and gate, and any number of clamps."""
+    """Vectors, at most one absolute and one relative for each site and gate, any number of clamps, and set features."""
 
     vectors: tuple[SteeringVector, ...] = ()
     clamps: tuple[Clamp, ...] = ()
+    features: tuple[SetFeature, ...] = ()
 
     __repr__ = brief
 
     def scaled(self, scale: float) -> Tier:
-        """Return the tier with its vectors and the strengths of its clamps multiplied."""
+        """Return the tier with its vectors and the strengths of its clamps and set features multiplied."""
         if scale == 1.0:
             return self
         return Tier(
             tuple(msgspec.structs.replace(v, scale=v.scale * scale) for v in self.vectors),
             tuple(msgspec.structs.replace(c, strength=c.strength * scale) for c in self.clamps),
+            tuple(msgspec.structs.replace(f, strength=f.strength * scale) for f in self.features),
         )
 
 
@@ -76,6 +86,7 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     base, prefill, decode: the vectors and clamps for all, prompt and generated positions.
     modules: the named modules to apply.
     gates: the gates that vectors, clamps and patches name; one that none names only reports its scores.
+    features: the features of autoencoders that are not yet resolved (`capflow.saes.resolve`).
     """
 
     base: Tier = Tier()
@@ -84,6 +95,7 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     patches: tuple[Patch, ...] = ()
     modules: tuple[ModuleUse, ...] = ()
     gates: tuple[SteeringGate, ...] = ()
+    features: tuple[FeatureUse, ...] = ()
 
     __repr__ = brief
 
@@ -105,26 +117,31 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if name not in STEERING_FIELDS:
                 expected = f"one of {', '.join(STEERING_FIELDS)}"
                 raise UsageError(explain(f"{before}{name}: unknown", expected=expected))
-        tiers = {}
+        tiers: dict[str, Tier] = {}
+        uses: list[FeatureUse] = []
         for tier, prefix in _TIERS.items():
             vectors, clamps = f"{prefix}steering_vectors", f"{prefix}steering_clamps"
             tiers[tier] = Tier(
                 parse_steering(fields[vectors], where=f"{before}{vectors}") if vectors in fields else (),
                 parse_clamps(fields[clamps], where=f"{before}{clamps}") if clamps in fields else (),
             )
+            if (features := f"{prefix}steering_features") in fields:
+                uses += parse_features(fields[features], tier, where=f"{before}{features}")
+        check_tiers(uses)
         patches, gates = "steering_patches", "steering_gates"
         steering = cls(
             **tiers,
             patches=parse_patches(fields[patches], where=f"{before}{patches}") if patches in fields else (),
             modules=_modules(fields, before),
             gates=parse_gates(fields[gates], where=f"{before}{gates}") if gates in fields else (),
+            features=tuple(uses),
         )
         steering._check_widths(before)
         steering.check_gates(before)
         return steering
 
-    def parts(self, before: str = "") -> Iterator[tuple[str, SteeringVector | Clamp | Patch]]:
-        """Yield every vector, clamp and patch with the name of its field.
+    def parts(self, before: str = "") -> Iterator[tuple[str, Part]]:
+        """Yield every vector, clamp, set feature and patch with the name of its field.
 
         before: a prefix of these names.
         """
@@ -134,6 +151,8 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 yield f"{before}{prefix}steering_vectors", vector
             for clamp in tier.clamps:
                 yield f"{before}{prefix}steering_clamps", clamp
+            for feature in tier.features:
+                yield f"{before}{prefix}steering_features", feature
         for patch in self.patches:
             yield f"{before}steering_patches", patch
 
@@ -173,6 +192,11 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         check_names(self.gates, f"{before}steering_gates")
         gates = {gate.name: gate for gate in self.gates}
+        for use in self.features:
+            if use.gate and use.gate not in gates:
+                names = ", ".join(sorted(gates)) or "there are none"
+                expected = f"one of steering_gates beside it ({names})"
+                raise UsageError(explain(f"{use.where}.gate", got=use.gate, expected=expected))
         for field, part in self.parts(before):
             if not part.gate:
                 continue
@@ -206,7 +230,7 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def field_at(self, site: Site, kind: str) -> str | None:
         """Return the full path of the field with the most entries at a site; None if it has none.
 
-        kind: `vectors` or `clamps`.
+        kind: `vectors`, `clamps` or `features`.
         """
         fields = Counter(field for field, part in self.parts() if field.endswith(kind) and part.site == site)
         return f"{fields.most_common(1)[0][0]}.{site.hook}.{site.layer}" if fields else None
@@ -215,6 +239,7 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def largest_field(self) -> str:
         """The field with the most rows; `steering_name` if only modules are named; `steering` if there is no field."""
         rows: Counter[str] = Counter(steering_gates=len(self.gates)) if self.gates else Counter()
+        rows.update({"steering_features": len(self.features)} if self.features else {})
         for field, part in self.parts():
             rows[field] += len(part.positions) if isinstance(part, Patch) else 1
         if rows:
@@ -230,7 +255,7 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 NOTHING = Steering()
 
 
-def _never_acts(gate: SteeringGate, field: str, part: SteeringVector | Clamp | Patch) -> str:
+def _never_acts(gate: SteeringGate, field: str, part: Part) -> str:
     """Return what to change if a gated part can never act at a position that its field covers; else nothing."""
     latch = f"set steering_gates.{gate.name}.latch"
     if isinstance(part, Patch):

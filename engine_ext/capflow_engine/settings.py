@@ -21,9 +21,9 @@ from capflow import limits
 from capflow.buffers.policy import FALLBACKS, POLICIES_OF_WORKERS, POLICY_DEFAULT
 from capflow.buffers.spool import check_root, default_root
 from capflow.capture.site import HOOKS, Site, own_name
+from capflow.divergence import ON_DIVERGENCE, ON_DIVERGENCE_DEFAULT
 from capflow.errors import UsageError, explain
 from capflow.protocol.routing import hub_of
-from capflow.steering.divergence import ON_DIVERGENCE, ON_DIVERGENCE_DEFAULT
 from capflow_engine.hubs import HubAt
 
 if TYPE_CHECKING:  # it needs torch

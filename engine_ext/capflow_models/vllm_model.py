@@ -160,6 +160,7 @@ def _fields(steering: Steering) -> dict[str, Any]:
         "steering_clamps": steering.base.clamps,
         "prefill_steering_clamps": steering.prefill.clamps,
         "decode_steering_clamps": steering.decode.clamps,
+        "steering_features": steering.features,
         "steering_patches": steering.patches,
         "steering_gates": steering.gates,
         "steering_name": {use.name: use.scale for use in steering.modules},

@@ -41,7 +41,7 @@ def test_help_shows_every_option_of_capflow_in_groups_and_how_to_see_those_of_vl
     ("name", "expected", "options"),
     [
         ("capture", "capture:\n  --hub ADDRESS  ", 9),
-        ("Steering", "steering:\n  --steering-modules NAME=PATH", 5),
+        ("Steering", "steering:\n  --steering-modules NAME=PATH", 6),
         ("spool-dir", "when a worker's queue is full:\n  --spool-dir DIR  ", 1),
         ("--Memory_Bytes_Max", "a hub in the same command:\n  --memory-bytes-max BYTES\n     ", 1),
     ],

@@ -11,7 +11,7 @@ from tests.kit.sources import imports_of, modules
 
 LAYERS = {
     "capflow": (
-        "errors limits files version extras",
+        "errors limits files version extras divergence",
         "system text",
         "capture buffers",
         "steering",

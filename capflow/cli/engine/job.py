@@ -86,7 +86,7 @@ class ModelJob:
     # Where the prompts came from, for messages.
     prompts_file: str = ""
     # What steers every prompt and what prompts may name: the options `steering`, `steering_modules`,
-    # `steering_bank_bytes`, `steer_sites` and `on_divergence`.
+    # `saes`, `steering_bank_bytes`, `steer_sites` and `on_divergence`.
     steering: dict[str, Any] = field(default_factory=dict)
     # The engine's name; None for a random one.
     engine_name: str | None = None

@@ -17,7 +17,7 @@ from capflow import limits
 from capflow.buffers.policy import FALLBACKS, POLICIES_OF_WORKERS
 from capflow.cli.completion import complete_consumer
 from capflow.cli.hub.address import METRICS_OPTION
-from capflow.steering.divergence import ON_DIVERGENCE
+from capflow.divergence import ON_DIVERGENCE
 from capflow.text.examples import examples
 
 if TYPE_CHECKING:
@@ -99,6 +99,13 @@ def _failures_in_its_log(command: Callable[..., None]) -> Callable[..., None]:
     "--steering-modules", multiple=True, metavar="NAME=FILE", help="A module that prompts may name; repeatable."
 )
 @click.option(
+    "--sae",
+    "saes",
+    multiple=True,
+    metavar="[NAME=]PATH[@SITE]",
+    help="An autoencoder by whose features prompts may be steered; repeatable.",
+)
+@click.option(
     "--steering-bank-bytes",
     type=click.IntRange(1, limits.BANK_BYTES_MAX),
     help="The memory for what steers. Default: 256 MiB.",
@@ -152,6 +159,7 @@ def run(
     steer_sites: tuple[str, ...],
     steering: str | None,
     steering_modules: tuple[str, ...],
+    saes: tuple[str, ...],
     steering_bank_bytes: int | None,
     on_divergence: str | None,
     engine_name: str | None,
@@ -184,10 +192,10 @@ def run(
     outbound = {name: value for name, value in {"policy": policy, **spill}.items() if value is not None}
     _check_beside(outbound, model, policy, stay=stay)
     steers = {"steering": steering, "steering_modules": steering_modules, "steering_bank_bytes": steering_bank_bytes}
-    steers |= {"steer_sites": steer_sites, "on_divergence": on_divergence}
+    steers |= {"steer_sites": steer_sites, "on_divergence": on_divergence, "saes": saes}
     steers = {name: value for name, value in steers.items() if value not in (None, ())}
     if model is None and (steers or engine_name is not None):
-        option = "--" + next(iter(steers), "engine_name").replace("_", "-")
+        option = "--" + next(iter(steers), "engine_name").replace("_", "-").replace("saes", "sae")
         raise UsageError(explain(option, got="no --model", expected="it beside", do="see `capflow serve` for a server"))
     _check_apart(model, taps, tap_key, handover_s)
     if taps and address is None:

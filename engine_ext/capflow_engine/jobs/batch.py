@@ -18,6 +18,7 @@ import msgspec
 from capflow import limits
 from capflow.capture.model import ModelInfo
 from capflow.errors import UsageError, explain
+from capflow.saes.sae import Sae
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import model as compat_model
 from capflow_engine.compat import processor
@@ -28,6 +29,7 @@ from capflow_engine.request.options import KEY, RequestOptions
 from capflow_engine.settings import Outbound, Settings, engine_arguments
 from capflow_engine.steering.budget import Size
 from capflow_engine.steering.fit import Fit
+from capflow_engine.steering.saes import load_for
 from capflow_engine.steering.store import SteeringStore
 
 if TYPE_CHECKING:
@@ -61,7 +63,8 @@ def run(job: JobRequest, tell: Tell) -> None:
     tell("model", num_layers=tapped.num_layers, sites=tapped.sites)
     if slow := processor.advice(arguments, "--engine-arg dtype=float32"):
         tell("notice", message=slow)
-    store = store_for(job, arguments, tapped)
+    saes = load_for(job.saes, arguments, tapped, "--sae")
+    store = store_for(job, arguments, tapped, saes)
     hubs = hubs_at([job.hub], job.key, insecure=True)
     outbound = Outbound.of(job.policy, job.spool_dir, job.spool_bytes, job.spill_fallback)
     settings = Settings(
@@ -85,7 +88,7 @@ def run(job: JobRequest, tell: Tell) -> None:
     try:
         info = compat.model_info(engine.vllm_config)
         tell("ready", info=msgspec.to_builtins(info))
-        _generate(engine, tell, time.perf_counter(), _added(job, engine, info, store))
+        _generate(engine, tell, time.perf_counter(), _added(job, engine, info, store, saes))
     except KeyboardInterrupt:
         compat.abort_all(engine)
         raise
@@ -136,7 +139,9 @@ def _prepared(job: JobRequest, tell: Tell) -> tuple[str, dict[str, Any]]:
     return model, {**job.engine, "dtype": "float32"}
 
 
-def _added(job: JobRequest, engine: Any, info: ModelInfo, store: SteeringStore) -> dict[str, Prepared]:
+def _added(
+    job: JobRequest, engine: Any, info: ModelInfo, store: SteeringStore, saes: Mapping[str, Sae]
+) -> dict[str, Prepared]:
     """Add the prompts to an engine, each with its steering; return them by id.
 
     Raises UsageError for a prompt that does not fit the model.
@@ -148,7 +153,7 @@ def _added(job: JobRequest, engine: Any, info: ModelInfo, store: SteeringStore) 
     from capflow_engine.request.reach import check_added
 
     config = engine.vllm_config
-    fit = Fit(info, Size.of(job.steering_bank_bytes, info.hidden_size, config.scheduler_config.max_num_seqs))
+    fit = Fit(info, Size.of(job.steering_bank_bytes, info.hidden_size, config.scheduler_config.max_num_seqs), saes)
     check_added(engine, config.model_config.max_model_len)
     prepared = {}
     for prompt in job.prompts:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from capflow.buffers.policy import POLICY_DEFAULT
-from capflow.steering.divergence import ON_DIVERGENCE_DEFAULT
+from capflow.divergence import ON_DIVERGENCE_DEFAULT
 from capflow.steering.request import Steering
 from capflow_engine.settings import STEERING_BANK_BYTES
 
@@ -40,6 +40,7 @@ class JobRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steer_sites: patterns of the sites that can be steered; None for all.
     steering: the file of the module that steers every prompt.
     steering_modules: `NAME=PATH` of the modules that prompts may name.
+    saes: `NAME=PATH@SITE` of the autoencoders by whose features prompts may be steered.
     policy: this field and those after it are the arguments of `Outbound.of`.
     """
 
@@ -55,6 +56,7 @@ class JobRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steer_sites: list[str] | None = None
     steering: str | None = None
     steering_modules: list[str] = []
+    saes: list[str] = []
     steering_bank_bytes: int = STEERING_BANK_BYTES
     on_divergence: str = ON_DIVERGENCE_DEFAULT
     key: str | None = None

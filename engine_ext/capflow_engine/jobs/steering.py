@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from capflow.capture.model import ModelInfo
 from capflow.errors import UsageError, explain
+from capflow.saes.sae import Sae
 from capflow.steering.request import NOTHING, Steering
 from capflow_engine.jobs.job import JobRequest
 from capflow_engine.settings import Tapped
@@ -18,22 +19,25 @@ from capflow_engine.steering.module import load_module, load_modules, of_file
 from capflow_engine.steering.store import SteeringStore
 
 
-def store_for(job: JobRequest, engine_args: Any, tapped: Tapped) -> SteeringStore:
+def store_for(job: JobRequest, engine_args: Any, tapped: Tapped, saes: Mapping[str, Sae]) -> SteeringStore:
     """Return the modules that a job's prompts may name, and the global state, which steers all prompts.
+
+    saes: the autoencoders that these may name.
 
     Everything is checked against the model's configuration before the weights are loaded.
 
     Raises UsageError that begins with the file, or with the line of the prompts file.
     """
     store = SteeringStore()
-    if not (job.steering or job.steering_modules or any(prompt.steering for prompt in job.prompts)):
+    if not (job.steering or job.steering_modules or saes or any(prompt.steering for prompt in job.prompts)):
         return store
-    fit = _fit(engine_args, tapped, job.steering_bank_bytes)
-    for name, module in load_modules(job.steering_modules, fit.check).items():
+    fit = _fit(engine_args, tapped, job.steering_bank_bytes, saes)
+    for name, module in load_modules(job.steering_modules, fit).items():
         store.register(name, module)
     if job.steering is not None:
         module = load_module(job.steering)
         with of_file(job.steering):
+            module = fit.resolved(module)
             fit.check(module, module)
             store.set_global(module)
     for prompt in job.prompts:
@@ -42,11 +46,11 @@ def store_for(job: JobRequest, engine_args: Any, tapped: Tapped) -> SteeringStor
     return store
 
 
-def _fit(engine_args: Any, tapped: Tapped, bank_bytes: int) -> Fit:
+def _fit(engine_args: Any, tapped: Tapped, bank_bytes: int, saes: Mapping[str, Sae]) -> Fit:
     """Return the sizes of the model and the bank. The number of slots is unknown here: only the engine knows it."""
     width = engine_args.create_model_config().get_hidden_size()
     info = ModelInfo(engine_args.model, tapped.num_layers, width, "", tapped.sites, fixed=tapped.fixed)
-    return Fit(info, Size.of(bank_bytes, width, 0)._replace(slots=sys.maxsize))
+    return Fit(info, Size.of(bank_bytes, width, 0)._replace(slots=sys.maxsize), saes)
 
 
 def _check(steering: Steering, store: SteeringStore, fit: Fit) -> None:

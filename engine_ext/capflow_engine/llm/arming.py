@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from capflow.errors import UsageError, explain
+from capflow.saes.sae import Sae
 from capflow.text.engine_name import new_engine
 from capflow.transport.hub_process import HubProcess
 from capflow_engine.compat import model as compat_model
 from capflow_engine.compat.launch import Launch
 from capflow_engine.hubs import hubs_at
 from capflow_engine.settings import Outbound, Settings, check_on_divergence
+from capflow_engine.steering.saes import load_for
 
 _LAUNCH_WAIT_S = 60.0
 _NO_HUB_WAIT_S = 0.5
@@ -23,10 +25,12 @@ class Armed:
     """What an engine in this process is started with.
 
     settings: the engine's.
+    saes: the autoencoders by whose features requests may be steered, by name.
     hub: the hub that was started for its consumers, if any.
     """
 
     settings: Settings
+    saes: Mapping[str, Sae]
     hub: HubProcess | None
 
 
@@ -47,6 +51,7 @@ def arm(
     engine_name: str | None,
     engine_id: str | None,
     on_divergence: str,
+    saes: Sequence[str],
 ) -> Armed:
     """Return the settings of an engine. Starts a hub for its consumers, if there are any.
 
@@ -56,6 +61,7 @@ def arm(
     spare_hubs: the addresses of hubs that may start later.
     engine_name: the engine's name; None for a random one.
     engine_id: what all processes of the engine are given; None for a random id.
+    saes: the autoencoders by whose features requests may be steered, each `[NAME=]PATH[@SITE]`.
 
     Raises UsageError for wrong arguments, HubUnreachableError if a named hub does not answer.
     """
@@ -81,6 +87,7 @@ def arm(
         do = "start a hub with `capflow run`, and name it with hub"
         raise UsageError(explain("consumers", got=got, expected="one hub, which every process reaches", do=do))
     tapped = compat_model.check_model(engine_args, sites, steer_sites)
+    loaded = load_for(saes, engine_args, tapped, "saes")
     process = None
     if consumers:
         process = HubProcess(consumers)
@@ -102,4 +109,4 @@ def arm(
         hub_wait_s=_LAUNCH_WAIT_S if consumers or hub is not None else _NO_HUB_WAIT_S,
         user=dict(user),
     )
-    return Armed(settings, process)
+    return Armed(settings, loaded, process)

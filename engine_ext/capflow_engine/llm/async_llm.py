@@ -12,8 +12,8 @@ from typing import Any, Self
 from capflow import limits
 from capflow.buffers.policy import POLICY_DEFAULT
 from capflow.capture.result import joined
+from capflow.divergence import ON_DIVERGENCE_DEFAULT
 from capflow.errors import UsageError, explain
-from capflow.steering.divergence import ON_DIVERGENCE_DEFAULT
 from capflow.transport.hub_process import HubProcess
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat.launch import before_kill
@@ -78,6 +78,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         engine_name: str | None = None,
         engine_id: str | None = None,
         on_divergence: str = ON_DIVERGENCE_DEFAULT,
+        saes: Sequence[str] = (),
         capture_wait_s: float = limits.CAPTURE_WAIT_S_DEFAULT,
         **kwargs: Any,
     ) -> Self:
@@ -106,6 +107,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
             engine_name=engine_name,
             engine_id=engine_id,
             on_divergence=on_divergence,
+            saes=saes,
         )
         try:
             self: Self = cls.from_engine_args(
@@ -127,8 +129,8 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         self._running = set()
         requests_max = self.vllm_config.scheduler_config.max_num_seqs
         size = Size.of(steering_bank_bytes, self.capflow_model.hidden_size, requests_max)
-        self._fit = Fit(self.capflow_model, size)
-        self.steering = SteeringStore(check=self._fit.check)
+        self._fit = Fit(self.capflow_model, size, armed.saes)
+        self.steering = SteeringStore(check=self._fit.check, resolve=self._fit.resolved)
         self._sharing = Sharing.start(armed.settings, self.steering)
         check_added(self, self.vllm_config.model_config.max_model_len)
         if armed.hub is not None:

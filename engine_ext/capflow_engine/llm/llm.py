@@ -11,8 +11,8 @@ from typing import Any, Self
 from capflow import limits
 from capflow.buffers.policy import POLICY_DEFAULT
 from capflow.capture.result import joined
+from capflow.divergence import ON_DIVERGENCE_DEFAULT
 from capflow.errors import UsageError, explain
-from capflow.steering.divergence import ON_DIVERGENCE_DEFAULT
 from capflow.steering.program import SteeringProgram
 from capflow.steering.request import Steering
 from capflow_engine.compat import engine as compat
@@ -61,6 +61,8 @@ class LLM(VLLM):  # type: ignore[misc]
     engine_id: what all processes of one engine are given, new at each start; see `--engine-id` of `capflow serve`.
     on_divergence: what the engine does if its tensor-parallel ranks or pipeline stages steer differently: `warn`,
         `freeze` or `abort`.
+    saes: autoencoders by whose features requests may be steered, each `PATH`, `PATH@SITE` or `NAME=PATH@SITE`, as in
+        `load_sae`.
     steering: a `SteeringStore`: the modules that requests may name, and the global state, which steers every request of
         `generate`, `chat`, `enqueue` and `enqueue_chat`. It refuses what does not fit the model. A change holds for
         later requests.
@@ -94,6 +96,7 @@ class LLM(VLLM):  # type: ignore[misc]
         engine_name: str | None = None,
         engine_id: str | None = None,
         on_divergence: str = ON_DIVERGENCE_DEFAULT,
+        saes: Sequence[str] = (),
         **kwargs: Any,
     ) -> None:
         compat.prepare_environment(kwargs)
@@ -124,6 +127,7 @@ class LLM(VLLM):  # type: ignore[misc]
             engine_name=engine_name,
             engine_id=engine_id,
             on_divergence=on_divergence,
+            saes=saes,
         )
         if armed.hub is not None:
             self._stop_hub = weakref.finalize(self, armed.hub.stop)
@@ -137,8 +141,8 @@ class LLM(VLLM):  # type: ignore[misc]
             self.capflow_model = compat.model_info(config)
             requests_max = config.scheduler_config.max_num_seqs
             size = Size.of(steering_bank_bytes, self.capflow_model.hidden_size, requests_max)
-            self._fit = Fit(self.capflow_model, size)
-            self.steering = SteeringStore(check=self._fit.check)
+            self._fit = Fit(self.capflow_model, size, armed.saes)
+            self.steering = SteeringStore(check=self._fit.check, resolve=self._fit.resolved)
             self._sharing = Sharing.start(settings, self.steering)
             check_added(self.llm_engine, config.model_config.max_model_len)
         except BaseException:

@@ -24,8 +24,8 @@ import msgspec
 
 from capflow import limits
 from capflow.capture.frame import Rank
+from capflow.divergence import ON_DIVERGENCE_DEFAULT
 from capflow.protocol.message import Determinism
-from capflow.steering.divergence import ON_DIVERGENCE_DEFAULT
 from capflow_engine.ranks.checksums import Checksums, Difference, StepLog, compared
 from capflow_engine.scheduler.orders import Divergence
 

@@ -29,6 +29,9 @@ def sampling_params(
     steering_clamps: Any = None,
     prefill_steering_clamps: Any = None,
     decode_steering_clamps: Any = None,
+    steering_features: Any = None,
+    prefill_steering_features: Any = None,
+    decode_steering_features: Any = None,
     steering_patches: Any = None,
     steering_gates: Any = None,
     steering_name: Any = None,
@@ -50,6 +53,9 @@ def sampling_params(
     steering_clamps: `{"post_block": {12: {"vector": …, "min": -1.0, "max": 2.0}}}`. `value` instead of both bounds sets
         the projection; `strength` scales the change; a list holds several directions.
     prefill_steering_clamps, decode_steering_clamps: the same at the prompt's or at generated positions only.
+    steering_features: `{"sae": "mood", "features": {"123": 4.0, "7": {"set": 0}}}`: features of a sparse autoencoder
+        that the engine knows by name. A number adds as much of the feature's decoder row; `set` sets its activation.
+    prefill_steering_features, decode_steering_features: the same at the prompt's or at generated positions only.
     steering_patches: `{"post_block": {12: {"positions": [3, -1], "vector": …, "amount": 1.0}}}`: rows that replace the
         stream's.
     steering_gates: `{"rude": {"hook": "post_block", "layer": 9, "vector": …, "threshold": 1.5}}`: probes that decide
@@ -70,6 +76,9 @@ def sampling_params(
         steering_clamps=steering_clamps,
         prefill_steering_clamps=prefill_steering_clamps,
         decode_steering_clamps=decode_steering_clamps,
+        steering_features=steering_features,
+        prefill_steering_features=prefill_steering_features,
+        decode_steering_features=decode_steering_features,
         steering_patches=steering_patches,
         steering_gates=steering_gates,
         steering_name=steering_name,

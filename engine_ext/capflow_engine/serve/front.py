@@ -19,6 +19,8 @@ from capflow import limits
 from capflow.buffers.newest import keep_newest
 from capflow.capture.result import joined
 from capflow.errors import UsageError, explain
+from capflow.saes.named import load_saes
+from capflow.serve_options import SAE
 from capflow.steering.program import SteeringProgram
 from capflow.steering.request import NOTHING
 from capflow_engine.compat import engine as compat
@@ -43,8 +45,9 @@ class Front:
         self.settings: Settings = vllm_config.additional_config
         self.info = compat.model_info(vllm_config)
         requests_max = vllm_config.scheduler_config.max_num_seqs
-        self.fit = Fit(self.info, Size.of(self.settings.steering_bank_bytes, self.info.hidden_size, requests_max))
-        self.store = SteeringStore(serving.directory, self.fit.check)
+        size = Size.of(self.settings.steering_bank_bytes, self.info.hidden_size, requests_max)
+        self.fit = Fit(self.info, size, load_saes(serving.saes, SAE))
+        self.store = SteeringStore(serving.directory, self.fit.check, self.fit.resolved)
         self.sharing = Sharing.start(self.settings, self.store)
         self.keys = serving.keys
         self.length_max: int = vllm_config.model_config.max_model_len

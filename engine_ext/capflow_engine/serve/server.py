@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from capflow import limits
 from capflow.capture.model import ModelInfo
 from capflow.errors import CapflowError, UsageError, explain
-from capflow.serve_options import GRPC_PORT, engine_options, flags
+from capflow.serve_options import GRPC_PORT, SAE, engine_options, flags
 from capflow.steering.request import Steering
 from capflow.system.runtime import private_directory
 from capflow.text.engine_name import new_engine
@@ -46,6 +46,7 @@ from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Outbound
 from capflow_engine.steering.budget import Size
 from capflow_engine.steering.fit import Fit
 from capflow_engine.steering.module import load_modules
+from capflow_engine.steering.saes import load_for
 from capflow_engine.steering.store import SteeringStore
 
 logger = logging.getLogger("vllm.capflow")
@@ -112,13 +113,15 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
         body_bytes_max=mine.steering_body_bytes_max,
         rpc_address=None if mine.grpc_port is None else port.address(mine.grpc_host, mine.grpc_port),
         ending=ending,
+        saes=tuple(mine.sae),
     )
     modules = {}
+    saes = load_for(mine.sae, engine_args, tapped, SAE)
     if mine.steering_modules:
         width = engine_args.create_model_config().get_hidden_size()
         info = ModelInfo(args.model, tapped.num_layers, width, "", tapped.sites, fixed=tapped.fixed)
         size = Size.of(bank_bytes, width, engine_args.max_num_seqs or 0)
-        modules = load_modules(mine.steering_modules, Fit(info, size).check)
+        modules = load_modules(mine.steering_modules, Fit(info, size, saes))
     return serve, args, modules
 
 

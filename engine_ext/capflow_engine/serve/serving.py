@@ -19,6 +19,8 @@ class Serving:
     body_bytes_max: how large the body of a request may be.
     rpc_address: where gRPC is served, HOST:PORT; None for nowhere.
     ending: how the server ends.
+    saes: the autoencoders by whose features requests may be steered, each `[NAME=]PATH[@SITE]`. Each API server loads
+        them.
     """
 
     directory: Path | None = None
@@ -26,3 +28,4 @@ class Serving:
     body_bytes_max: int = limits.BODY_BYTES_DEFAULT
     rpc_address: str | None = None
     ending: Ending = field(default_factory=Ending)
+    saes: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """Modules as users write them: JSON in a request's body or in a file, and files of vectors.
 
-A module has the vectors, clamps and gates of a request. Its fields may omit the word `steering`: `vectors`,
-`prefill_vectors`, `decode_vectors`, `clamps`, `prefill_clamps`, `decode_clamps`, `gates`. A safetensors file has
+A module has the vectors, clamps, features and gates of a request. Its fields may omit the word `steering`: `vectors`,
+`prefill_vectors`, `decode_vectors`, `clamps`, `features` and so on, `gates`. A safetensors file has
 vectors only: `[hidden_size]` tensors named `HOOK:LAYER`, with `prefill.` or `decode.` before the name of one for a
 single tier; or one tensor `vector`, as for `capflow steer`. Other files that `capflow_engine.steering.files` reads,
 such as those of `capflow vectors fit`, hold vectors that are added at every position.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,12 @@ from capflow.steering.request import Steering, Tier
 from capflow.steering.vector import SteeringVector
 from capflow.text import jsontext
 from capflow_engine.steering.files import SUFFIXES, load_sites, read
+from capflow_engine.steering.fit import Fit
 
 MODULE_FIELDS = {
-    f"{tier}{kind}": f"{tier}steering_{kind}" for kind in ("vectors", "clamps") for tier in ("", "prefill_", "decode_")
+    f"{tier}{kind}": f"{tier}steering_{kind}"
+    for kind in ("vectors", "clamps", "features")
+    for tier in ("", "prefill_", "decode_")
 } | {"gates": "steering_gates"}
 """The fields of a module, and their names in the body of a request."""
 
@@ -107,13 +110,12 @@ def load_module(path: str | os.PathLike[str]) -> Steering:
     return parse_module(fields, where=where)
 
 
-def load_modules(given: Sequence[str], check: Callable[[Steering, Steering], None]) -> dict[str, Steering]:
-    """Return the modules in files, by name.
+def load_modules(given: Sequence[str], fit: Fit) -> dict[str, Steering]:
+    """Return the modules in files, by name, with their features resolved.
 
     Raises UsageError for a file that holds no module, and for a module that does not fit.
 
     given: the values of `--steering-modules`, each `NAME=PATH`.
-    check: as in `SteeringStore`.
     """
     modules: dict[str, Steering] = {}
     for option in given:
@@ -122,9 +124,10 @@ def load_modules(given: Sequence[str], check: Callable[[Steering, Steering], Non
             raise UsageError(explain("--steering-modules", got=option, expected="NAME=PATH"))
         if name in modules:
             raise UsageError(explain("--steering-modules", got=f"{name} twice", expected="each name once"))
-        modules[name] = load_module(path)
+        module = load_module(path)
         with of_file(path):
-            check(modules[name], modules[name])
+            modules[name] = fit.resolved(module)
+            fit.check(modules[name], modules[name])
     return modules
 
 

@@ -136,14 +136,21 @@ class SteeringStore:
 
     directory: an existing directory that processes share; None for a store of this process alone.
     check: raises UsageError for steering that does not fit the model; by default, all fits.
+    resolve: resolves the features of autoencoders in what is stored.
     check_part: raises UsageError for a part that must not be stored, given its name.
     on_change: called after a change by this process, with the names of the parts.
     """
 
-    def __init__(self, directory: Path | None = None, check: Check = lambda _new, _asked: None) -> None:
+    def __init__(
+        self,
+        directory: Path | None = None,
+        check: Check = lambda _new, _asked: None,
+        resolve: Callable[[Steering], Steering] = lambda steering: steering,
+    ) -> None:
         self.check_part: Callable[[str, Steering], None] = lambda _name, _steering: None
         self.on_change: Callable[[list[str]], None] = lambda _names: None
         self._check = check
+        self._resolve = resolve
         # An id that no other store has.
         self._writer = uuid.uuid4().hex
         self._files = None if directory is None else _Files(directory)
@@ -208,6 +215,7 @@ class SteeringStore:
         if not isinstance(name, str) or not 0 < len(name) <= limits.STEERING_NAME_LENGTH_MAX or not name.isprintable():
             expected = f"1..{limits.STEERING_NAME_LENGTH_MAX} printable characters"
             raise UsageError(explain("name", got=name, expected=expected))
+        module = self._resolve(module)
         _check_shared(module, f"module {name}")
         self._check(module, module)
 
@@ -232,8 +240,8 @@ class SteeringStore:
     def set_global(self, steering: Steering, *, replace: bool = False) -> None:
         """Change the steering of all requests that arrive from now on.
 
-        In each tier, the vectors of `steering` replace the vectors at their sites, and its clamps replace the clamps at
-        theirs; other sites stay as they are. A scale or a strength of 0 removes the old vector or clamp. A gate
+        In each tier, the vectors of `steering` replace the vectors at their sites, and its clamps and set features
+        replace those at theirs; other sites stay as they are. A scale or a strength of 0 removes what was there. A gate
         replaces the gate of its name. An old gate that nothing names any more is removed.
 
         Raises UsageError if `steering` is empty, has patches or modules, or if it or the new state does not fit the
@@ -241,6 +249,7 @@ class SteeringStore:
 
         replace: whether `steering` replaces the whole global state.
         """
+        steering = self._resolve(steering)
         _check_shared(steering, "global state")
 
         def change(held: StoreState) -> StoreState:
@@ -413,7 +422,7 @@ def _check_shared(steering: Steering, where: str) -> None:
     if steering.modules:
         raise UsageError(explain(f"{where}: steering_name", expected="nothing: a module uses no other modules"))
     if steering == NOTHING:
-        raise UsageError(explain(where, got="nothing", expected="vectors or clamps"))
+        raise UsageError(explain(where, got="nothing", expected="vectors, clamps or features"))
 
 
 def _scaled(module: Steering, scale: float) -> Steering:
@@ -435,7 +444,10 @@ def _merged(old: Tier, new: Tier) -> Tier:
     vectors = (*(vector for vector in old.vectors if vector.site not in added), *new.vectors)
     clamped = {clamp.site for clamp in new.clamps}
     clamps = (*(clamp for clamp in old.clamps if clamp.site not in clamped), *new.clamps)
+    set_at = {feature.site for feature in new.features}
+    features = (*(feature for feature in old.features if feature.site not in set_at), *new.features)
     return Tier(
         tuple(vector for vector in sorted(vectors, key=lambda vector: vector.site) if vector.scale != 0.0),
         tuple(clamp for clamp in clamps if clamp.strength != 0.0),
+        tuple(feature for feature in features if feature.strength != 0.0),
     )

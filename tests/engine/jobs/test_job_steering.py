@@ -13,6 +13,7 @@ from capflow.steering.request import Steering
 from capflow_engine.jobs.job import JobRequest
 from capflow_engine.steering.module import load_module
 from tests.kit import engines
+from tests.kit.autoencoders import saelens, weights
 from tests.kit.waiting import eventually
 
 pytestmark = pytest.mark.engine
@@ -120,11 +121,33 @@ def test_nothing_steers_a_job_without_steering(job, keeper):
     assert [fields["steering_applied"] for event, fields in events if event == "done"] == [None]
 
 
+def test_prompts_are_steered_by_features(job, keeper, tmp_path):
+    tensors = weights(width=64)
+    sae = saelens(tmp_path / "mood", tensors)
+    vector = {"post_block": {"1": {"vector": tensors["W_dec"][3].tolist(), "scale": 2.0}}}
+    lines = [
+        {"id": "features", "steering_features": {"sae": "mood", "features": {"3": 2.0}}},
+        {"id": "vector", "steering_vectors": vector},
+        {"id": "set", "steering_features": {"sae": "mood", "features": {"3": {"set": 2.0}}}},
+        {"id": "named", "steering_name": "glad"},
+    ]
+    (tmp_path / "glad.json").write_text(json.dumps({"features": {"sae": "mood", "features": {"3": {"set": 2.0}}}}))
+    events = run(job(lines, hub=keeper.address, saes=[str(sae)], steering_modules=[f"glad={tmp_path}/glad.json"]))
+    done = {fields["id"]: fields for event, fields in events if event == "done"}
+    keys = {name: fields["steering_applied"]["key"] for name, fields in done.items()}
+    assert keys["features"] == keys["vector"] != keys["set"] == keys["named"]
+    assert done["features"]["text"] == done["vector"]["text"]
+    assert done["set"]["steering_applied"]["prefill"] == {"post_block:1": 2}
+
+
 @pytest.mark.parametrize(
     ("line", "options", "words"),
     [
         ({"steering_name": "glad"}, {},
          "prompts.jsonl, line 2, steering_name: got glad, expected a module of --steering-modules (calm)"),
+        ({"steering_features": {"sae": "mood", "features": {"1": 2.0}}}, {},
+         "prompts.jsonl, line 2, steering_features.features.1: got autoencoder mood, expected a known one (none is"),
+        ({}, {"saes": ["{tmp}/none"]}, "{tmp}/none: got no such directory"),
         ({"steering_vectors": {"post_block": {"9": [1.0] * 64}}}, {},
          "prompts.jsonl, line 2, steering_vectors.post_block.9: got layer 9, expected 0..3"),
         ({"steering_vectors": {"mlp_in": {"1": [1.0] * 64}}}, {},

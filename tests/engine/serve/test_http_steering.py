@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from capflow_models import save_vectors
+from tests.kit.autoencoders import saelens, weights
 from tests.kit.engines import WIDTH
 from tests.kit.hubs import free_port
 from tests.kit.servers import environment, healthy, process, wait_until
@@ -25,6 +26,7 @@ CHAT = "{% for message in messages %}{{ message.content }} {% endfor %}"
 VECTOR = [3.0 if n % 2 else -3.0 for n in range(WIDTH)]
 OTHER = [-4.0 if n % 3 else 2.0 for n in range(WIDTH)]
 ONE = {"post_block": {"1": VECTOR}}
+SAE = weights(width=WIDTH)
 BODY_BYTES_MAX = 200_000
 FAR = {"steering_patches": {"post_block": {"1": {"positions": [-30], "vector": OTHER}}}}
 
@@ -37,10 +39,11 @@ def port(tiny_with_words, tmp_path_factory):
     save_file({"decode.post_block:1": np.array(OTHER, np.float32)}, home / "late.safetensors")
     save_vectors(home / "fitted.safetensors", {1: OTHER})
     np.savez(home / "other.npz", layer_1=OTHER)
+    saelens(home / "sae", SAE)
     port = free_port()
     command = [
         "serve", tiny_with_words, "--port", str(port), "--dtype", "float32", "--enforce-eager",
-        "--max-model-len", "128",
+        "--max-model-len", "128", "--sae", f"mood={home}/sae",
         "--served-model-name", "tiny", "--api-key", KEY, "--chat-template", str(home / "chat.jinja"),
         "--api-server-count", "2", "--enable-scale-out",
         "--steering-modules", f"one={home}/one.json", f"late={home}/late.safetensors",
@@ -94,6 +97,29 @@ def test_a_vector_changes_the_answer_and_scale_zero_does_not(client):
     assert len(key) == 32
     zero = {"post_block": {"1": {"vector": VECTOR, "scale": 0.0}}}
     assert completed(client, steering_vectors=zero) == (plain, "none")
+
+
+def test_features_steer_and_are_added_as_the_vectors_that_they_stand_for(client, port):
+    features = {"sae": "mood", "features": {"3": 2.0}}
+    vector = {"post_block": {"1": {"vector": SAE["W_dec"][3].tolist(), "scale": 2.0}}}
+    expected = completed(client, steering_vectors=vector)
+    assert completed(client, steering_features=features) == expected != completed(client)
+    body = {"name": "glad", "features": {"sae": "mood", "features": {"3": {"set": 60.0}}}, "decode_features": features}
+    assert call(port, "POST", "steering/modules", body)[0] == 200
+    try:
+        keys = {completed(client, steering_name="glad") for _ in range(4)}
+        held = call(port, "GET", "steering/modules")[1]["contents"]["glad"]
+    finally:
+        call(port, "DELETE", "steering/modules", {"name": "glad"})
+    assert len(keys) == 1
+    assert keys != {expected, completed(client)}
+    assert (held["base"]["features"], held["decode"]["features"]) == ({"post_block": {"1": 1}}, {})
+    assert list(held["decode"]["vectors"]) == ["post_block"]
+    status, refusal = call(port, "POST", "steering/modules", body | {"features": {"sae": "x", "features": {"1": 2}}})
+    message = "features.features.1: got autoencoder x, expected a known one (mood); name it at the engine's start"
+    assert (status, refusal["error"]["message"].startswith(message)) == (400, True), refusal
+    with pytest.raises(openai.BadRequestError, match=r"features.99: got 99, expected a feature of .*, 0..23"):
+        completed(client, steering_features={"sae": "mood", "features": {"99": 1.0}})
 
 
 def test_the_same_in_other_forms_is_the_same(client):

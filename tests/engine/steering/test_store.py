@@ -116,7 +116,7 @@ def test_setting_the_global_state_changes_the_sites_it_names_and_replacing_it_al
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        (NOTHING, "vectors or clamps"),
+        (NOTHING, "vectors, clamps or features"),
         (uses(("other",)), "steering_name"),
         (Steering(patches=(Patch(0, "post_block", (0,), bytes(4 * WIDTH)),)), "steering_patches"),
     ],

@@ -15,6 +15,7 @@ from capflow_engine.request.options import KEY, PackedOptions
 from capflow_engine.serve.fields import FIELDS
 
 _VECTORS = "Vectors to add to the residual stream, by hook and layer: lists of numbers, or packed."
+_FEATURES = "Features of a sparse autoencoder to add or to set, by its name and their numbers."
 _CLAMPS = "Bounds on the stream's projection onto directions, by hook and layer."
 
 
@@ -30,6 +31,9 @@ class Fields(BaseModel):
     steering_clamps: Any = Field(default=None, description=_CLAMPS)
     prefill_steering_clamps: Any = Field(default=None, description=f"{_CLAMPS} At the prompt's positions only.")
     decode_steering_clamps: Any = Field(default=None, description=f"{_CLAMPS} At generated positions only.")
+    steering_features: Any = Field(default=None, description=_FEATURES)
+    prefill_steering_features: Any = Field(default=None, description=f"{_FEATURES} At the prompt's positions only.")
+    decode_steering_features: Any = Field(default=None, description=f"{_FEATURES} At generated positions only.")
     steering_patches: Any = Field(default=None, description="Rows that replace the stream at given positions.")
     steering_gates: Any = Field(default=None, description="Probes, by name, that decide where gated parts act.")
     steering_name: Any = Field(default=None, description="A registered module, several, or a scale for each.")

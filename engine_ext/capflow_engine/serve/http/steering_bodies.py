@@ -23,6 +23,10 @@ _CLAMPS = (
     'Clamps, by hook and layer: `{"post_block": {"12": {"vector": […], "min": -1.0, "max": 2.0, "strength": 1.0}}}`. '
     "`value` replaces both bounds; a list holds several directions."
 )
+_FEATURES = (
+    'Features of a sparse autoencoder: `{"sae": "mood", "features": {"123": 4.0, "7": {"set": 0}}}`, or a list. '
+    "A number adds as much of the feature's decoder row; `set` sets its activation."
+)
 _GATES = (
     'Gates, by name: `{"rude": {"hook": "post_block", "layer": 9, "vector": […], "threshold": 1.5}}`. Vectors and '
     'clamps with `"gate": "rude"` act where the score reaches the threshold. `"abort": "stop"` ends the request there.'
@@ -35,7 +39,7 @@ def _field(name: str, description: str) -> Any:
 
 
 class Tiers(BaseModel):
-    """Vectors and clamps at every position, at the prompt's positions, and at generated ones; and gates."""
+    """Vectors, clamps and features at every position, at the prompt's positions, and at generated ones; and gates."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -45,6 +49,9 @@ class Tiers(BaseModel):
     clamps: dict[str, Any] | None = _field("clamps", f"{_CLAMPS} At every position.")
     prefill_clamps: dict[str, Any] | None = _field("prefill_clamps", f"{_CLAMPS} {_PREFILL}")
     decode_clamps: dict[str, Any] | None = _field("decode_clamps", f"{_CLAMPS} {_DECODE}")
+    features: dict[str, Any] | list[Any] | None = _field("features", f"{_FEATURES} At every position.")
+    prefill_features: dict[str, Any] | list[Any] | None = _field("prefill_features", f"{_FEATURES} {_PREFILL}")
+    decode_features: dict[str, Any] | list[Any] | None = _field("decode_features", f"{_FEATURES} {_DECODE}")
     gates: dict[str, Any] | None = _field("gates", _GATES)
 
     def steering(self, info: ModelInfo) -> Steering:
@@ -58,7 +65,7 @@ class SetBody(Tiers):
     replace: bool = Field(
         default=False,
         description="Whether this replaces the whole global state. Else it replaces, in each tier, the vectors at the "
-        "sites of its vectors and the clamps at the sites of its clamps, and gates by their names.",
+        "sites of its vectors, the clamps and set features at the sites of its own, and gates by their names.",
     )
 
 
@@ -102,18 +109,23 @@ class TierState(BaseModel):
 
     vectors: dict[str, dict[int, float]] = Field(description="By hook and layer, the norm of `scale · vector`.")
     clamps: dict[str, dict[int, int]] = Field(description="By hook and layer, the number of clamps.")
+    features: dict[str, dict[int, int]] = Field(
+        default_factory=dict, description="By hook and layer, the number of features that are set."
+    )
 
     @classmethod
     def of(cls, tier: Tier) -> Self:
         """Return the content of a tier."""
         vectors: dict[str, dict[int, float]] = {}
         clamps: dict[str, dict[int, int]] = {}
+        features: dict[str, dict[int, int]] = {}
         for vector in tier.vectors:
             vectors.setdefault(vector.hook, {})[vector.layer] = float(np.linalg.norm(vector.array(np.float64)))
-        for clamp in tier.clamps:
-            layers = clamps.setdefault(clamp.hook, {})
-            layers[clamp.layer] = layers.get(clamp.layer, 0) + 1
-        return cls(vectors=vectors, clamps=clamps)
+        for held, parts in ((clamps, tier.clamps), (features, tier.features)):
+            for part in parts:
+                layers = held.setdefault(part.hook, {})
+                layers[part.layer] = layers.get(part.layer, 0) + 1
+        return cls(vectors=vectors, clamps=clamps, features=features)
 
 
 class HeldGate(BaseModel):

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("prompt", "prompt_token_ids", "model", "request_id", "max_tokens", "min_tokens", "n", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs", "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "add_special_tokens", "truncate_prompt_tokens", "priority", "cache_salt", "capture", "capture_id", "capture_wait", "steering_vectors", "prefill_steering_vectors", "decode_steering_vectors", "steering_clamps", "prefill_steering_clamps", "decode_steering_clamps", "steering_patches", "steering_name", "steering_scale", "steering_scales", "steering_report", "steering_gates")
+    __slots__ = ("prompt", "prompt_token_ids", "model", "request_id", "max_tokens", "min_tokens", "n", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs", "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "add_special_tokens", "truncate_prompt_tokens", "priority", "cache_salt", "capture", "capture_id", "capture_wait", "steering_vectors", "prefill_steering_vectors", "decode_steering_vectors", "steering_clamps", "prefill_steering_clamps", "decode_steering_clamps", "steering_patches", "steering_name", "steering_scale", "steering_scales", "steering_report", "steering_gates", "steering_features", "prefill_steering_features", "decode_steering_features")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +123,9 @@ class GenerateRequest(_message.Message):
     STEERING_SCALES_FIELD_NUMBER: _ClassVar[int]
     STEERING_REPORT_FIELD_NUMBER: _ClassVar[int]
     STEERING_GATES_FIELD_NUMBER: _ClassVar[int]
+    STEERING_FEATURES_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_STEERING_FEATURES_FIELD_NUMBER: _ClassVar[int]
+    DECODE_STEERING_FEATURES_FIELD_NUMBER: _ClassVar[int]
     prompt: str
     prompt_token_ids: TokenIds
     model: str
@@ -167,7 +170,39 @@ class GenerateRequest(_message.Message):
     steering_scales: _containers.ScalarMap[str, float]
     steering_report: bool
     steering_gates: _containers.MessageMap[str, Gate]
-    def __init__(self, prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., model: _Optional[str] = ..., request_id: _Optional[str] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., n: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., spaces_between_special_tokens: _Optional[bool] = ..., add_special_tokens: _Optional[bool] = ..., truncate_prompt_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., capture: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., capture_id: _Optional[str] = ..., capture_wait: _Optional[bool] = ..., steering_vectors: _Optional[_Mapping[str, HookVectors]] = ..., prefill_steering_vectors: _Optional[_Mapping[str, HookVectors]] = ..., decode_steering_vectors: _Optional[_Mapping[str, HookVectors]] = ..., steering_clamps: _Optional[_Mapping[str, HookClamps]] = ..., prefill_steering_clamps: _Optional[_Mapping[str, HookClamps]] = ..., decode_steering_clamps: _Optional[_Mapping[str, HookClamps]] = ..., steering_patches: _Optional[_Mapping[str, HookPatches]] = ..., steering_name: _Optional[_Iterable[str]] = ..., steering_scale: _Optional[float] = ..., steering_scales: _Optional[_Mapping[str, float]] = ..., steering_report: _Optional[bool] = ..., steering_gates: _Optional[_Mapping[str, Gate]] = ...) -> None: ...
+    steering_features: _containers.RepeatedCompositeFieldContainer[SaeFeatures]
+    prefill_steering_features: _containers.RepeatedCompositeFieldContainer[SaeFeatures]
+    decode_steering_features: _containers.RepeatedCompositeFieldContainer[SaeFeatures]
+    def __init__(self, prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., model: _Optional[str] = ..., request_id: _Optional[str] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., n: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., spaces_between_special_tokens: _Optional[bool] = ..., add_special_tokens: _Optional[bool] = ..., truncate_prompt_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., capture: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., capture_id: _Optional[str] = ..., capture_wait: _Optional[bool] = ..., steering_vectors: _Optional[_Mapping[str, HookVectors]] = ..., prefill_steering_vectors: _Optional[_Mapping[str, HookVectors]] = ..., decode_steering_vectors: _Optional[_Mapping[str, HookVectors]] = ..., steering_clamps: _Optional[_Mapping[str, HookClamps]] = ..., prefill_steering_clamps: _Optional[_Mapping[str, HookClamps]] = ..., decode_steering_clamps: _Optional[_Mapping[str, HookClamps]] = ..., steering_patches: _Optional[_Mapping[str, HookPatches]] = ..., steering_name: _Optional[_Iterable[str]] = ..., steering_scale: _Optional[float] = ..., steering_scales: _Optional[_Mapping[str, float]] = ..., steering_report: _Optional[bool] = ..., steering_gates: _Optional[_Mapping[str, Gate]] = ..., steering_features: _Optional[_Iterable[_Union[SaeFeatures, _Mapping]]] = ..., prefill_steering_features: _Optional[_Iterable[_Union[SaeFeatures, _Mapping]]] = ..., decode_steering_features: _Optional[_Iterable[_Union[SaeFeatures, _Mapping]]] = ...) -> None: ...
+
+class SaeFeatures(_message.Message):
+    __slots__ = ("sae", "features", "gate")
+    class FeaturesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: FeatureValue
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[_Union[FeatureValue, _Mapping]] = ...) -> None: ...
+    SAE_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    GATE_FIELD_NUMBER: _ClassVar[int]
+    sae: str
+    features: _containers.MessageMap[int, FeatureValue]
+    gate: str
+    def __init__(self, sae: _Optional[str] = ..., features: _Optional[_Mapping[int, FeatureValue]] = ..., gate: _Optional[str] = ...) -> None: ...
+
+class FeatureValue(_message.Message):
+    __slots__ = ("add", "set", "strength", "gate")
+    ADD_FIELD_NUMBER: _ClassVar[int]
+    SET_FIELD_NUMBER: _ClassVar[int]
+    STRENGTH_FIELD_NUMBER: _ClassVar[int]
+    GATE_FIELD_NUMBER: _ClassVar[int]
+    add: float
+    set: float
+    strength: float
+    gate: str
+    def __init__(self, add: _Optional[float] = ..., set: _Optional[float] = ..., strength: _Optional[float] = ..., gate: _Optional[str] = ...) -> None: ...
 
 class Gate(_message.Message):
     __slots__ = ("hook", "layer", "vector", "bias", "threshold", "score", "sharpness", "latch", "positions", "label", "abort")
@@ -620,7 +655,7 @@ class ClearResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class SetRequest(_message.Message):
-    __slots__ = ("vectors", "prefill_vectors", "decode_vectors", "clamps", "prefill_clamps", "decode_clamps", "replace", "gates")
+    __slots__ = ("vectors", "prefill_vectors", "decode_vectors", "clamps", "prefill_clamps", "decode_clamps", "replace", "gates", "features", "prefill_features", "decode_features")
     class VectorsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -678,6 +713,9 @@ class SetRequest(_message.Message):
     DECODE_CLAMPS_FIELD_NUMBER: _ClassVar[int]
     REPLACE_FIELD_NUMBER: _ClassVar[int]
     GATES_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FEATURES_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FEATURES_FIELD_NUMBER: _ClassVar[int]
     vectors: _containers.MessageMap[str, HookVectors]
     prefill_vectors: _containers.MessageMap[str, HookVectors]
     decode_vectors: _containers.MessageMap[str, HookVectors]
@@ -686,7 +724,10 @@ class SetRequest(_message.Message):
     decode_clamps: _containers.MessageMap[str, HookClamps]
     replace: bool
     gates: _containers.MessageMap[str, Gate]
-    def __init__(self, vectors: _Optional[_Mapping[str, HookVectors]] = ..., prefill_vectors: _Optional[_Mapping[str, HookVectors]] = ..., decode_vectors: _Optional[_Mapping[str, HookVectors]] = ..., clamps: _Optional[_Mapping[str, HookClamps]] = ..., prefill_clamps: _Optional[_Mapping[str, HookClamps]] = ..., decode_clamps: _Optional[_Mapping[str, HookClamps]] = ..., replace: _Optional[bool] = ..., gates: _Optional[_Mapping[str, Gate]] = ...) -> None: ...
+    features: _containers.RepeatedCompositeFieldContainer[SaeFeatures]
+    prefill_features: _containers.RepeatedCompositeFieldContainer[SaeFeatures]
+    decode_features: _containers.RepeatedCompositeFieldContainer[SaeFeatures]
+    def __init__(self, vectors: _Optional[_Mapping[str, HookVectors]] = ..., prefill_vectors: _Optional[_Mapping[str, HookVectors]] = ..., decode_vectors: _Optional[_Mapping[str, HookVectors]] = ..., clamps: _Optional[_Mapping[str, HookClamps]] = ..., prefill_clamps: _Optional[_Mapping[str, HookClamps]] = ..., decode_clamps: _Optional[_Mapping[str, HookClamps]] = ..., replace: _Optional[bool] = ..., gates: _Optional[_Mapping[str, Gate]] = ..., features: _Optional[_Iterable[_Union[SaeFeatures, _Mapping]]] = ..., prefill_features: _Optional[_Iterable[_Union[SaeFeatures, _Mapping]]] = ..., decode_features: _Optional[_Iterable[_Union[SaeFeatures, _Mapping]]] = ...) -> None: ...
 
 class SetResponse(_message.Message):
     __slots__ = ("key", "hook_points", "layers_updated")
@@ -699,7 +740,7 @@ class SetResponse(_message.Message):
     def __init__(self, key: _Optional[str] = ..., hook_points: _Optional[_Iterable[str]] = ..., layers_updated: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RegisterModuleRequest(_message.Message):
-    __slots__ = ("name", "vectors", "prefill_vectors", "decode_vectors", "clamps", "prefill_clamps", "decode_clamps", "gates")
+    __slots__ = ("name", "vectors", "prefill_vectors", "decode_vectors", "clamps", "prefill_clamps", "decode_clamps", "gates", "features", "prefill_features", "decode_features")
     class VectorsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -757,6 +798,9 @@ class RegisterModuleRequest(_message.Message):
     PREFILL_CLAMPS_FIELD_NUMBER: _ClassVar[int]
     DECODE_CLAMPS_FIELD_NUMBER: _ClassVar[int]
     GATES_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FEATURES_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FEATURES_FIELD_NUMBER: _ClassVar[int]
     name: str
     vectors: _containers.MessageMap[str, HookVectors]
     prefill_vectors: _containers.MessageMap[str, HookVectors]
@@ -765,7 +809,10 @@ class RegisterModuleRequest(_message.Message):
     prefill_clamps: _containers.MessageMap[str, HookClamps]
     decode_clamps: _containers.MessageMap[str, HookClamps]
     gates: _containers.MessageMap[str, Gate]
-    def __init__(self, name: _Optional[str] = ..., vectors: _Optional[_Mapping[str, HookVectors]] = ..., prefill_vectors: _Optional[_Mapping[str, HookVectors]] = ..., decode_vectors: _Optional[_Mapping[str, HookVectors]] = ..., clamps: _Optional[_Mapping[str, HookClamps]] = ..., prefill_clamps: _Optional[_Mapping[str, HookClamps]] = ..., decode_clamps: _Optional[_Mapping[str, HookClamps]] = ..., gates: _Optional[_Mapping[str, Gate]] = ...) -> None: ...
+    features: _containers.RepeatedCompositeFieldContainer[SaeFeatures]
+    prefill_features: _containers.RepeatedCompositeFieldContainer[SaeFeatures]
+    decode_features: _containers.RepeatedCompositeFieldContainer[SaeFeatures]
+    def __init__(self, name: _Optional[str] = ..., vectors: _Optional[_Mapping[str, HookVectors]] = ..., prefill_vectors: _Optional[_Mapping[str, HookVectors]] = ..., decode_vectors: _Optional[_Mapping[str, HookVectors]] = ..., clamps: _Optional[_Mapping[str, HookClamps]] = ..., prefill_clamps: _Optional[_Mapping[str, HookClamps]] = ..., decode_clamps: _Optional[_Mapping[str, HookClamps]] = ..., gates: _Optional[_Mapping[str, Gate]] = ..., features: _Optional[_Iterable[_Union[SaeFeatures, _Mapping]]] = ..., prefill_features: _Optional[_Iterable[_Union[SaeFeatures, _Mapping]]] = ..., decode_features: _Optional[_Iterable[_Union[SaeFeatures, _Mapping]]] = ...) -> None: ...
 
 class UnregisterModuleRequest(_message.Message):
     __slots__ = ("name",)
@@ -828,7 +875,7 @@ class TiersState(_message.Message):
     def __init__(self, base: _Optional[_Union[TierState, _Mapping]] = ..., prefill: _Optional[_Union[TierState, _Mapping]] = ..., decode: _Optional[_Union[TierState, _Mapping]] = ..., gates: _Optional[_Iterable[_Union[AppliedGate, _Mapping]]] = ...) -> None: ...
 
 class TierState(_message.Message):
-    __slots__ = ("vectors", "clamps")
+    __slots__ = ("vectors", "clamps", "features")
     class VectorsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -843,11 +890,20 @@ class TierState(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class FeaturesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     VECTORS_FIELD_NUMBER: _ClassVar[int]
     CLAMPS_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     vectors: _containers.ScalarMap[str, float]
     clamps: _containers.ScalarMap[str, int]
-    def __init__(self, vectors: _Optional[_Mapping[str, float]] = ..., clamps: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    features: _containers.ScalarMap[str, int]
+    def __init__(self, vectors: _Optional[_Mapping[str, float]] = ..., clamps: _Optional[_Mapping[str, int]] = ..., features: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class LayersState(_message.Message):
     __slots__ = ("layers", "sites", "num_layers", "hidden_size", "dtype")

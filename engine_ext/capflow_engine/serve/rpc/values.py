@@ -63,7 +63,8 @@ def tiers_message(state: TiersState) -> pb.TiersState:
 
 
 def _tier(state: TierState) -> pb.TierState:
-    return pb.TierState(vectors=_by_site(state.vectors), clamps=_by_site(state.clamps))
+    held = {name: _by_site(getattr(state, name)) for name in ("vectors", "clamps", "features")}
+    return pb.TierState(**held)
 
 
 def _by_site(held: Mapping[str, Mapping[int, Any]]) -> dict[str, Any]:
