@@ -11,16 +11,18 @@ from capflow.saes.load import load_sae
 from capflow.saes.sae import Sae
 
 
-def load_saes(given: Sequence[str], where: str) -> dict[str, Sae]:
+def load_saes(given: str | Sequence[str], where: str) -> dict[str, Sae]:
     """Return autoencoders by name.
 
-    given: for each `[NAME=]PATH[@SITE]`; by default the name is that of the directory.
+    given: for each `[NAME=]PATH[@SITE]`, or one; by default the name is that of the directory.
     where: the option that has them, for errors.
 
     Raises UsageError for files that are no autoencoder, and for a name that two of them have.
     """
     saes: dict[str, Sae] = {}
-    for text in given:
+    for text in [given] if isinstance(given, str) else given:
+        if not isinstance(text, str):
+            raise UsageError(explain(where, got=text, expected="text: NAME=PATH@SITE"))
         name, equals, path = text.partition("=")
         if not equals:
             path = text

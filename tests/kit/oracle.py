@@ -15,6 +15,7 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 import duckdb
+import msgspec
 import numpy as np
 
 import capflow
@@ -27,6 +28,8 @@ from capflow.steering.action import Abort, ActionApplied, Freeze, Rejected, Stee
 from capflow.steering.vector import SteeringVector
 from capflow.transport.client import Client
 from capflow_engine.compat import engine as compat
+from capflow_engine.request.options import KEY, RequestOptions
+from tests.kit import oracle_features
 from tests.kit.engines import LAYERS, engine, scheduled_ahead
 from tests.kit.hubs import running_hub
 from tests.kit.oracle_actions import CONTROLLERS, SITES, Changes, Held, Sender, Steps, held_on, vector
@@ -107,7 +110,8 @@ class Live:
     """
 
     def __init__(self, model, directory, *, ahead=0, **arguments):
-        self.ahead, self.arguments = ahead, arguments
+        saes = oracle_features.saved(directory / "saes", arguments.get("steer_sites"))
+        self.ahead, self.arguments = ahead, {"saes": saes, **arguments}
         self.work = None
         self.reference = OracleReference(model)
         self.root, self.database = directory / "rows", directory / "scores.duckdb"
@@ -133,7 +137,18 @@ class Live:
         self.proved = self.rows = self.steps = 0
         self.seen = Counter(
             dict.fromkeys(
-                ("preempted", "cached", "aborted", "chunked", "vectors", "clamps", "patches", "gates", "flips"),
+                (
+                    "preempted",
+                    "cached",
+                    "aborted",
+                    "chunked",
+                    "vectors",
+                    "clamps",
+                    "features",
+                    "patches",
+                    "gates",
+                    "flips",
+                ),
                 0,
             )
         )
@@ -161,6 +176,7 @@ class Live:
             if deepen is not None:
                 deepen(llm)
             self.work = watch(llm)
+            self.resolved = llm._fit.resolved
             self.watched.watch(llm.llm_engine.engine_core.engine_core.scheduler)
             yield llm
 
@@ -206,7 +222,7 @@ class Live:
         for field in steering:
             self.seen[field.rpartition("_")[2]] += 1
         self.seen["chunked"] += len(request["prompt"]) > 48
-        return capflow.sampling_params(
+        params = capflow.sampling_params(
             id=name,
             capture=request["capture"],
             **steering,
@@ -215,6 +231,11 @@ class Live:
             ignore_eos=True,
             detokenize=False,
         )
+        # A front end resolves features; the engine core, which these requests come to, knows no autoencoder.
+        options = RequestOptions.unpack(params.extra_args)
+        resolved = options.steering and self.resolved(options.steering)
+        params.extra_args[KEY] = msgspec.structs.replace(options, steering=resolved).pack()
+        return params
 
     # --- what is right ---
 

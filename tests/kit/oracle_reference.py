@@ -10,6 +10,7 @@ import torch
 from capflow.capture.site import Site
 from tests.kit.gated import GatedReference, score_of, scored_positions
 from tests.kit.oracle_actions import Changes
+from tests.kit.oracle_features import added, set_at_once, uses_of
 from tests.kit.steered import entries
 
 
@@ -81,9 +82,15 @@ class OracleReference(GatedReference):
                 factor = given.get("scale", 1.0) * on * holding.own * _factor(given, values, count)
                 x += factor[:, None] * given["vector"]
             for _, (action, gain) in sorted(holding.steers.items()):  # controllers' have no label
-                for added in action.vectors:
-                    if added.site == site:
-                        x += gain[:, None] * added.array(np.float64)
+                for vector in action.vectors:
+                    if vector.site == site:
+                        x += gain[:, None] * vector.array(np.float64)
+            uses = [
+                (number, how, on * holding.own * _factor(entry, values, count))
+                for number, how, on, entry in uses_of(fields, site, behind)
+            ]
+            added(x, site, uses)
+            set_at_once(x, site, uses)
             for given, on in self._tiered(fields, "clamps", site, behind):
                 direction = np.asarray(given["vector"], np.float64)
                 direction = direction / np.linalg.norm(direction)

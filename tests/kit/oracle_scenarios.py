@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from capflow.capture.site import HOOKS, Site
 from tests.kit.engines import LAYERS, VOCABULARY
 from tests.kit.oracle_actions import CONTROLLERS, SITES, drawn, vector
+from tests.kit.oracle_features import field_of
 from tests.kit.selectors_model import specs
 
 LENGTH_MAX = 160
@@ -23,6 +24,11 @@ _TIERS = ("", "prefill_", "decode_")
 _operations = st.one_of(
     st.tuples(st.just("vectors"), st.sampled_from(_TIERS), st.sampled_from((1.0, -0.5))),
     st.tuples(st.just("clamps"), st.sampled_from(_TIERS), st.sampled_from(({"value": 0}, {"min": -0.2, "max": 0.5}))),
+    st.tuples(
+        st.just("features"),
+        st.sampled_from(_TIERS),
+        st.sampled_from((2.0, {"set": 0}, {"set": 1.5}, {"set": -1.0, "strength": 0.5})),
+    ),
     st.tuples(
         st.just("patches"),
         st.just(""),
@@ -122,12 +128,18 @@ def fields_of(request):
     """Return the fields of a scenario's steering; its gate gates what lies at layers after the gate's."""
     fields, gate = {}, request.get("gate")
     for site, seed, (kind, tier, given) in request["steering"]:
+        gated = gate is not None and site.layer > gate["site"].layer and _can_act(gate, kind, tier)
+        if gated:
+            fields["steering_gates"] = {"g": _gate(gate)}
+        if kind == "features":
+            asked = fields.setdefault(f"{tier}steering_features", [])
+            asked.append(field_of(site, seed, tier, given, "g" if gated else ""))
+            continue
         how = _patched(request, given) if kind == "patches" else given
         added = {"vectors": {"scale": how}, "clamps": how, "patches": {"positions": how}}[kind]
         value = {"vector": vector(seed, site), **added}
-        if gate is not None and site.layer > gate["site"].layer and _can_act(gate, kind, tier):
+        if gated:
             value["gate"] = "g"
-            fields["steering_gates"] = {"g": _gate(gate)}
         fields.setdefault(f"{tier}steering_{kind}", {}).setdefault(site.hook, {})[site.layer] = value
     if gate is not None and gate.get("abort"):
         fields["steering_gates"] = {"g": _gate(gate)}

@@ -89,7 +89,7 @@ GATE = {"site": Site(0, "post_block"), "seed": 1, "score": "dot", "threshold": 0
 def _crowd():
     """Return requests that the cache has too little room for, with actions of each kind."""
     gate = {**GATE, "positions": "generated"}
-    steering = [(Site(2, "post_block"), 1, ("vectors", "decode_", 1.0))]
+    steering = [(Site(2, "post_block"), 1, ("vectors", "decode_", 1.0)), (SITE, 2, ("features", "", {"set": 1.5}))]
     some = [
         {"actions": [(9, STEER), (14, {**STEER, "seed": 22, "lease": {"lease_positions": 9}})], "controller": "a"},
         {"actions": [(9, GAIN), (12, {**GAIN, "owner": "nobody"}), (15, STEER), (25, {"kind": "unsteer"})]},
