@@ -105,7 +105,7 @@ class SetFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_features(value: Any, tier: str = "base", *, where: str = "steering_features") -> tuple[FeatureUse, ...]:
-    """Return the features that a plain value describes: `{"sae": name, "features": {number: what}}`, or a list of these.
+    """Return the features that a plain value describes: `{"sae": name, "features": {number: what}}`, or a list of such.
 
     `what` is the coefficient of the decoder's row, `{"add": coefficient}`, or `{"set": value, "strength": 1.0}`; both
     mappings may have `"gate": name`. A gate beside `features` is for all of them that name none.

@@ -103,6 +103,12 @@ def test_activations_that_count_in_lengths_of_the_decoder(tmp_path):
     np.testing.assert_allclose(sae.reconstruct(ROWS), again, rtol=1e-4, atol=1e-4)
 
 
+def test_a_transcoder_subtracts_nothing_whatever_its_settings_leave_out(tmp_path):
+    tensors = weights()
+    sae = capflow.load_sae(saelens(tmp_path / "sae", tensors, "transcoder", **MLP, apply_b_dec_to_input=True))
+    np.testing.assert_allclose(sae.encode(ROWS), encoded(tensors, ROWS, centred=False), rtol=1e-5, atol=1e-5)
+
+
 def test_the_user_names_the_site(tmp_path):
     path = gemma_scope(tmp_path / "mine", weights(jumps=True))
     assert capflow.load_sae(f"{path}@post_block:7").site == Site(7, "post_block")
