@@ -11,11 +11,12 @@ import time
 import pytest
 
 import capflow
-from capflow.capture.site import Site
-from tests.kit.engines import GREEDY, LAYERS, answers, engine, prompts, vector
+from capflow.capture.site import HOOKS, Site
+from tests.kit.engines import GREEDY, LAYERS, answers, engine, prompts, relative_error, vector
 from tests.kit.hubs import free_port
 from tests.kit.rows import ALL, SITES
 from tests.kit.servers import environment, healthy, post, wait_until
+from tests.kit.steered import SteeredReference
 from tests.kit.waiting import eventually
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
@@ -49,6 +50,33 @@ def test_two_pipeline_stages_each_tell_of_their_layers(tiny_with_words, referenc
             for site, ranks in keeper.ranks[f"r{n}"].items():
                 assert [rank.pp for rank in ranks] == [2 * site.layer // LAYERS]
             assert len(keeper.done[f"r{n}"].finished) == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "arguments",
+    [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2, "enforce_eager": False}],
+    ids=["ranks", "stages"],
+)
+def test_every_hook_of_a_model_in_two_processes(tiny_with_words, tmp_path, arguments):
+    reference = SteeredReference(tiny_with_words)
+    given = [prompt["prompt_token_ids"] for prompt in prompts((9, 70, 3), seed=4)]
+    steering = {
+        "steering_vectors": {"attn_in": {2: vector(1)}, "attn_out": {1: vector(2)}},
+        "decode_steering_vectors": {"final": {LAYERS - 1: vector(3)}},
+    }
+    consumers = [f"filesystem:root={tmp_path},capture=requests"]
+    with engine(tiny_with_words, sites=["*:*"], consumers=consumers, in_process=False, **arguments) as llm:
+        assert {site.hook for site in llm.capflow_model.sites} == set(HOOKS)
+        for fields in ({}, steering):
+            cache = capflow.cache(llm, given, hooks=HOOKS, positions="all", max_tokens=5, **{**GREEDY, **fields})
+            assert set(cache) == set(llm.capflow_model.sites)
+            for number, (prompt, answer) in enumerate(zip(given, answers(cache.outputs), strict=True)):
+                tokens = [*prompt, *answer[:-1]]
+                _, rows = reference.run(tokens, len(prompt), fields)
+                for site in cache:
+                    error = relative_error(cache[site][number, : len(tokens)], rows[site])
+                    assert error < 1e-5, f"{site} of prompt {number}: {error:.1e}"
 
 
 @pytest.mark.long
