@@ -71,10 +71,11 @@ def sweep() -> None:
 
 
 @sweep.command(
+    short_help="Put rows of one run into another.",
     epilog=examples(
         "capflow sweep patch --model demo --pairs pairs.jsonl --dry-run --out sweep",
         "capflow sweep patch --model demo --pairs pairs.jsonl --hooks post_block,mlp_out --direction both --out sweep",
-    )
+    ),
 )
 @_common("post_block")
 @click.option(
@@ -93,7 +94,10 @@ def patch(direction: str, **options: Any) -> None:
     _become("patch", direction, options)
 
 
-@sweep.command(epilog=examples("capflow sweep ablate --model demo --pairs pairs.jsonl --by zero --out ablated"))
+@sweep.command(
+    short_help="Replace rows by zeros or a mean.",
+    epilog=examples("capflow sweep ablate --model demo --pairs pairs.jsonl --by zero --out ablated"),
+)
 @_common("mlp_out")
 @click.option(
     "--by",

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
-from capflow.capture.site import HOOK_ALIASES, HOOKS, hook_named
+from capflow.capture.site import HOOK_DEFAULT, HOOKS, hook_named
 from capflow.text.examples import examples
+
+
+class _Hook(click.Choice[str]):
+    """A hook by its own name or another; help and completion show its own."""
+
+    def __init__(self) -> None:
+        super().__init__(HOOKS)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return super().convert(hook_named(value) or value, param, ctx)
 
 
 @click.group()
@@ -21,7 +33,7 @@ def vectors() -> None:
 @click.option("--out", required=True, metavar="FILE", help="The .safetensors file to write.")
 @click.option("--method", type=click.Choice(["mean", "pca"]), default="mean", show_default=True)
 @click.option("--layers", default="all", show_default=True, metavar="LAYERS", help="As in a capture: 4-11, or 3+7.")
-@click.option("--hook", type=click.Choice((*HOOKS, *HOOK_ALIASES)), default="post_block", show_default=True)
+@click.option("--hook", type=_Hook(), default=HOOK_DEFAULT, show_default=True)
 @click.option("--backend", type=click.Choice(["vllm", "transformers"]), default="vllm", show_default=True)
 @click.option("--model-arg", multiple=True, metavar="NAME=VALUE", help="An argument of the back end; repeatable.")
 def fit(
@@ -51,7 +63,7 @@ def fit(
             "out": out,
             "method": method,
             "layers": layers,
-            "hook": hook_named(hook),
+            "hook": hook,
             "arguments": parse_pairs(model_arg, "--model-arg"),
         },
     )

@@ -141,11 +141,12 @@ def info(file: Path, *, as_json: bool) -> None:
 
 
 @lens.command(
+    short_help="Show the most likely tokens of each layer.",
     epilog=examples(
         "capflow lens read rows --request fox",
         "capflow lens read rows --lens jacobian.safetensors --positions last_prompt --token next",
         "capflow lens read rows --lens jacobian.safetensors --duckdb lens.duckdb",
-    )
+    ),
 )
 @click.argument("path", type=_PATH, metavar="DATASET")
 @click.option("--lens", "file", type=_PATH, metavar="FILE", help="A lens file. Default: the logit lens.")
