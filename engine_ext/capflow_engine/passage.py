@@ -17,6 +17,7 @@ import collections
 import inspect
 import operator
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,11 +68,42 @@ def final_place(
             reading = _Reading(owner, layers, structures, dtype)
         except UnclearError as e:
             reason = str(e)
-            if (place := _tried_final(owner, dtype)) is not None:
-                return owner, place
-            continue
-        return owner, reading.final(max(layers))
+            place = _tried_final(owner, dtype)
+        else:
+            place = reading.final(max(layers))
+        if place is not None:
+            return owner, replace(place, scale=_factor_behind(model, owner, dtype))
     raise UnclearError(reason)
+
+
+def _factor_behind(model: nn.Module, owner: nn.Module, dtype: torch.dtype) -> float:
+    """Return the number by which the module that holds the owner multiplies what it returns, as MiniCPM does.
+
+    A forward that cannot be followed is taken to return it as it is: the Transformers backend takes a dimension away.
+
+    Raises UnclearError for a module that does something else with it.
+    """
+    factor = 1.0
+    for holder in model.modules():
+        name = next((name for name, child in holder.named_children() if child is owner), None)
+        if name is None:
+            continue
+        setattr(holder, name, nn.Identity())
+        try:
+            graph = _trace(holder, dtype)
+        except UnclearError:
+            continue
+        finally:
+            setattr(holder, name, owner)
+        value = next(node.args[0] for node in graph.nodes if node.op == "output")
+        while isinstance(value, fx.Node) and value.target in (operator.truediv, operator.mul):
+            target, (value, number) = value.target, value.args
+            if not isinstance(number, int | float):
+                raise UnclearError("the model multiplies what its last norm returns by more than a number")
+            factor *= 1 / number if target is operator.truediv else number
+        if not (isinstance(value, fx.Node) and value.op == "call_module" and _path(value) == name):
+            raise UnclearError("the model changes what its last norm returns")
+    return factor
 
 
 def _tried_final(owner: nn.Module, dtype: torch.dtype) -> HookPlace | None:

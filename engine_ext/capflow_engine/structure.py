@@ -398,13 +398,12 @@ class _Reading:
 
         reason: why it has no other hook point.
 
-        Raises UnclearError with the reason unless one tensor is what it returns, and that depends on what it takes.
+        Raises UnclearError with the reason unless one tensor alone of what it returns depends on what it takes.
         """
         returned = next(node for node in self.nodes if node.op == "output").args[0]
-        while isinstance(returned, tuple | list) and returned:
-            returned = returned[0]
-        split = _RESIDUAL in self.names
-        if split or not isinstance(returned, fx.Node) or self.h.node not in self._upstream(returned):
+        parts = list(returned) if isinstance(returned, tuple | list) else [returned]
+        streams = [isinstance(part, fx.Node) and self.h.node in self._upstream(part) for part in parts]
+        if _RESIDUAL in self.names or streams[:1] != [True] or sum(streams) > 1:
             raise UnclearError(reason)
         places = {
             "pre_attn": HookPlace("", (Slot(self.names.index(self.stream_name), self.stream_name),)),

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from capflow.capture.site import Site
-from capflow_engine.passage import returned_places
-from capflow_engine.structure import resolve
+from capflow_engine.passage import final_place, returned_places
+from capflow_engine.structure import HookPlace, UnclearError, resolve
 
 WIDTH, LAYERS = 8, 3
 
@@ -240,3 +240,112 @@ def test_the_norm_returns_the_value_of_the_site(kind):
     assert rows
     for site, value in rows.items():
         assert torch.equal(value, sums[site]), site
+
+
+class Unfollowed(Model):
+    """A model of Transformers, whose forward asks what symbols cannot answer."""
+
+    def forward(self, input_ids=None, position_ids=None, inputs_embeds=None, use_cache=False, return_dict=False):
+        if (input_ids is None) ^ (inputs_embeds is not None):
+            raise ValueError("exactly one of input_ids and inputs_embeds")
+        hidden_states = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        for layer in self.layers:
+            hidden_states = layer(hidden_states)
+        return (self.norm(hidden_states),)
+
+
+class UnfollowedWithout(Unfollowed):
+    def forward(self, *args, **kwargs):
+        return (super().forward(*args, **kwargs)[0] * 2,)
+
+
+class Without(Model):
+    """Returns the stream as the last layer does."""
+
+    def forward(self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None):
+        hidden_states, residual = self.embed(input_ids), None
+        for layer in self.layers:
+            hidden_states, residual = layer(hidden_states, residual)
+        return hidden_states + residual
+
+
+class Again(Model):
+    """Runs its last norm on the embeddings, too."""
+
+    def forward(self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None):
+        hidden_states, residual = self.norm(self.embed(input_ids)), None
+        for layer in self.layers:
+            hidden_states, residual = layer(hidden_states, residual)
+        return self.norm(hidden_states, residual)[0]
+
+
+class Aside(Model):
+    """Returns a norm of the embeddings."""
+
+    def forward(self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None):
+        hidden_states, residual = self.embed(input_ids), None
+        for layer in self.layers:
+            hidden_states, residual = layer(hidden_states, residual)
+        return self.norm(self.embed(input_ids))
+
+
+class Head(nn.Module):
+    """Holds a model, as the class with the LM head does."""
+
+    def __init__(self, model, change=lambda x: x):
+        super().__init__()
+        self.model, self.change = model, change
+
+    def forward(self, input_ids, positions):
+        return self.change(self.model(input_ids, positions))
+
+
+def final_of(model):
+    owner = next(m for m in model.modules() if isinstance(m, Model))
+    layers = dict(enumerate(owner.layers))
+    structures = {n: resolve(layer, torch.float32, lambda m: isinstance(m, Core)) for n, layer in layers.items()}
+    module, place = final_place(model, layers, structures, torch.float32)
+    assert module is owner
+    return place
+
+
+@pytest.mark.parametrize(
+    ("model", "scale"),
+    [
+        (Model(), 1.0),
+        (Stage(), 1.0),
+        (Auxiliary(), 1.0),
+        (WholeModel(Whole), 1.0),
+        (Unfollowed(Whole), 1.0),
+        (Head(Model()), 1.0),
+        (Head(Model(), lambda x: x / 4), 0.25),
+        (Head(Head(WholeModel(Whole), lambda x: x * 3)), 3.0),
+    ],
+)
+def test_final_is_what_the_last_norm_returns_and_the_head_reads(model, scale):
+    assert final_of(model) == HookPlace("norm", scale=scale, outside=True)
+
+
+def test_a_model_that_was_tried_without_its_layers_has_them_afterwards():
+    model = Unfollowed(Whole)
+    layers = model.layers
+    final_of(Head(model))
+    assert model.layers is layers
+    assert not model.norm._forward_hooks
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Without(), "what the model returns is not what a norm returns"),
+        (Again(), "the model's last norm runs twice"),
+        (Aside(), "the model's last norm does not take what the last layer returns"),
+        (UnfollowedWithout(Whole), "its forward cannot be followed: "),
+        (Head(Model(), torch.tanh), "the model changes what its last norm returns"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_a_model_without_final_says_why(model, reason):
+    with pytest.raises(UnclearError) as error:
+        final_of(model)
+    assert str(error.value).startswith(reason)

@@ -201,6 +201,14 @@ class SplitNoStream(Layer):
         return self.ffn(self.mixer(positions, hidden_states)), residual
 
 
+class TwoStreams(Layer):
+    """Hands on what its MLP adds: the next layer adds it."""
+
+    def forward(self, positions, hidden_states, before):
+        stream = hidden_states * 2 + before
+        return stream, self.ffn(self.b(stream))
+
+
 class Constant(Layer):
     def forward(self, positions, hidden_states):
         return self.ffn(positions)
@@ -503,11 +511,12 @@ def test_a_layer_that_returns_something_else_than_a_sum_has_what_it_takes_and_re
     [
         (Branching(), "its forward cannot be followed: TraceError"),
         (SplitNoStream(), "its output is not its input plus what its modules add"),
+        (TwoStreams(), "its output is not its input plus what its modules add"),
         (Constant(), "its output is not its input plus what its modules add"),
         (OtherNames(), "its forward takes tokens, none of which is the stream"),
         (Split(LosingNorm), "its norm LosingNorm neither adds the residual nor hands it on"),
     ],
-    ids=["branch", "split", "constant", "names", "norm"],
+    ids=["branch", "split", "two streams", "constant", "names", "norm"],
 )
 def test_refuses_what_it_cannot_follow(layer, reason):
     with pytest.raises(UnclearError) as error:

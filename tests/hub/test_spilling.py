@@ -564,7 +564,7 @@ def test_open_requests_make_room_for_a_frame_of_which_only_the_header_is_large(a
         assert recorder.done["r2"].dropped == dropped
 
 
-@pytest.mark.parametrize(("layers", "lost"), [(400, 0), (700, 8)])
+@pytest.mark.parametrize(("layers", "lost"), [(250, 0), (700, 8)])
 def test_open_requests_make_room_for_an_engine_of_a_large_model_unless_it_never_fits(address, spills, layers, lost):
     recorder = Recorder()
     large = make_hello("engine-2", model=make_model(layers))

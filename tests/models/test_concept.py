@@ -11,8 +11,8 @@ import sys
 import numpy as np
 import pytest
 
-from capflow_models.fit import Pair
 from capflow_models.lines import read_lines
+from capflow_models.vectors.fit import Pair
 from tests.kit.sources import ROOT
 
 SCRIPT = ROOT / "examples" / "steer_concept.py"

@@ -151,7 +151,7 @@ def test_nothing_that_the_engine_side_writes_can_be_read_by_others(tmp_path, at_
     from capflow_models.lines import LineFile
     from capflow_models.spec import LayerSteeringSpec, SteeringSpec
     from capflow_models.specfiles import save_spec
-    from capflow_models.vectors import save_vectors
+    from capflow_models.vectors.file import save_vectors
 
     at_umask(umask)
     outbox = Outbox.of(tmp_path / "a" / "outbox", make_hello(), limits.SPOOL_BYTES_DEFAULT)

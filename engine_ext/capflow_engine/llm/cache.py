@@ -12,12 +12,14 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 import capflow
+from capflow.capture.dtypes import DTYPES
+from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site, hook_named, layers_by_hook
 from capflow.capture.spec import CaptureSpec, Wanted
 from capflow.errors import CapflowError, UsageError, explain
@@ -30,6 +32,14 @@ if TYPE_CHECKING:
 _STORE = "filesystem"
 
 
+class _Rows(NamedTuple):
+    """Rows `[n, hidden_size]` of a prompt at a site, their positions `[n]` and token ids `[n]`."""
+
+    rows: npt.NDArray[Any]
+    positions: npt.NDArray[np.int64]
+    token_ids: npt.NDArray[np.int32]
+
+
 class ActivationCache:
     """The rows of some prompts.
 
@@ -38,13 +48,17 @@ class ActivationCache:
     `cache["blocks.12.hook_resid_post"]` and `cache[12, "post_block"]` are the same site. `cache.stack("post_block")`
     has a hook's layers as one array.
 
+    model: the engine's model.
     wanted: what was asked for, by site. Only that is in the cache, also if the consumer keeps more.
     captures: each prompt's capture, as a data set has it.
     outputs: vLLM's outputs, with the answers.
     """
 
-    def __init__(self, wanted: Wanted, captures: Sequence[Any], outputs: Sequence[Any], kept: Any = None) -> None:
-        self.wanted, self.captures, self.outputs = wanted, tuple(captures), tuple(outputs)
+    def __init__(
+        self, model: ModelInfo, wanted: Wanted, captures: Sequence[Any], outputs: Sequence[Any], kept: Any = None
+    ) -> None:
+        self.model, self.wanted = model, wanted
+        self.captures, self.outputs = tuple(captures), tuple(outputs)
         # The directory of the rows, which exists as long as this does; None if it is the user's.
         self._kept = kept
 
@@ -105,20 +119,23 @@ class ActivationCache:
             for site in self.sites
         )
 
-    def _rows(self, capture: Any, site: tuple[int, str] | str) -> Any:
+    def _rows(self, capture: Any, site: tuple[int, str] | str) -> _Rows:
         """Return the wanted rows of a prompt at a site; raise UsageError for another site."""
         want = self.wanted.get(_site(site))
         if want is None:
             raise UsageError(
                 explain("site", got=str(_site(site)), expected=f"one of {', '.join(map(str, self.sites))}")
             )
-        rows = capture[site]
+        if _site(site) not in capture:  # the prompt has none of the positions
+            nothing = np.empty((0, self.model.hidden_size), DTYPES[self.model.dtype])
+            return _Rows(nothing, np.empty(0, np.int64), np.empty(0, np.int32))
+        rows = _Rows(*capture[site])
         runs = want.positions.at(capture.prompt_length).runs(0, capture.computed_length)
         chosen = np.zeros(capture.computed_length, bool)
         for first, end in runs:
             chosen[first:end] = True
         chosen = chosen[rows.positions]
-        return rows if chosen.all() else type(rows)(*(array[chosen] for array in rows))
+        return rows if chosen.all() else _Rows(rows.rows[chosen], rows.positions[chosen], rows.token_ids[chosen])
 
     def _repr_html_(self) -> str:
         cells = [
@@ -165,8 +182,7 @@ def cache(
     names = [uuid.uuid4().hex for _ in given]
     parameters = [sampling_params(id=name, capture={_STORE: spec}, **settings) for name in names]
     outputs = llm.generate(given, parameters, use_tqdm=False)
-    captures = [_capture_of(name, output.capture_results) for name, output in zip(names, outputs, strict=True)]
-    return ActivationCache(wanted, captures, outputs)
+    return ActivationCache(llm.capflow_model, wanted, _captures(names, outputs), outputs)
 
 
 def _of_model(
@@ -177,17 +193,29 @@ def _of_model(
     settings = {"sites": [f"{hook}:*" for hook in _layers(hooks)], "consumers": consumers} | engine
     with capflow.LLM(str(capflow.demo_model()) if model == "demo" else model, **settings) as llm:
         made = cache(llm, prompts, hooks=hooks, positions=positions, max_tokens=max_tokens, **fields)
-    return ActivationCache(made.wanted, made.captures, made.outputs, kept)
+    return ActivationCache(made.model, made.wanted, made.captures, made.outputs, kept)
 
 
-def _capture_of(name: str, results: Mapping[str, Any]) -> Any:
-    """Return the capture of a request; raise CapflowError unless all its rows are there."""
-    result = results.get(_STORE)
-    if result is None or result.status != "ok":
-        others = "".join(f"{consumer}: {other.error or other.status}; " for consumer, other in results.items())
-        do = 'start the engine with capflow.LLM(…, consumers=["filesystem:root=DIR,capture=requests"])'
-        raise CapflowError(explain("cache", got=others or "no result", expected=f"rows from {_STORE}", do=do))
-    return capflow.open(str(result.payload["path"]).rpartition("/")[0])[name]
+def _captures(names: Sequence[str], outputs: Sequence[Any]) -> list[Any]:
+    """Return the captures of requests; raise CapflowError unless all their rows are in files of this machine."""
+    opened: dict[str, Any] = {}
+    captures: list[Any] = []
+    for name, output in zip(names, outputs, strict=True):
+        results = output.capture_results
+        result = results.get(_STORE)
+        if result is None or result.status != "ok":
+            others = "; ".join(f"{consumer}: {other.error or other.status}" for consumer, other in results.items())
+            do = 'start the engine with capflow.LLM(…, consumers=["filesystem:root=DIR,capture=requests"])'
+            raise CapflowError(explain("cache", got=others or "no result", expected=f"rows from {_STORE}", do=do))
+        path = str(result.payload["path"])
+        if "stored" in result.payload:
+            do = "read it with capflow.open, or use a consumer whose root is a directory"
+            raise CapflowError(explain("cache", got=f"rows in an object store, {path}", do=do))
+        root = path.rpartition("/")[0]
+        if root not in opened:
+            opened[root] = capflow.open(root)
+        captures.append(opened[root].request(name, look=False))
+    return captures
 
 
 def _site(value: object) -> Site:
@@ -239,7 +267,7 @@ def _columns(number: int, site: Site, rows: Any) -> dict[str, Any]:
     return {
         "prompt": pa.array(np.full(count, number, np.int32)),
         "layer": pa.array(np.full(count, site.layer, np.int32)),
-        "hook": pa.array([site.hook] * count),
+        "hook": pa.array([site.hook] * count, pa.string()),
         "position": pa.array(rows.positions),
         "token_id": pa.array(rows.token_ids),
         "row": pa.FixedSizeListArray.from_arrays(flat, width),

@@ -31,7 +31,7 @@ from capflow_models.experiment.fits import (
 )
 from capflow_models.experiment.results.manifest import hash_of
 from capflow_models.spec import Vector
-from capflow_models.vectors import load_sites
+from capflow_models.vectors.file import load_sites
 
 FITS = "fits.json"
 

@@ -14,10 +14,10 @@ from capflow.capture.site import HOOK_DEFAULT
 from capflow.capture.spec import CaptureSpec, read_layers
 from capflow.errors import UsageError, explain
 from capflow_models.backends import Backend, open_model
-from capflow_models.fit import Method, Pair, fit_vectors
 from capflow_models.jobs.ending import run_program
 from capflow_models.lines import read_lines
-from capflow_models.vectors import save_vectors
+from capflow_models.vectors.file import save_vectors
+from capflow_models.vectors.fit import Method, Pair, fit_vectors
 
 
 class FitJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -26,7 +26,7 @@ from capflow_models.jobs.ending import check_interrupted, run_program
 from capflow_models.lines import LineFile, read_lines
 from capflow_models.model import Sampling
 from capflow_models.rollouts import PLAIN, Rollout, RolloutPlan, RolloutPrompt, missing, roll_out
-from capflow_models.vectors import load_sites
+from capflow_models.vectors.file import load_sites
 
 BATCH = {"vllm": 64, "transformers": 1}
 """Answers per batch of a back end, by default. A kill loses at most one batch."""

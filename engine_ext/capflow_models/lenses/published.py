@@ -87,8 +87,9 @@ def read_tuned(
         shape = [size, size] if part == "weight" else [size]
         tensors[Site(layer, "pre_attn"), part] = _array(f"{where}/params.pt: {name}", state[name], shape)
     revision = config.base_model_revision or ""
-    origin = _origin("tuned", model, unembedding, source=config.base_model_name_or_path or where, revision=revision)
-    return origin, tensors
+    source = config.base_model_name_or_path or where
+    proven = config.unembed_hash == own
+    return _origin("tuned", model, unembedding, proven=proven, source=source, revision=revision), tensors
 
 
 def read_jacobian(path: Path, model: str, unembedding: Unembedding) -> tuple[LensOrigin, Tensors]:
@@ -107,7 +108,8 @@ def read_jacobian(path: Path, model: str, unembedding: Unembedding) -> tuple[Len
             raise UsageError(explain(f"{path}: layer", got=layer, expected=expected))
         tensors[Site(layer, "post_block"), "weight"] = _array(f"{path}: J[{layer}]", matrix, [size, size])
     texts = state.get("n_prompts", 0)
-    return _origin("jacobian", model, unembedding, source=path.name, texts=texts if type(texts) is int else 0), tensors
+    texts = texts if type(texts) is int else 0
+    return _origin("jacobian", model, unembedding, proven=False, source=path.name, texts=texts), tensors
 
 
 def unembedding_hash(unembedding: Unembedding) -> str:
@@ -126,14 +128,18 @@ def unembedding_hash(unembedding: Unembedding) -> str:
     return hashlib.sha256(np.array_str(corners, precision=1).encode()).hexdigest()
 
 
-def _origin(kind: Any, model: str, unembedding: Unembedding, **fields: Any) -> LensOrigin:
+def _origin(kind: Any, model: str, unembedding: Unembedding, *, proven: bool, **fields: Any) -> LensOrigin:
+    """Return the origin of an imported lens.
+
+    proven: whether the file says of which unembedding it is. Otherwise no reader takes its weights for known.
+    """
     return LensOrigin(
         kind,
         num_layers=unembedding.num_layers,
         hidden_size=unembedding.hidden_size,
         vocabulary_size=unembedding.vocabulary_size,
         model=model,
-        fingerprint=unembedding.fingerprint,
+        fingerprint=unembedding.fingerprint if proven else "",
         **fields,
     )
 

@@ -69,6 +69,20 @@ def test_sites_by_any_name_and_positions_of_a_spec(llm, expected):
     assert np.abs(steered["post_block:2"][0] - expected[0][2]).max() > 0.1
 
 
+def test_a_prompt_without_rows_is_filled_up(llm, expected):
+    cache = capflow.cache(llm, tokens(), hooks=["post_block:1"], positions=[8, 60])
+    rows = cache["post_block:1"]
+    assert rows.shape == (3, 2, WIDTH)
+    assert cache.positions("post_block:1").tolist() == [[8, -1], [-1, -1], [8, 60]]
+    assert relative_error(rows[2], expected[2][1, [8, 60]]) < 1e-5
+    assert np.isnan(rows[1]).all()
+    assert cache.to_arrow().num_rows == 3
+    nothing = capflow.cache(llm, tokens(), hooks=["post_block:1"], positions="all_generated")
+    assert nothing["post_block:1"].shape == (3, 0, WIDTH)
+    assert "3 x 0 x 64" in nothing._repr_html_()
+    assert nothing.to_arrow().num_rows == 0
+
+
 def test_tables_and_notebooks(llm, expected):
     cache = capflow.cache(llm, tokens(), hooks=["post_block:3"])
     table = cache.to_arrow()

@@ -17,7 +17,7 @@ from capflow.probes.probe import save_vector
 from capflow.steering.request import Steering
 from capflow_engine.steering.module import load_module
 from capflow_models import TransformersSteerableModel, fit_vectors, load_vector, load_vectors, save_vectors
-from capflow_models.vectors import load_sites
+from capflow_models.vectors.file import load_sites
 from tests.kit.engines import LAYERS, WIDTH, engine, save_tiny, save_words
 
 VECTORS = {n: np.random.default_rng(n).standard_normal(8).astype(np.float32) for n in (2, 11, 30)}

@@ -17,7 +17,7 @@ from capflow_models.experiment.file import Experiment
 from capflow_models.experiment.fits import Fitter, fit_probe, held_out
 from capflow_models.experiment.program import ExperimentJob, run
 from capflow_models.experiment.prompts import LabelledPrompt
-from capflow_models.vectors import save_vectors
+from capflow_models.vectors.file import save_vectors
 
 GOOD = """\
 model = "demo"
