@@ -70,7 +70,7 @@ class CheckJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def steerable(llm: Any) -> list[Site]:
     """Return the sites of an engine that can be steered, in the order of their computation."""
     info = llm.capflow_model
-    return sorted(set(info.sites) - set(info.fixed), key=lambda site: (site.layer, HOOKS.index(site.hook)))
+    return sorted(set(info.sites) - set(info.fixed), key=lambda site: site.depth)
 
 
 def chosen(sites: Sequence[Site]) -> list[Site]:

@@ -174,7 +174,7 @@ def checked(tapped):
     checks = Checks(llm, root)
     plain = answers(llm, prompts(llm, LENGTHS), SamplingParams(**asks()))
     sites = chosen(checks.sites)
-    assert len(sites) == 15  # first, middle and last of five hooks
+    assert len(sites) == 3 * 7 + 1  # first, middle and last of seven hooks, and `final`
     first = checks.fired(sites[0])
     return replace(FINE, fired=[first]).failures(), replace(FINE, mates=checks.mates(plain)).failures()
 

@@ -42,7 +42,7 @@ def test_the_state_is_what_either_server_was_told(servers):
     assert state["key"] == answer["key"] != "none"
     norm = pytest.approx(WIDTH**0.5)
     assert state["global"]["base"] == {"vectors": {"post_block": {"1": norm}}, "clamps": {}, "features": {}}
-    assert state["global"]["decode"] == {"vectors": {}, "clamps": {"post_block": {"2": 2}}}
+    assert state["global"]["decode"] == {"vectors": {}, "clamps": {"post_block": {"2": 2}}, "features": {}}
     more = {"vectors": {"post_block": {"0": {"vector": VECTOR, "scale": 2.0}, "1": {"vector": VECTOR, "scale": 0}}}}
     there.post("/v1/steering/set", json=more)
     assert list(here.get("/v1/steering").json()["global"]["base"]["vectors"]["post_block"]) == ["0"]
