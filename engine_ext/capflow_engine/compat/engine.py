@@ -7,6 +7,7 @@ The bounds are those of `versions.record`, which `pyproject.toml` and the docume
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -15,7 +16,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from capflow import limits
@@ -183,6 +184,39 @@ def run_in_this_process(arguments: Mapping[str, Any]) -> None:
     bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind"
     if current_platform.is_cpu() and alone and not bound and arguments.get("distributed_executor_backend") is None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+"""The environment variable that chooses vLLM's model runner. Without it, vLLM takes the second where Triton runs."""
+
+
+def check_runner(subject: str) -> None:
+    """Raise UsageError if the user chose vLLM's second model runner, whose logits processors have another interface.
+
+    subject: what needs a logits processor of `forced` or `measured`.
+    """
+    value = os.environ.get(RUNNER)
+    if value not in (None, "0"):
+        expected = f"0, as {subject} needs logits processors of the first model runner"
+        raise UsageError(explain(RUNNER, got=value, expected=expected, do="unset it"))
+
+
+@contextlib.contextmanager
+def first_runner(subject: str) -> Iterator[None]:
+    """Have vLLM run the engines that start in a block with its first model runner; afterwards restore the variable.
+
+    Each process of an engine reads the variable, so the block begins before the engine starts and ends after it.
+
+    subject: as for `check_runner`, which raises.
+    """
+    check_runner(subject)
+    before = os.environ.get(RUNNER)
+    os.environ[RUNNER] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(RUNNER, None)
 
 
 _PLUGIN_GROUPS = (

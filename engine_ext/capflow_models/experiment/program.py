@@ -84,7 +84,7 @@ def run(job: ExperimentJob) -> None:
     hook = "post_block" if experiment.vector is None else experiment.vector.hook
     check_layers(settings, experiment, probe=check_files(experiment, layers), hook=hook, layers=None)
     _check_fitted(experiment, settings)
-    if experiment.engine:
+    if experiment.engine or "kl" in experiment.metrics:
         from capflow_models.experiment.session import check_engine
 
         check_engine(experiment)

@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -95,6 +95,8 @@ class Session:
         self._directions = directions
         self._number = 0
         self._running: capflow.LLM | None = None
+        # What `close` undoes after the engine.
+        self._undo = ExitStack()
         self._rows = Path(tempfile.mkdtemp(prefix=ROWS, dir=out))
         self._out = self._rows / "forced.jsonl"
         try:
@@ -110,6 +112,7 @@ class Session:
         arguments: dict[str, Any] = {"disable_log_stats": False, "sites": list(sites), **experiment.engine}
         if "kl" in experiment.metrics and self._directions is not None:
             compat.need(FORCED_TOKENS)
+            self._undo.enter_context(compat.first_runner("the metric kl"))
             os.environ[FORCED_OUT] = str(self._out.absolute())
             arguments.setdefault("logits_processors", [PROCESSOR])
         model = resolved_model(experiment.general.model)
@@ -127,6 +130,8 @@ class Session:
         """Stop the engine, and remove the captured rows."""
         if self._running is not None:
             self._running.close()
+            self._running = None
+        self._undo.close()
         shutil.rmtree(self._rows, ignore_errors=True)
 
     def _check_accepted(self) -> None:
@@ -365,7 +370,14 @@ def check_status(status: Mapping[str, Any]) -> None:
 
 
 def check_engine(experiment: Experiment) -> None:
-    """Raise UsageError with the line for a key of [engine] that is no argument of `capflow.LLM`."""
+    """Raise UsageError with the line for a key of [engine] that is no argument of `capflow.LLM`.
+
+    With the metric `kl`, a model runner that cannot measure it is refused, too.
+    """
+    if "kl" in experiment.metrics:
+        compat.check_runner("the metric kl")
+    if not experiment.engine:
+        return
     names = compat.argument_names()
     for kind in capflow.LLM.__mro__:
         names |= inspect.signature(kind).parameters.keys() if kind is not object else set()

@@ -6,6 +6,7 @@ any number of runs may be asked for at once.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import json
@@ -35,6 +36,9 @@ PROCESSOR = "capflow_engine.compat.measured:MeasuredLogits"
 MEASURED_KEY = "capflow_measured"
 MEASURED_OUT = "CAPFLOW_MEASURED_OUT"
 MEASURED_FUNCTIONS = "CAPFLOW_MEASURED_FUNCTIONS"
+SUBJECT = "a sweep"
+"""What errors call it."""
+
 ROWS = ".capflow-sweep-"
 """How the names of directories for captured rows begin."""
 
@@ -68,6 +72,8 @@ class SweepSession:
         compat.need(FORCED_TOKENS)
         self._sites = list(sites)
         self._running: capflow.LLM | None = None
+        # What `close` undoes after the engine.
+        self._undo = contextlib.ExitStack()
         self._number = 0
         # The captured rows of the present group, by pair and baseline.
         self._rows: dict[tuple[str, str], Rows] = {}
@@ -80,6 +86,7 @@ class SweepSession:
         os.environ[MEASURED_OUT] = str(self._out.absolute())
         os.environ[MEASURED_FUNCTIONS] = ",".join(functions)
         try:
+            self._undo.enter_context(compat.first_runner(SUBJECT))
             compat.prepare_environment(arguments)
             compat.run_in_this_process(arguments)
             self._running = capflow.LLM(
@@ -113,6 +120,7 @@ class SweepSession:
             self._running = None
         for name in (MEASURED_OUT, MEASURED_FUNCTIONS):
             os.environ.pop(name, None)
+        self._undo.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     @property
@@ -248,6 +256,7 @@ def check_engine(arguments: Mapping[str, Any], where: str) -> None:
 
     where: the option that holds the arguments.
     """
+    compat.check_runner(SUBJECT)
     names = compat.argument_names()
     for kind in capflow.LLM.__mro__:
         names |= inspect.signature(kind).parameters.keys() if kind is not object else set()

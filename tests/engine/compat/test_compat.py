@@ -39,6 +39,20 @@ def test_another_vllm_is_refused_with_the_command_that_installs_one_that_works(m
     assert str(e.value).endswith(f"; pip install '{name}>=0.26,<0.34'")
 
 
+def test_the_first_model_runner_is_chosen_for_a_block_unless_the_user_chose_the_second(monkeypatch):
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    for before in (None, "0"):
+        if before is not None:
+            monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", before)
+        with compat.first_runner("a sweep"):
+            assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+        assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == before
+    for chosen in ("1", "true", ""):
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", chosen)
+        with pytest.raises(UsageError, match=r"^VLLM_USE_V2_MODEL_RUNNER: got .*, expected 0, as a sweep .*; unset"):
+            compat.check_runner("a sweep")
+
+
 class Manager:
     """Says what of a request may be read from the cache, with the arguments of vLLM's `KVCacheManager`."""
 

@@ -13,6 +13,7 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
+import capflow
 from capflow.errors import CapflowError, UsageError
 from capflow_models.experiment import program
 from capflow_models.experiment.program import ExperimentJob
@@ -140,7 +141,18 @@ def finished(directory):
     out = directory / "out,1"
     (out / "work").mkdir(parents=True)
     (out / "work" / "thesis.txt").write_text("mine")
-    run(write(directory, "experiment.toml", ARMS), out)
+    runners, generate = set(), capflow.LLM.generate
+
+    def watched(self, *args, **kwargs):
+        runners.add(os.environ.get("VLLM_USE_V2_MODEL_RUNNER"))
+        return generate(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+        patch.setattr(capflow.LLM, "generate", watched)
+        run(write(directory, "experiment.toml", ARMS), out)
+        assert "0" in runners, "the second model runner has other logits processors"
+        assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
     return out
 
 
@@ -297,6 +309,15 @@ def test_an_argument_that_the_engine_lacks_is_refused_with_its_line(directory):
     line = path.read_text().splitlines().index("max_modl_len = 128") + 1
     with pytest.raises(UsageError, match=rf"line {line}: engine\.max_modl_len: got max_modl_len.*near: max_model_len"):
         run(path, directory / "nowhere", dry_run=True)
+
+
+def test_the_metric_kl_refuses_the_second_model_runner_before_an_engine_starts(directory, monkeypatch):
+    path = write(directory, "second.toml", "[arms.baseline]\n")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(UsageError, match="VLLM_USE_V2_MODEL_RUNNER: got 1, expected 0, as the metric kl needs"):
+        run(path, directory / "nowhere", dry_run=True)
+    path.write_text('metrics = ["duty"]\n' + path.read_text())
+    run(path, directory / "nowhere", dry_run=True)
 
 
 def test_a_hub_that_refused_the_engine_or_names_a_problem_ends_the_run(tmp_path):

@@ -3,6 +3,8 @@
 import contextlib
 import itertools
 import json
+import os
+import subprocess
 import sys
 
 import duckdb
@@ -18,6 +20,7 @@ from capflow_models import SweepResult, sweep_ablate, sweep_patch
 from capflow_models.sweep import program
 from capflow_models.sweep.program import SweepJob
 from tests.kit.engines import LAYERS, WIDTH, collecting_little, environment
+from tests.kit.sources import ROOT
 
 pytestmark = pytest.mark.engine
 
@@ -81,12 +84,13 @@ def functions(tmp_path_factory):
 def swept(tiny_with_words, pairs, functions, tmp_path_factory):
     """A finished sweep over every hook, its directory, and how many tokens of each request the prefix cache had."""
     out = tmp_path_factory.mktemp("sweep") / "out"
-    cached = []
+    cached, runners = [], set()
     generate = capflow.LLM.generate
 
     def counted(self, *args, **kwargs):
         outputs = generate(self, *args, **kwargs)
         cached.extend(output.num_cached_tokens for output in outputs)
+        runners.add(os.environ.get("VLLM_USE_V2_MODEL_RUNNER"))
         return outputs
 
     capflow.LLM.generate = counted
@@ -98,6 +102,8 @@ def swept(tiny_with_words, pairs, functions, tmp_path_factory):
             )  # fmt: skip
     finally:
         capflow.LLM.generate = generate
+    assert runners == {"0"}, "the second model runner has other logits processors"
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
     return result, out, cached
 
 
@@ -297,6 +303,33 @@ def test_an_ablation_equals_transformers_with_hooks(tiny_with_words, pairs, prom
         sweep_ablate(tiny_with_words, pairs, by="noise")
     with pytest.raises(UsageError, match="layer: got an unknown option, expected one of align, batch"):
         sweep_ablate(tiny_with_words, pairs, layer=3)
+
+
+@pytest.mark.long
+def test_a_sweep_measures_where_vllm_would_take_the_second_model_runner(tiny_with_words, pairs, swept, tmp_path):
+    """Triton's interpreter stands for a GPU: with it, vLLM's default is the runner with other logits processors."""
+    paths = [str(ROOT), str(ROOT / "tests" / "kit" / "triton_cpu"), os.environ.get("PYTHONPATH", "")]
+    variables = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs[:1]))
+    out = tmp_path / "out"
+    job = {
+        "model": tiny_with_words, "pairs": str(tmp_path / "pairs.jsonl"), "out": str(out), "hooks": "post_block",
+        "layers": "1", "positions": "last", "direction": "denoise", "metrics": "logit_diff", "batch": 8,
+        "resamples": 1, "confidence": 0.9, "engine": ENGINE,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "capflow_models.sweep.program", json.dumps(job)]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (row,) = pq.read_table(out / "patches.parquet").to_pylist()
+    same = {name: row[name] for name in ("pair", "direction", "hook", "layer", "position", "metric")}
+    (expected,) = (each for each in swept[0].patches.to_pylist() if same.items() <= each.items())
+    assert row["value"] == pytest.approx(expected["value"], abs=BOUND)
+    refused = subprocess.run(
+        command, env=variables | {"VLLM_USE_V2_MODEL_RUNNER": "1"}, capture_output=True, text=True, check=False
+    )
+    assert refused.returncode == 2
+    assert "VLLM_USE_V2_MODEL_RUNNER: got 1, expected 0, as a sweep needs" in refused.stderr
 
 
 def test_a_function_that_fails_is_named(tiny_with_words, pairs, functions):
