@@ -249,7 +249,8 @@ def result_of(plan: SweepPlan, options: PatchOptions, runs: Mapping[RunKey, Swee
     metrics = check_metrics(options.metrics)
     patches = patches_table(plan, runs, metrics)
     align = options.align or align_of(plan.pairs)
-    summary = summary_table(patches, align, options.resamples, options.confidence)
+    lengths = {pair.id: len(pair.clean) for pair in plan.pairs}
+    summary = summary_table(patches, lengths, align, options.resamples, options.confidence)
     return SweepResult(patches, summary, pairs_table(plan, runs, metrics))
 
 

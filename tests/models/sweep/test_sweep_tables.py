@@ -1,5 +1,6 @@
 """The tables of sweeps, computed from given runs and compared with NumPy, one pair after another."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -7,10 +8,12 @@ import pytest
 
 from capflow.capture.site import Site
 from capflow.errors import UsageError
+from capflow_models.experiment.results.statistics import draw
 from capflow_models.sweep.metrics import SweepRun
 from capflow_models.sweep.pairs import PairReader, read_pairs
-from capflow_models.sweep.plan import SweepPlan
+from capflow_models.sweep.plan import PatchPositions, SweepPlan
 from capflow_models.sweep.records import encoded, runs_of
+from capflow_models.sweep.results import tables
 from capflow_models.sweep.results.heatmap import figure_of, printable, strongest
 from capflow_models.sweep.results.report import weak_lines, write_report
 from capflow_models.sweep.results.result import SweepResult
@@ -49,7 +52,9 @@ def runs_for(plan, seed=1):
 
 def result_of(plan, runs, align="position", resamples=200):
     patches = patches_table(plan, runs, METRICS)
-    return SweepResult(patches, summary_table(patches, align, resamples, 0.9), pairs_table(plan, runs, METRICS))
+    lengths = {pair.id: len(pair.clean) for pair in plan.pairs}
+    summary = summary_table(patches, lengths, align, resamples, 0.9)
+    return SweepResult(patches, summary, pairs_table(plan, runs, METRICS))
 
 
 def test_recovery_is_0_for_the_corrupted_run_and_1_for_the_clean_one():
@@ -91,6 +96,31 @@ def test_means_and_intervals_are_those_of_numpy():
         assert low - 0.1 <= cell["value_low"] <= cell["value"] <= cell["value_high"] <= high + 0.1
         exact = np.sort(value[every].mean(1))
         assert np.abs(exact - cell["value_low"]).min() < 1e-9 or low <= cell["value_low"] <= exact[3]
+        drawn = draw(["pair"] * 3, 4000)
+        recoveries = (value - corrupted)[drawn].sum(1) / (clean - corrupted)[drawn].sum(1)
+        bounds = np.quantile(recoveries, (0.05, 0.95))
+        assert (cell["recovery_low"], cell["recovery_high"]) == pytest.approx(tuple(bounds), rel=1e-6)
+
+
+def test_intervals_are_the_same_in_parts_and_take_bounded_memory(monkeypatch):
+    plan = plan_of()
+    runs = runs_for(plan)
+    for key in list(runs)[2:6]:
+        runs[key] = SweepRun(*key, (math.nan, 0.0), runs[key].logprobs, math.inf, 0, runs[key].values)
+    whole = result_of(plan, runs).summary
+    monkeypatch.setattr(tables, "_ELEMENTS_MAX", 7 * 200)
+    sizes, means = [], tables._means
+
+    def counted(counts, value, clean, corrupted):
+        sizes.append(len(counts) * value.shape[1])
+        return means(counts, value, clean, corrupted)
+
+    monkeypatch.setattr(tables, "_means", counted)
+    assert result_of(plan, runs).summary.equals(whole)
+    assert max(sizes) == 7 * 200
+    single, sizes[:] = plan_of((5,)), []
+    assert set(result_of(single, runs_for(single)).summary["recovery_low"].to_pylist()) == {None}
+    assert len(sizes) == 1, "a single pair is not resampled"
 
 
 def test_roles_join_pairs_of_different_lengths_and_average_within_a_pair():
@@ -111,6 +141,16 @@ def test_roles_join_pairs_of_different_lengths_and_average_within_a_pair():
     assert {row["place"] for row in ends} == {str(n) for n in range(-8, 0)}
     assert {row["pairs"] for row in ends if row["place"] == "-1"} == {2}
     assert {row["pairs"] for row in ends if row["place"] == "-8"} == {1}
+
+
+def test_places_from_the_end_are_those_of_the_prompt_whatever_is_patched():
+    plan = plan_of((5, 8))
+    at = PatchPositions.parse("changed")
+    plan = dataclasses.replace(plan, positions=[at.of(pair) for pair in plan.pairs])
+    rows = result_of(plan, runs_for(plan), "end").summary.to_pylist()
+    assert {(row["place"], row["place_number"], row["pairs"]) for row in rows} == {
+        ("-4", -4, 1), ("-3", -3, 1), ("-7", -7, 1), ("-6", -6, 1)
+    }  # fmt: skip
 
 
 def test_a_pair_without_a_difference_has_no_recovery_and_nan_is_null():

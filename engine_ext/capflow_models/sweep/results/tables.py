@@ -36,6 +36,9 @@ ALIGNS: tuple[str, ...] = get_args(Align)
 RESAMPLES_DEFAULT = 1000
 CONFIDENCE_DEFAULT = 0.95
 
+# The resampled values that are held at a time: with 1000 resamples, those of 2000 cells.
+_ELEMENTS_MAX = 2_000_000
+
 Floats = npt.NDArray[np.float64]
 
 
@@ -92,12 +95,17 @@ def pairs_table(plan: SweepPlan, runs: Mapping[RunKey, SweepRun], metrics: Seque
     return _table(rows, pa.schema([(name, kinds.get(name, pa.string())) for name in rows[0]]))
 
 
-def summary_table(patches: pa.Table, align: str, resamples: int, confidence: float) -> pa.Table:
-    """Return the table `summary`. Its `place_number` orders places; `token` is the one that all pairs have there."""
+def summary_table(
+    patches: pa.Table, lengths: Mapping[str, int], align: str, resamples: int, confidence: float
+) -> pa.Table:
+    """Return the table `summary`. Its `place_number` orders places; `token` is the one that all pairs have there.
+
+    lengths: how many tokens the prompts of each pair have, by its id.
+    """
     import pyarrow as pa
 
     columns = {name: patches[name].to_pylist() for name in ("pair", "direction", "hook", "layer", "metric", "token")}
-    places = _places(patches, align)
+    places = _places(patches, lengths, align)
     pairs = {name: number for number, name in enumerate(dict.fromkeys(columns["pair"]))}
     cells: dict[tuple[Any, ...], int] = {}
     index = np.array([
@@ -109,23 +117,21 @@ def summary_table(patches: pa.Table, align: str, resamples: int, confidence: flo
         _by_cell(patches[name].to_numpy(), pair_of, index, (len(pairs), len(cells)))
         for name in ("value", "clean", "corrupted")
     )
-    drawn = draw(["pair"] * len(pairs), resamples)
-    counts = np.stack([np.bincount(each, minlength=len(pairs)) for each in drawn]).astype(np.float64)
     means, recoveries = _means(np.ones((1, len(pairs))), value, clean, corrupted)
-    drawn_means, drawn_recoveries = _means(counts, value, clean, corrupted)
+    present = np.isfinite(value).sum(0)
+    bounds = _bounds(value, clean, corrupted, resamples, confidence)
+    bounds[:, :, present < PROMPTS_MIN] = np.nan
     tokens: dict[int, set[str]] = {}
     for cell, token in zip(index.tolist(), columns["token"], strict=True):
         tokens.setdefault(cell, set()).add(token)
     rows = []
     for (direction, hook, layer, place, metric), cell in cells.items():
-        count = int(np.isfinite(value[:, cell]).sum())
-        alone = count < PROMPTS_MIN
-        low, high = (math.nan, math.nan) if alone else interval(drawn_means[:, cell], confidence)
-        least, most = (math.nan, math.nan) if alone else interval(drawn_recoveries[:, cell], confidence)
+        (low, high), (least, most) = bounds[:, :, cell].tolist()
         rows.append({
             "direction": direction, "hook": hook, "layer": layer, "place": str(place),
             "place_number": ROLES.index(place) if align == "role" else place,
-            "token": next(iter(tokens[cell])) if len(tokens[cell]) == 1 else None, "metric": metric, "pairs": count,
+            "token": next(iter(tokens[cell])) if len(tokens[cell]) == 1 else None, "metric": metric,
+            "pairs": int(present[cell]),
             "value": means[0, cell], "value_low": low, "value_high": high, "recovery": recoveries[0, cell],
             "recovery_low": least, "recovery_high": most,
         })  # fmt: skip
@@ -134,16 +140,13 @@ def summary_table(patches: pa.Table, align: str, resamples: int, confidence: flo
     return _table(rows, pa.schema([(name, kinds.get(name, pa.float64())) for name in rows[0]]))
 
 
-def _places(patches: pa.Table, align: str) -> list[Any]:
+def _places(patches: pa.Table, lengths: Mapping[str, int], align: str) -> list[Any]:
     if align == "role":
         return list(patches["role"].to_pylist())
     positions = patches["position"].to_pylist()
     if align == "position":
         return list(positions)
-    lengths: dict[str, int] = {}
     names = patches["pair"].to_pylist()
-    for name, position in zip(names, positions, strict=True):
-        lengths[name] = max(lengths.get(name, 0), position + 1)
     return [position - lengths[name] for name, position in zip(names, positions, strict=True)]
 
 
@@ -157,16 +160,46 @@ def _by_cell(values: Floats, pairs: npt.NDArray[Any], cells: npt.NDArray[Any], s
     return means
 
 
+def _bounds(value: Floats, clean: Floats, corrupted: Floats, resamples: int, confidence: float) -> Floats:
+    """Return the intervals of the mean value and of the recovery, `[2, 2 (low, high), cells]`.
+
+    Cells are computed in parts, with the same resamples: all of them at once have `[resamples, cells]` values.
+    """
+    pairs, cells = value.shape
+    bounds: Floats = np.full((2, 2, cells), np.nan)
+    if pairs < PROMPTS_MIN:
+        return bounds
+    drawn = draw(["pair"] * pairs, resamples)
+    counts = np.stack([np.bincount(each, minlength=pairs) for each in drawn]).astype(np.float64)
+    size = max(1, _ELEMENTS_MAX // resamples)
+    for start in range(0, cells, size):
+        part = slice(start, start + size)
+        for number, resampled in enumerate(_means(counts, value[:, part], clean[:, part], corrupted[:, part])):
+            bounds[number, :, part] = _intervals(resampled, confidence)
+    return bounds
+
+
+def _intervals(resampled: Floats, confidence: float) -> Floats:
+    """Return the interval of each cell, `[2, cells]`, as `interval` does."""
+    bounds: Floats = np.full((2, resampled.shape[1]), np.nan)
+    whole = np.isfinite(resampled).all(0)
+    tail = (1 - confidence) / 2
+    bounds[:, whole] = np.quantile(resampled[:, whole], (tail, 1 - tail), axis=0)
+    for cell in np.flatnonzero(~whole):
+        bounds[:, cell] = interval(resampled[:, cell], confidence)
+    return bounds
+
+
 def _means(counts: Floats, value: Floats, clean: Floats, corrupted: Floats) -> tuple[Floats, Floats]:
     """Return the mean value and the recovery of each resample and cell, `[resamples, cells]`.
 
     counts: how often each resample has each pair, `[resamples, pairs]`.
     """
     present = np.isfinite(value)
-    totals = [
-        counts @ np.where(present, each, 0.0) for each in (value, value - corrupted, clean - corrupted)
-    ]  # fmt: skip
     with np.errstate(invalid="ignore", divide="ignore"):
+        totals = [
+            counts @ np.where(present, each, 0.0) for each in (value, value - corrupted, clean - corrupted)
+        ]  # fmt: skip
         means: Floats = totals[0] / (counts @ present.astype(np.float64))
         recovery: Floats = np.where(totals[2] != 0.0, totals[1] / totals[2], np.nan)
     return means, recovery
