@@ -133,7 +133,7 @@ def manifest_of(job: SweepJob, plan: SweepPlan, seconds: float) -> dict[str, Any
         "positions": job.positions,
         "direction": job.direction,
         "metrics": job.metrics,
-        "confidence": f"{job.confidence:.0%}",
+        "confidence": f"{100 * job.confidence:.10g}%",
         "resamples": job.resamples,
         "runs": plan.run_count,
         "seconds": round(seconds, 1),

@@ -341,7 +341,7 @@ def test_the_command_writes_a_report(tiny_with_words, pairs, tmp_path, capsys):
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     job = SweepJob(
         tiny_with_words, str(tmp_path / "pairs.jsonl"), str(tmp_path / "out"), "post_block", "1-2", "all", "denoise",
-        "logit_diff,kl", 512, 100, 0.9, engine=ENGINE,
+        "logit_diff,kl", 512, 100, 0.999, engine=ENGINE,
     )  # fmt: skip
     program.run(SweepJob(**{name: getattr(job, name) for name in job.__struct_fields__} | {"dry_run": True}))
     assert "2 pairs of 5 to 40 tokens, 2 sites, 5 to 40 positions, denoise" in capsys.readouterr().out
@@ -352,6 +352,7 @@ def test_the_command_writes_a_report(tiny_with_words, pairs, tmp_path, capsys):
     assert "capflow: 94 of 94 runs" in written
     page = (tmp_path / "out" / "report.html").read_text()
     assert "http" not in page, "the report needs no network"
+    assert "with 99.9% bootstrap intervals" in page
     assert page.count("data:image/png;base64,") == 2
     assert {path.name for path in (tmp_path / "out" / "plots").iterdir()} == {
         "denoise-kl.png",

@@ -11,7 +11,7 @@ from capflow.errors import UsageError
 from capflow_models.experiment.results.statistics import draw
 from capflow_models.sweep.metrics import SweepRun
 from capflow_models.sweep.pairs import PairReader, read_pairs
-from capflow_models.sweep.plan import PatchPositions, SweepPlan
+from capflow_models.sweep.plan import PatchPositions, RunKey, SweepPlan
 from capflow_models.sweep.records import encoded, runs_of
 from capflow_models.sweep.results import tables
 from capflow_models.sweep.results.heatmap import figure_of, printable, strongest
@@ -169,9 +169,41 @@ def test_a_pair_without_a_difference_has_no_recovery_and_nan_is_null():
     assert {row["recovery"] for row in result.summary.to_pylist() if row["metric"] == "logit_diff"} == {None}
     caption, _ = figure_of(result.summary, "denoise", "logit_diff")
     assert "mean over 1 pair." in caption
-    assert weak_lines(result) == ["logit_diff: 1 of 1 pairs are no higher clean than corrupted (1)"] + (
-        [] if runs[clean].logprobs[0] > -1.0 else ["probability: 1 of 1 pairs are no higher clean than corrupted (1)"]
-    )
+    assert weak_lines(result) == [
+        "logit_diff: 1 of 1 pairs are no higher clean than corrupted (1)",
+        *(
+            []
+            if runs[clean].logprobs[0] > -1.0
+            else ["probability: 1 of 1 pairs are no higher clean than corrupted (1)"]
+        ),
+        "kl: 1 of 1 pairs differ by less than 5% of the median, or have no value (1)",
+    ]
+
+
+def test_a_baseline_of_nan_is_weak_and_empty_in_the_report(tmp_path):
+    plan = plan_of()
+    runs = runs_for(plan)
+    clean = next(iter(runs))
+    runs[clean] = SweepRun(*clean, (math.nan, 0.0), (math.nan, -1.0), math.nan, 0, {"m:f": math.nan})
+    result = result_of(plan, runs)
+    lines = weak_lines(result)
+    assert sum("(1" in line for line in lines) == len(METRICS)
+    write_report(result, {"kind": "patch", "model": "m", "confidence": "90%"}, tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    corrupted = runs[RunKey("1", "corrupted")]
+    assert f"<td> / {corrupted.logits[0] - corrupted.logits[1]:.3g}</td>" in page
+
+
+def test_pairs_whose_unchanged_runs_hardly_differ_are_named_for_every_metric():
+    plan = plan_of((5,) * 5)
+    runs = runs_for(plan)
+    for number, pair in enumerate(plan.pairs):
+        span = 0.04 if number == 3 else 1.0 + number
+        for name, value in (("clean", span), ("corrupted", 0.0)):
+            key = RunKey(pair.id, name)
+            runs[key] = SweepRun(*key, (value, 0.0), (value - 9.0, -1.0), 1.0 - value, 0, {"m:f": -value})
+    fault = "1 of 5 pairs differ by less than 5% of the median, or have no value (4)"
+    assert weak_lines(result_of(plan, runs)) == [f"{metric}: {fault}" for metric in METRICS]
 
 
 def test_the_heatmap_has_a_panel_for_each_hook_and_the_means(tmp_path):

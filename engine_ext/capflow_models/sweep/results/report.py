@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import math
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,12 @@ from capflow_models.sweep.results.result import SweepResult, html_table, image_o
 
 PLOTS = "plots"
 REPORT = "report.html"
+
+SPAN_SHARE_MIN = 0.05
+"""Pairs with a smaller share of the median span are named: their recoveries divide by nearly nothing."""
+
+_HIGHER = ("logit_diff", "probability", "logprob")
+"""The metrics by which an answer is higher after the clean prompt."""
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -58,15 +66,42 @@ def write_report(result: SweepResult, manifest: Mapping[str, Any], out: Path) ->
 
 
 def weak_lines(result: SweepResult) -> list[str]:
-    """Return a line for each metric by which some pairs do not tell clean from corrupted the way the answers do."""
+    """Return lines about pairs whose recoveries mean little, by metric.
+
+    Such a pair has no value of an unchanged run, or is no higher clean than corrupted by a metric of the answer, or has
+    a span |clean - corrupted| below `SPAN_SHARE_MIN` of the median span.
+    """
     lines = []
-    for metric in ("logit_diff", "probability", "logprob"):
+    for metric in result.metrics:
         rows = [row for row in result.pairs.to_pylist() if row["metric"] == metric]
-        weak = [row["pair"] for row in rows if not row["clean"] > row["corrupted"]]
-        if weak:
-            names = ", ".join(weak[:5]) + ", …" * (len(weak) > 5)
-            lines.append(f"{metric}: {len(weak)} of {len(rows)} pairs are no higher clean than corrupted ({names})")
+        spans = {row["pair"]: _span(row) for row in rows}
+        weak = [row["pair"] for row in rows if metric in _HIGHER and not _is_higher(row)]
+        finite = [span for span in spans.values() if math.isfinite(span)]
+        least = SPAN_SHARE_MIN * statistics.median(finite) if finite else 0.0
+        near = [pair for pair, span in spans.items() if pair not in weak and (span == 0.0 or not span >= least)]
+        for pairs, fault in (
+            (weak, "are no higher clean than corrupted"),
+            (near, f"differ by less than {SPAN_SHARE_MIN:.0%} of the median, or have no value"),
+        ):
+            if pairs:
+                names = ", ".join(pairs[:5]) + ", …" * (len(pairs) > 5)
+                lines.append(f"{metric}: {len(pairs)} of {len(rows)} pairs {fault} ({names})")
     return lines
+
+
+def _is_higher(row: Mapping[str, Any]) -> bool:
+    return row["clean"] is not None and row["corrupted"] is not None and row["clean"] > row["corrupted"]
+
+
+def _span(row: Mapping[str, Any]) -> float:
+    """Return |clean - corrupted|; NaN if one of them is not there."""
+    if row["clean"] is None or row["corrupted"] is None:
+        return math.nan
+    return float(abs(row["clean"] - row["corrupted"]))
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
 
 
 def _summary(result: SweepResult, manifest: Mapping[str, Any]) -> str:
@@ -80,7 +115,7 @@ def _pairs(result: SweepResult) -> str:
     lines: dict[str, list[str]] = {}
     for row in result.pairs.to_pylist():
         texts = [row[name] for name in ("pair", "clean_prompt", "corrupted_prompt", "answer", "wrong_answer")]
-        lines.setdefault(row["pair"], texts).append(f"{row['clean']:.3g} / {row['corrupted']:.3g}")
+        lines.setdefault(row["pair"], texts).append(f"{_shown(row['clean'])} / {_shown(row['corrupted'])}")
     columns = [
         "pair",
         "clean",
