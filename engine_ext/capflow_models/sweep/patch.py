@@ -6,10 +6,11 @@ is (Vig et al. 2020, arXiv:2004.12265; Meng et al. 2022, arXiv:2202.05262).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -235,12 +236,14 @@ def computed(plan: SweepPlan, options: PatchOptions, out: Path, progress: Progre
     with OutputLines(out / RUNS) as file:
         done = settle(plan, out, file)
         if len(done) < plan.run_count:
-            for runs in _missing(plan, options, out, done):
-                file.add(encoded(run for run in runs if run.key not in done))
-                for run in runs:
-                    done.setdefault(run.key, run)
-                if progress is not None:
-                    progress(len(done), plan.run_count)
+            # An exception stops the engine here, whoever else holds the generator.
+            with contextlib.closing(_missing(plan, options, out, done)) as computing:
+                for runs in computing:
+                    file.add(encoded(run for run in runs if run.key not in done))
+                    for run in runs:
+                        done.setdefault(run.key, run)
+                    if progress is not None:
+                        progress(len(done), plan.run_count)
     return result_of(plan, options, done)
 
 
@@ -256,7 +259,7 @@ def result_of(plan: SweepPlan, options: PatchOptions, runs: Mapping[RunKey, Swee
 
 def _missing(
     plan: SweepPlan, options: PatchOptions, out: Path, done: Mapping[RunKey, SweepRun]
-) -> Iterator[list[SweepRun]]:
+) -> Generator[list[SweepRun], None, None]:
     """Compute the missing runs, group by group, and yield them in batches."""
     from capflow_models.sweep.session import SweepSession, check_engine, remove_leftovers
 

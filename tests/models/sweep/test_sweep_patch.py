@@ -17,7 +17,7 @@ import capflow
 from capflow.capture.site import HOOKS
 from capflow.errors import UsageError
 from capflow_models import SweepResult, sweep_ablate, sweep_patch
-from capflow_models.sweep import program
+from capflow_models.sweep import patch, program
 from capflow_models.sweep.program import SweepJob
 from tests.kit.engines import LAYERS, WIDTH, collecting_little, environment
 from tests.kit.sources import ROOT
@@ -237,8 +237,18 @@ def test_a_stopped_sweep_continues(swept, tiny_with_words, pairs, tmp_path, monk
         "hooks": HOOKS, "positions": POSITIONS, "direction": "both", "out": out, "engine": ENGINE, "batch": 64,
         "metrics": ("logit_diff",),
     }  # fmt: skip
-    with in_process(), pytest.raises(KeyboardInterrupt):
-        sweep_patch(tiny_with_words, pairs, **options, progress=stop)
+    computing, missing = [], patch._missing
+
+    def held(*args):
+        computing.append(missing(*args))
+        return computing[0]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(patch, "_missing", held)
+        with in_process(), pytest.raises(KeyboardInterrupt):
+            sweep_patch(tiny_with_words, pairs, **options, progress=stop)
+    assert not list(out.glob(".capflow-sweep-*")), "the engine is closed, and its rows are removed"
+    assert "CAPFLOW_MEASURED_OUT" not in os.environ
     total = counts[-1][1]
     lines = (out / "runs.jsonl").read_bytes().splitlines(keepends=True)
     assert len(lines) == counts[-1][0] < total
