@@ -26,16 +26,25 @@ def read_lines(path: Path, option: str, kind: type[T]) -> list[T]:
 
     Raises UsageError that names the file and the line for an invalid object, and for a file without lines.
     """
+    return [each for _, each in numbered_lines(read_content(path, option), path, option, kind)]
+
+
+def read_content(path: Path, option: str) -> bytes:
+    """Return the content of a file. Raises UsageError, as `read_lines` does, if it cannot be read."""
     try:
-        lines = path.read_bytes().splitlines()
+        return path.read_bytes()
     except OSError as e:
         raise UsageError(explain(f"{option} {path}", got=e.strerror or str(e), expected="a readable file")) from e
+
+
+def numbered_lines(content: bytes, path: Path, option: str, kind: type[T]) -> list[tuple[int, T]]:
+    """Return the objects of a file's content, each with the number of its line. It raises as `read_lines` does."""
     objects = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue
         try:
-            objects.append(jsontext.decode(line, kind))
+            objects.append((number, jsontext.decode(line, kind)))
         except (msgspec.MsgspecError, UnicodeDecodeError) as e:
             fields = ", ".join(field.name for field in msgspec.structs.fields(cast("Any", kind)))
             raise UsageError(explain(f"{path}, line {number}", got=str(e), expected=f"an object of {fields}")) from e

@@ -16,15 +16,14 @@ in both directions (Wang et al. 2023, arXiv:2211.00593; Zhang and Nanda 2024, ar
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from capflow.errors import UsageError, explain
-from capflow_models.sweep.plan import RunKey
+from capflow_models.sweep.origin import digest_of
+from capflow_models.sweep.plan import RunKey, items_of
 
 
 class SweepRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -75,29 +74,25 @@ def value_of(run: SweepRun, metric: str) -> float:
     return _VALUES[metric](run) if metric in _VALUES else run.values[metric]
 
 
-def check_metrics(names: Sequence[str], where: str = "--metrics") -> list[str]:
-    """Return the metrics, each once. Raises UsageError for a name that is neither a metric nor a function's."""
+def check_metrics(value: str | Iterable[str], where: str = "--metrics") -> list[str]:
+    """Return the metrics that a comma-separated text or a list names, each once.
+
+    Raises UsageError for a name that is neither a metric nor a function's.
+    """
+    expected = f"one of {', '.join(MEANINGS)}, or module:function"
+    names = items_of(value, where, expected)
     for name in names:
         if name not in MEANINGS and ":" not in name:
-            raise UsageError(explain(where, got=name, expected=f"one of {', '.join(MEANINGS)}, or module:function"))
-    if not names:
-        raise UsageError(explain(where, got="none", expected=f"one of {', '.join(MEANINGS)}, or module:function"))
+            raise UsageError(explain(where, got=name, expected=expected))
     return list(dict.fromkeys(names))
 
 
 def digests(metrics: Sequence[str], where: str = "--metrics") -> dict[str, str]:
-    """Return the user's functions among metrics, each with a digest of its source.
+    """Return the user's functions among metrics, each with a digest of the file of its module.
 
     Raises UsageError for one that cannot be imported.
     """
     from capflow_engine.compat.measured import function_named
 
     named = {name: function_named(name, where) for name in metrics if name not in MEANINGS}
-    return {name: hashlib.blake2b(_source(function), digest_size=8).hexdigest() for name, function in named.items()}
-
-
-def _source(function: Callable[..., object]) -> bytes:
-    try:
-        return inspect.getsource(function).encode()
-    except (OSError, TypeError):
-        return repr(function).encode()
+    return {name: digest_of(name, function) for name, function in named.items()}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from capflow.errors import UsageError, explain
-from capflow_models.lines import read_lines
+from capflow_models.lines import numbered_lines, read_content
 
 Prompt = str | list[int]
 """A text, or token ids."""
@@ -29,6 +31,28 @@ class PromptPair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     answer: str | int
     wrong_answer: str | int
     id: str | None = None
+
+
+@dataclass(frozen=True)
+class PairFile:
+    """A file of pairs, read once: it may be a pipe."""
+
+    path: Path
+    content: bytes
+
+    @classmethod
+    def read(cls, path: Path) -> PairFile:
+        """Return a file. Raises UsageError if it cannot be read."""
+        return cls(path, read_content(path, "--pairs"))
+
+    @property
+    def sha256(self) -> str:
+        """The SHA-256 of the content."""
+        return hashlib.sha256(self.content).hexdigest()
+
+
+PairSource = Path | PairFile | Iterable[PromptPair | Mapping[str, Any]]
+"""A file of JSON Lines, or the pairs."""
 
 
 class TokenPair(NamedTuple):
@@ -88,15 +112,13 @@ ROLES = ("before", "changed_first", "changed_middle", "changed_last", "after_fir
 """What a position is to its pair. The prompt's last token is `last`, whatever else it is."""
 
 
-def read_pairs(source: Path | Iterable[PromptPair | Mapping[str, Any]]) -> tuple[list[PromptPair], list[str]]:
-    """Return pairs and the place of each, for errors. Raises UsageError for an object that is no pair.
-
-    source: a file of JSON Lines, or the pairs.
-    """
+def read_pairs(source: PairSource) -> tuple[list[PromptPair], list[str]]:
+    """Return pairs and the place of each, for errors. Raises UsageError for an object that is no pair."""
     if isinstance(source, Path):
-        pairs = read_lines(source, "--pairs", PromptPair)
-        lines = [n for n, line in enumerate(source.read_bytes().splitlines(), 1) if line.strip()]
-        places = [f"{source}, line {number}" for number in lines]
+        source = PairFile.read(source)
+    if isinstance(source, PairFile):
+        numbered = numbered_lines(source.content, source.path, "--pairs", PromptPair)
+        pairs, places = [pair for _, pair in numbered], [f"{source.path}, line {number}" for number, _ in numbered]
     else:
         pairs, places = [], []
         for number, given in enumerate(source, 1):

@@ -11,17 +11,17 @@ import dataclasses
 import math
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from capflow.errors import UsageError, explain
 from capflow.extras import require
 from capflow.files import make_directory
-from capflow_models.backends import resolved_model
 from capflow_models.experiment.records import OutputLines
 from capflow_models.sweep.metrics import METRICS_DEFAULT, SweepRun, check_metrics, digests
-from capflow_models.sweep.pairs import PairReader, PromptPair, TokenPair, read_pairs
+from capflow_models.sweep.model import inspected
+from capflow_models.sweep.pairs import PairReader, PairSource, PromptPair, TokenPair, read_pairs
 from capflow_models.sweep.plan import (
     ABLATIONS,
     DIRECTIONS,
@@ -50,19 +50,6 @@ BATCH_DEFAULT = 512
 Progress = Callable[[int, int], None]
 
 
-class Model(NamedTuple):
-    """What checks need of a model before an engine starts.
-
-    tokenizer: None if the model has none.
-    length_max: the most tokens of a request, as far as it is known.
-    """
-
-    layers: int
-    vocabulary: int
-    tokenizer: Any
-    length_max: int | None
-
-
 @dataclass(frozen=True)
 class PatchOptions:
     """What to patch, and how to compare it. `sweep_patch` explains the fields.
@@ -75,12 +62,12 @@ class PatchOptions:
     layers: Any = "all"
     positions: Any = "all"
     direction: str | Sequence[str] = "denoise"
-    metrics: Sequence[str] = METRICS_DEFAULT
+    metrics: str | Iterable[str] = METRICS_DEFAULT
     align: str | None = None
     batch: int = BATCH_DEFAULT
     resamples: int = RESAMPLES_DEFAULT
     confidence: float = CONFIDENCE_DEFAULT
-    engine: Mapping[str, Any] = field(default_factory=dict)
+    engine: Mapping[str, Any] | None = None
     dashes: bool = False
     allowed: Sequence[str] = DIRECTIONS
 
@@ -93,10 +80,14 @@ class PatchOptions:
         if self.align is not None and self.align not in ALIGNS:
             raise UsageError(explain(self.named("align"), got=self.align, expected=f"one of {', '.join(ALIGNS)}"))
         for name in ("batch", "resamples"):
-            if getattr(self, name) < 1:
-                raise UsageError(explain(self.named(name), got=getattr(self, name), expected="1 or more"))
-        if not 0 < self.confidence < 1:
-            raise UsageError(explain(self.named("confidence"), got=self.confidence, expected="between 0 and 1"))
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise UsageError(explain(self.named(name), got=repr(value), expected="1 or more"))
+        if not isinstance(self.engine, Mapping | None):
+            expected = "arguments of capflow.LLM by name"
+            raise UsageError(explain("engine", got=repr(self.engine), expected=expected))
+        if not isinstance(self.confidence, int | float) or not 0 < self.confidence < 1:
+            raise UsageError(explain(self.named("confidence"), got=repr(self.confidence), expected="between 0 and 1"))
 
 
 def sweep_patch(
@@ -107,7 +98,7 @@ def sweep_patch(
     layers: Any = "all",
     positions: Any = "all",
     direction: str | Sequence[str] = "denoise",
-    metrics: Sequence[str] = METRICS_DEFAULT,
+    metrics: str | Iterable[str] = METRICS_DEFAULT,
     out: str | Path | None = None,
     align: str | None = None,
     batch: int = BATCH_DEFAULT,
@@ -137,9 +128,7 @@ def sweep_patch(
     engine: further arguments of `capflow.LLM`.
     progress: called with the numbers of finished and of all runs.
     """
-    options = PatchOptions(
-        hooks, layers, positions, direction, tuple(metrics), align, batch, resamples, confidence, engine or {}
-    )
+    options = PatchOptions(hooks, layers, positions, direction, metrics, align, batch, resamples, confidence, engine)
     return _swept(model, pairs, options, out, progress)
 
 
@@ -178,6 +167,8 @@ def _swept(
 ) -> SweepResult:
     require("files", "a sweep", "pyarrow")
     require("vllm", "a sweep")
+    # An iterator of names can be read once.
+    options = dataclasses.replace(options, metrics=check_metrics(options.metrics, options.named("metrics")))
     plan = plan_of(model, Path(pairs) if isinstance(pairs, str | Path) else pairs, options)
     if out is None:
         with tempfile.TemporaryDirectory(prefix="capflow-sweep-") as directory:
@@ -185,16 +176,20 @@ def _swept(
     return computed(plan, options, Path(out), progress)
 
 
-def plan_of(model: str, source: Path | Iterable[PromptPair | Mapping[str, Any]], options: PatchOptions) -> SweepPlan:
+def plan_of(model: str, source: PairSource, options: PatchOptions) -> SweepPlan:
     """Return the plan of a sweep. Raises UsageError for everything that can be wrong before an engine starts."""
+    from capflow_models.sweep.session import check_engine
+
     options.check()
+    engine = options.engine or {}
+    check_engine(engine, "--engine-arg" if options.dashes else "engine")
     hooks = read_hooks(options.hooks, options.named("hooks"))
     name = "direction" if options.allowed == DIRECTIONS else "by"
     directions = check_directions(options.direction, options.named(name), options.allowed)
     at = PatchPositions.parse(options.positions, options.named("positions"))
     given, places = read_pairs(source)
     functions = digests(check_metrics(options.metrics, options.named("metrics")), options.named("metrics"))
-    described = inspected(model, options.engine)
+    described = inspected(model, engine)
     sites = sites_of(hooks, options.layers, described.layers, options.named("layers"))
     pairs = PairReader(described.tokenizer, described.vocabulary).tokens(given, places)
     for pair, place in zip(pairs, places, strict=True):
@@ -204,28 +199,7 @@ def plan_of(model: str, source: Path | Iterable[PromptPair | Mapping[str, Any]],
     positions = [
         at.of(pair, f"{place}: {options.named('positions')}") for pair, place in zip(pairs, places, strict=True)
     ]
-    return SweepPlan(model, pairs, sites, positions, directions, functions, dict(options.engine))
-
-
-def inspected(model: str, engine: Mapping[str, Any]) -> Model:
-    """Return what a model's files say of it. Raises UsageError for a model without a configuration."""
-    import transformers
-
-    name, trusts = resolved_model(model), bool(engine.get("trust_remote_code"))
-    try:
-        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trusts).get_text_config()
-        layers, vocabulary = int(config.num_hidden_layers), int(config.vocab_size)
-    except (OSError, ValueError, AttributeError) as e:
-        expected = "a model that Transformers can describe"
-        raise UsageError(explain("model", got=f"{model}: {str(e).splitlines()[0]}", expected=expected)) from e
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            engine.get("tokenizer") or name, trust_remote_code=trusts
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        tokenizer = None
-    length_max = engine.get("max_model_len") or getattr(config, "max_position_embeddings", None)
-    return Model(layers, vocabulary, tokenizer, length_max if isinstance(length_max, int) else None)
+    return SweepPlan(model, pairs, sites, positions, directions, functions, dict(engine), described.origin)
 
 
 def computed(plan: SweepPlan, options: PatchOptions, out: Path, progress: Progress | None = None) -> SweepResult:
@@ -261,9 +235,8 @@ def _missing(
     plan: SweepPlan, options: PatchOptions, out: Path, done: Mapping[RunKey, SweepRun]
 ) -> Generator[list[SweepRun], None, None]:
     """Compute the missing runs, group by group, and yield them in batches."""
-    from capflow_models.sweep.session import SweepSession, check_engine, remove_leftovers
+    from capflow_models.sweep.session import SweepSession, remove_leftovers
 
-    check_engine(options.engine, "--engine-arg" if options.dashes else "engine")
     remove_leftovers(out)
     todo = {
         pair: keys

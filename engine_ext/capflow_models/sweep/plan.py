@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import msgspec
@@ -13,6 +14,7 @@ import msgspec
 from capflow.capture.site import HOOK_DEFAULT, HOOKS, Site, hook_named
 from capflow.capture.spec import CaptureSpec, read_layers
 from capflow.errors import UsageError, explain
+from capflow_models.sweep.origin import described
 from capflow_models.sweep.pairs import TokenPair
 
 DIRECTIONS = ("denoise", "noise")
@@ -43,17 +45,33 @@ class RunKey(NamedTuple):
     position: int = -1
 
 
+def items_of(value: Any, where: str, expected: str) -> list[str]:
+    """Return the items of a comma-separated text, of a number or of a list of both, as texts.
+
+    Raises UsageError for another value, and for one without items.
+    """
+    if isinstance(value, str):
+        items = value.split(",")
+    elif isinstance(value, Integral):
+        items = [str(value)]
+    elif isinstance(value, Iterable) and not isinstance(value, bytes | Mapping):
+        items = [str(item) for item in value]
+    else:
+        raise UsageError(explain(where, got=repr(value), expected=expected))
+    if not items:
+        raise UsageError(explain(where, got="none", expected=expected))
+    return [item.strip() for item in items]
+
+
 def read_hooks(value: str | Sequence[str], where: str = "--hooks") -> list[str]:
     """Return the hooks that a comma-separated text or a list names, each once. Raises UsageError for another name."""
-    names = value.split(",") if isinstance(value, str) else list(value)
+    expected = f"hooks, of {', '.join(HOOKS)}"
     hooks: dict[str, None] = {}
-    for name in names:
-        hook = hook_named(name.strip() if isinstance(name, str) else name)
+    for name in items_of(value, where, expected):
+        hook = hook_named(name)
         if hook is None:
-            raise UsageError(explain(where, got=str(name), expected=f"hooks, of {', '.join(HOOKS)}"))
+            raise UsageError(explain(where, got=name, expected=expected))
         hooks[hook] = None
-    if not hooks:
-        raise UsageError(explain(where, got="none", expected=f"hooks, of {', '.join(HOOKS)}"))
     return list(hooks)
 
 
@@ -85,8 +103,7 @@ class PatchPositions(NamedTuple):
     @classmethod
     def parse(cls, value: Any, where: str = "--positions") -> PatchPositions:
         """Return the places of a comma-separated text, of a number or of a list of both. Raises UsageError."""
-        given = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else list(value)
-        items = tuple(str(item).strip() for item in given)
+        items = tuple(items_of(value, where, _POSITIONS))
         for item in items:
             number = re.fullmatch(r"-?\d{1,7}", item)
             bounds = _RANGE.fullmatch(item)
@@ -123,8 +140,9 @@ class SweepPlan:
 
     pairs: of prompts, in tokens.
     positions: of each pair.
-    functions: the names of the user's metrics, each with a digest of its source.
+    functions: the names of the user's metrics, each with a digest of its module's file.
     engine: arguments of `capflow.LLM`.
+    origin: what else the values depend on: the identity of the model and versions, by name.
     """
 
     model: str
@@ -134,6 +152,7 @@ class SweepPlan:
     directions: Sequence[str]
     functions: Mapping[str, str]
     engine: Mapping[str, Any]
+    origin: Mapping[str, str] = field(default_factory=dict)
 
     def keys(self, number: int) -> Iterator[RunKey]:
         """Yield the runs of a pair: its baselines first."""
@@ -169,7 +188,8 @@ class SweepPlan:
         return {
             "mean": _digest(*digests.values()) if "mean" in self.directions else None,
             "model": self.model,
-            "engine": {name: repr(value) for name, value in sorted(self.engine.items())},
+            "origin": dict(self.origin),
+            "engine": {name: described(value) for name, value in sorted(self.engine.items())},
             "functions": dict(sorted(self.functions.items())),
             "pairs": digests,
         }
@@ -179,10 +199,13 @@ def check_directions(
     value: str | Collection[str], where: str = "--direction", allowed: Sequence[str] = DIRECTIONS
 ) -> list[str]:
     """Return the directions that a name means; `both` means all allowed ones. Raises UsageError for another name."""
-    names = list(allowed) if value == "both" else [value] if isinstance(value, str) else list(value)
-    for name in names or [""]:
+    expected = f"one of {', '.join(allowed)}, both"
+    names = items_of(value, where, expected)
+    if names == ["both"]:
+        return list(allowed)
+    for name in names:
         if name not in allowed:
-            raise UsageError(explain(where, got=str(name), expected=f"one of {', '.join(allowed)}, both"))
+            raise UsageError(explain(where, got=name, expected=expected))
     return list(dict.fromkeys(names))
 
 

@@ -16,8 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from capflow.errors import UsageError, explain
 from capflow.extras import require
 from capflow.files import write_whole
-from capflow_models.experiment.results.manifest import hash_of, versions
+from capflow_models.experiment.results.manifest import versions
 from capflow_models.jobs.ending import check_interrupted, run_program
+from capflow_models.sweep.origin import described
+from capflow_models.sweep.pairs import PairFile
 from capflow_models.sweep.patch import PatchOptions, computed, plan_of
 from capflow_models.sweep.plan import ABLATIONS, DIRECTIONS, SweepPlan
 from capflow_models.sweep.records import done_count
@@ -61,7 +63,7 @@ class SweepJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.layers,
             self.positions,
             self.direction,
-            tuple(name.strip() for name in self.metrics.split(",")),
+            self.metrics,
             self.align or None,
             self.batch,
             self.resamples,
@@ -80,7 +82,8 @@ def run(job: SweepJob) -> None:
     out, options = Path(job.out), job.options()
     if out.exists() and not out.is_dir():
         raise UsageError(explain("--out", got=f"{out}, a file", expected="a directory"))
-    plan = plan_of(job.model, Path(job.pairs), options)
+    pairs = PairFile.read(Path(job.pairs))
+    plan = plan_of(job.model, pairs, options)
     done = done_count(plan, out)
     if job.dry_run:
         show_plan(plan, done)
@@ -99,7 +102,7 @@ def run(job: SweepJob) -> None:
 
         result = computed(plan, options, out, progress)
     result.save(out)
-    manifest = manifest_of(job, plan, time.monotonic() - start)
+    manifest = manifest_of(job, plan, pairs.sha256, time.monotonic() - start)
     write_whole(out / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
     write_report(result, manifest, out)
     for line in weak_lines(result):
@@ -121,13 +124,17 @@ def show_plan(plan: SweepPlan, done: int) -> None:
         console.print(f"{done} of {plan.run_count} runs already exist")
 
 
-def manifest_of(job: SweepJob, plan: SweepPlan, seconds: float) -> dict[str, Any]:
-    """Return how a sweep was made; the seconds are of this run only."""
+def manifest_of(job: SweepJob, plan: SweepPlan, sha256: str, seconds: float) -> dict[str, Any]:
+    """Return how a sweep was made.
+
+    sha256: of the file of pairs.
+    seconds: of this run only.
+    """
     return {
         "kind": job.kind,
         "model": plan.model,
-        "engine": {name: repr(value) for name, value in plan.engine.items()},
-        "pairs": f"{job.pairs}, SHA-256 {hash_of(Path(job.pairs))}",
+        "engine": {name: described(value) for name, value in plan.engine.items()},
+        "pairs": f"{job.pairs}, SHA-256 {sha256}",
         "hooks": job.hooks,
         "layers": job.layers,
         "positions": job.positions,

@@ -61,7 +61,7 @@ def check_settings(settings: Mapping[str, Any], out: Path) -> None:
     there = _read(out / SETTINGS)
     if there.get("model") != settings["model"]:
         raise _refused(out, "the model", str(there.get("model")), settings["model"])
-    for kind, noun in (("engine", "the engine's"), ("functions", "the metric")):
+    for kind, noun in (("origin", "the"), ("engine", "the engine's"), ("functions", "the metric")):
         one, other = there.get(kind, {}), settings[kind]
         for name in sorted({*one, *other}):
             if one.get(name) != other.get(name):

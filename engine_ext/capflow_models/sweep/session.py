@@ -45,6 +45,9 @@ ROWS = ".capflow-sweep-"
 REFERENCE_BYTES_MAX = 256 << 20
 """The memory for the distributions that a group of runs is compared with."""
 
+RESERVED = ("model", "sites", "steer_sites", "consumers", "hub", "spare_hubs", "logits_processors")
+"""The arguments of `capflow.LLM` that a sweep sets: its sites, its rows, and what measures its runs."""
+
 ROWS_BYTES_MAX = 256 << 20
 """The memory for the captured rows of a group of pairs."""
 
@@ -95,11 +98,8 @@ class SweepSession:
                     "sites": list(map(str, sites)),
                     "skip_tokenizer_init": True,
                     **arguments,
-                    "logits_processors": [*(arguments.get("logits_processors") or ()), PROCESSOR],
-                    "consumers": [
-                        f"filesystem:root={escaped(self._directory / 'rows')},capture=requests,fsync=false",
-                        *arguments.get("consumers", ()),
-                    ],
+                    "logits_processors": [PROCESSOR],
+                    "consumers": [f"filesystem:root={escaped(self._directory / 'rows')},capture=requests,fsync=false"],
                 },
             )
             _check_steerable(sites, self._running.capflow_model.fixed)
@@ -252,11 +252,13 @@ class SweepSession:
 
 
 def check_engine(arguments: Mapping[str, Any], where: str) -> None:
-    """Raise UsageError for an argument that `capflow.LLM` does not have.
+    """Raise UsageError for an argument that `capflow.LLM` does not have, or that the sweep gives itself.
 
     where: the option that holds the arguments.
     """
     compat.check_runner(SUBJECT)
+    if not arguments:
+        return
     names = compat.argument_names()
     for kind in capflow.LLM.__mro__:
         names |= inspect.signature(kind).parameters.keys() if kind is not object else set()
@@ -264,6 +266,10 @@ def check_engine(arguments: Mapping[str, Any], where: str) -> None:
         got = f"data_parallel_size={arguments['data_parallel_size']}"
         raise UsageError(explain(where, got=got, expected="one replica, which compares all runs", do="leave it out"))
     for name in arguments:
+        if name in RESERVED:
+            raise UsageError(
+                explain(where, got=name, expected="an argument that a sweep does not set", do="leave it out")
+            )
         if name not in names:
             near = ", ".join(difflib.get_close_matches(name, names)) or "see the arguments of vllm.LLM"
             raise UsageError(explain(where, got=name, expected="an argument of capflow.LLM", do=f"near: {near}"))

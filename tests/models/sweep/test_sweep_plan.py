@@ -1,16 +1,25 @@
 """Pairs, places and options of sweeps: each wrong one is named in one line before an engine starts."""
 
 import json
+import os
 import re
+import shutil
+import types
 
+import msgspec
+import numpy as np
 import pytest
 import transformers
 
 from capflow.errors import UsageError
+from capflow_models import sweep_ablate
+from capflow_models.sweep.metrics import digests
+from capflow_models.sweep.origin import described, fingerprint
 from capflow_models.sweep.pairs import ROLES, PairReader
 from capflow_models.sweep.patch import PatchOptions, computed, plan_of
 from capflow_models.sweep.plan import PatchPositions, RunKey, batches
 from capflow_models.sweep.program import SweepJob, run
+from capflow_models.sweep.records import check_settings
 
 GOOD = {"clean": "w7 w60 w61 w9", "corrupted": "w7 w70 w61 w9", "answer": " w30", "wrong_answer": " w31"}
 
@@ -76,6 +85,22 @@ def test_a_wrong_pair_is_named(plan, changes, message):
         ({"positions": -5}, r"positions: got position -5"),
         ({"positions": "2-4"}, r"positions: got position 2-4"),
         ({"positions": ""}, "positions: got ''"),
+        ({"positions": []}, "positions: got none, expected all, changed"),
+        ({"positions": None}, "positions: got None, expected all, changed"),
+        ({"positions": 1.5}, r"positions: got 1\.5, expected all, changed"),
+        ({"positions": [1.5]}, r"positions: got 1\.5, expected all, changed"),
+        ({"hooks": None}, "hooks: got None, expected hooks, of"),
+        ({"direction": []}, "direction: got none, expected one of denoise"),
+        ({"direction": None}, "direction: got None, expected one of denoise"),
+        ({"metrics": None}, "metrics: got None, expected one of logit_diff"),
+        ({"metrics": "kl,loss"}, "metrics: got loss, expected one of logit_diff"),
+        ({"batch": 2.5}, r"batch: got 2\.5, expected 1 or more"),
+        ({"resamples": None}, "resamples: got None, expected 1 or more"),
+        ({"confidence": None}, "confidence: got None, expected between 0 and 1"),
+        ({"engine": ["x"]}, r"engine: got \['x'\], expected arguments of capflow.LLM by name"),
+        ({"engine": {"consumers": "log"}}, "engine: got consumers, expected an argument that a sweep does not set"),
+        ({"engine": {"logits_processors": ["a:b"]}}, "engine: got logits_processors, expected an argument that a"),
+        ({"engine": {"max_modl_len": 4}}, "engine: got max_modl_len, expected .*; near: max_model_len"),
         ({"direction": "up"}, "direction: got up, expected one of denoise, noise, both"),
         ({"metrics": ("accuracy",)}, "metrics: got accuracy, expected one of logit_diff, probability, logprob, kl, or"),
         ({"metrics": ()}, "metrics: got none"),
@@ -91,6 +116,31 @@ def test_a_wrong_pair_is_named(plan, changes, message):
 def test_a_wrong_option_is_named(plan, options, message):
     with pytest.raises(UsageError, match=message):
         plan(options)
+
+
+def test_options_may_be_texts_or_missing(plan, tiny_with_words):
+    assert plan({"engine": None}).engine == {}
+    assert plan({"engine": {"max_model_len": -1}}).run_count == 2 + 4 * 4, "-1 is a length that vLLM finds out"
+    assert plan({"metrics": "kl, logit_diff"}).functions == {}
+    assert [list(at) for at in plan({"positions": np.int64(-1)}).positions] == [[3]]
+    with pytest.raises(UsageError, match="layers: got layer 99"):
+        sweep_ablate(tiny_with_words, [GOOD], engine=None, metrics="kl", layers=[99])
+
+
+def test_pairs_may_come_from_a_pipe(tiny_with_words, tmp_path, capsys):
+    read, write = os.pipe()
+    os.write(write, json.dumps(GOOD).encode())
+    os.close(write)
+    options = ("post_block", "all", "all", "denoise", "kl", 1, 1, 0.5)
+    job = SweepJob(tiny_with_words, f"/dev/fd/{read}", str(tmp_path / "out"), *options, dry_run=True)
+    try:
+        run(job)
+    finally:
+        os.close(read)
+    (path := tmp_path / "pairs.jsonl").write_text(json.dumps(GOOD))
+    assert "1 pairs of 4 tokens, 4 sites, 4 positions, denoise" in capsys.readouterr().out
+    with pytest.raises(UsageError, match=r"--engine-arg: got max_modl_len, expected .*; near: max_model_len"):
+        run(msgspec.structs.replace(job, pairs=str(path), engine={"max_modl_len": 4}))
 
 
 def test_a_wrong_file_is_named_with_its_line(tiny_with_words, tmp_path):
@@ -143,6 +193,62 @@ def test_a_dry_run_names_a_directory_of_other_settings(plan, tiny_with_words, tm
     job = SweepJob(tiny_with_words, str(pairs), str(out), *options, dry_run=True)
     with pytest.raises(UsageError, match=f"{out}, the model: got another there, expected {tiny_with_words}; choose"):
         run(job)
+
+
+def test_a_directory_of_another_model_or_version_is_refused(tiny_with_words, tmp_path):
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(tiny_with_words, model)
+    out.mkdir()
+
+    def settings():
+        return plan_of(str(model), [GOOD], PatchOptions()).settings()
+
+    before = settings()
+    assert set(before["origin"]) == {"model's files", "version of capflow", "version of vllm"}
+    (out / "settings.json").write_text(json.dumps(before))
+    check_settings(settings(), out)
+    (model / "README.md").write_text("nothing that computes")
+    check_settings(settings(), out)
+    for name in ("config.json", "model.safetensors"):
+        path = model / name
+        times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+        os.utime(path, ns=(times[0], times[1] + 1))
+        with pytest.raises(UsageError, match=r"the model's files: got [0-9a-f]+ there, expected [0-9a-f]+; choose"):
+            check_settings(settings(), out)
+        os.utime(path, ns=times)
+    check_settings(settings(), out)
+    for name in ("capflow", "vllm"):
+        old = before | {"origin": before["origin"] | {f"version of {name}": "0.0.1"}}
+        (out / "settings.json").write_text(json.dumps(old))
+        with pytest.raises(UsageError, match=rf"the version of {name}: got 0\.0\.1 there, expected "):
+            check_settings(settings(), out)
+    assert fingerprint("someone/model-of-the-hub", types.SimpleNamespace(_commit_hash="abc")) == "abc"
+
+
+def test_a_metric_is_known_by_the_file_of_its_module(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "metrics_of_mine.py"
+    path.write_text("SCALE = 1\n\ndef f(logits, answer, wrong_answer):\n    return SCALE\n")
+    before = digests(["metrics_of_mine:f", "kl"])
+    assert digests(["metrics_of_mine:f"]) == before
+    path.write_text(path.read_text().replace("SCALE = 1", "SCALE = 2"))
+    assert digests(["metrics_of_mine:f"]).keys() == before.keys()
+    assert digests(["metrics_of_mine:f"]) != before
+    assert digests(["math:hypot"])["math:hypot"], "a built-in function has no file"
+
+
+class Thing:
+    """An object without a repr of its own."""
+
+
+def test_settings_name_objects_without_an_address():
+    for value in (Thing(), [Thing()], {"a": Thing()}, (Thing, plan_of), {Thing}):
+        assert "0x" not in described(value)
+    assert described(Thing()) == described(Thing()) == f"{__name__}:Thing"
+    assert described(plan_of) == "capflow_models.sweep.patch:plan_of"
+    assert (
+        described({"b": 1, "a": [True, "x"]}) == described({"a": [True, "x"], "b": 1}) == "{'a': [True, 'x'], 'b': 1}"
+    )
 
 
 def test_models_without_a_tokenizer_take_token_ids():
