@@ -27,6 +27,8 @@ from capflow.text import jsontext
 WEIGHTS_NAME = "sae_weights.safetensors"
 CONFIG_NAME = "cfg.json"
 
+WITHOUT_GAIN, WITH_GAIN = "whose rows lack the norm's gain", "rows with the norm's gain, as captured"
+
 _ACTIVATIONS = {"standard": "relu", "jumprelu": "jumprelu", "topk": "topk"}
 _NONE = {None, "none"}
 
@@ -152,17 +154,30 @@ def read_config(path: Path, more: Collection[str] = ()) -> SaelensConfig:
     return config
 
 
-def site_named(path: Path, field: str, name: str, do: str = "say which with --site") -> Site:
-    """Return the site with a name of TransformerLens; raise UsageError if no site has it.
+def site_named(path: Path, field: str, name: str, do: str = "say which with --site", option: str = "--site {}") -> Site:
+    """Return the site with a name of TransformerLens; raise UsageError if no site has its rows.
+
+    The rows of `hook_normalized` lack the norm's weight and bias, which those of `attn_in` and `mlp_in` have.
 
     path, field: where the name stands.
-    do: what to do about it.
+    do: what to do about a name that no site has.
+    option: how a user names the site in its place.
     """
     site = Site.of_transformer_lens(name)
     if site is None:
         expected = f"blocks.LAYER.HOOK with HOOK one of {', '.join(TRANSFORMER_LENS_NAMES.values())}"
         raise _wrong(path, field, name or "nothing", expected, do)
+    if name.endswith(".hook_normalized"):
+        raise _wrong(path, field, f"{name}, {WITHOUT_GAIN}", WITH_GAIN, if_gained(option.format(site)))
     return site
+
+
+def if_gained(option: str) -> str:
+    """Return what to do about an encoder of rows without the norm's gain.
+
+    option: how a user names the site.
+    """
+    return f"{option} is right only if the encoder expects rows with the gain: divide W_enc's rows by it first"
 
 
 def _wrong(path: Path, field: str, got: Any, expected: str, do: str = "") -> UsageError:

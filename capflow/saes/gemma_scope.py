@@ -1,8 +1,8 @@
 """Files of Gemma Scope: `params.npz` with `W_enc`, `W_dec`, `b_enc`, `b_dec` and `threshold` (arXiv:2408.05147).
 
 The activation is JumpReLU, and no `b_dec` is subtracted. The site is in the path, as Hugging Face stores it:
-`gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82/params.npz`, with `res`, `mlp` or `transcoders`. Arrays of
-Python objects are never unpickled.
+`gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82/params.npz`, with `res`, `mlp` or `transcoders`. The
+transcoders read rows without the gain of the norm before the MLP. Arrays of Python objects are never unpickled.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from capflow import limits
 from capflow.capture.site import Site
 from capflow.errors import UsageError, explain
 from capflow.probes.file import Float32s
+from capflow.probes.saelens import WITH_GAIN, WITHOUT_GAIN, if_gained
 from capflow.saes.sae import Sae
 from capflow.saes.tensors import NAME_IT, Sites, sae_of
 
@@ -68,7 +69,7 @@ class _Archive:
 def read_gemma_scope(path: Path, sites: Sites | None = None) -> Sae:
     """Return the autoencoder or transcoder in an npz file. Raises UsageError.
 
-    sites: by default those that the path names.
+    sites: by default those that the path names; a transcoder must be given them.
     """
     if sites is None:
         sites = _sites(path)
@@ -86,6 +87,8 @@ def _sites(path: Path) -> Sites:
         raise UsageError(explain(str(path), got="no site", expected=expected, do=NAME_IT))
     layer, kind = int(layers[0][1]), kinds[0][1]
     if kind == "transcoders":
-        return Sites(Site(layer, "mlp_in"), Site(layer, "mlp_out"))
+        option = f"PATH@{Site(layer, 'mlp_in')}/{Site(layer, 'mlp_out')}"
+        got = f"a transcoder, {WITHOUT_GAIN}"
+        raise UsageError(explain(str(path), got=got, expected=WITH_GAIN, do=if_gained(option)))
     site = Site(layer, "post_block" if kind == "res" else "mlp_out")
     return Sites(site, site)

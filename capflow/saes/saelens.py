@@ -27,14 +27,16 @@ TRANSCODERS = {
 def read_saelens(directory: Path, sites: Sites | None = None) -> Sae:
     """Return the autoencoder or transcoder in a directory. Raises UsageError.
 
-    sites: by default those that `cfg.json` names.
+    sites: by default those that `cfg.json` names, unless it is one whose rows lack the norm's gain.
     """
     path = directory / CONFIG_NAME
     config = read_config(path, TRANSCODERS)
     transcodes = config.architecture in TRANSCODERS
     if sites is None:
-        site = site_named(path, "hook_name", config.hook, NAME_IT)
-        sites = Sites(site, site_named(path, "hook_name_out", config.hook_out, NAME_IT) if transcodes else site)
+        target = site_named(path, "hook_name_out", config.hook_out, NAME_IT, "DIR@SITE/{}") if transcodes else None
+        option = "DIR@{}" if target is None else f"DIR@{{}}/{target}"
+        site = site_named(path, "hook_name", config.hook, NAME_IT, option)
+        sites = Sites(site, target or site)
     sites = sites.checked(str(directory), transcodes=transcodes)
     jumping = "jumprelu" in config.architecture
     file = ProbeFile(directory / WEIGHTS_NAME)

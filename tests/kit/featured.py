@@ -41,7 +41,7 @@ def saved(root):
     topk = sparsify(root / "layers.9", tensors_of("topk"))
     hooks = {"hook": "blocks.1.ln2.hook_normalized", "hook_out": "blocks.1.hook_mlp_out"}
     trans = saelens(root / "trans", tensors_of("trans"), "transcoder", **hooks)
-    return [f"jump={jump}", str(relu), f"topk={topk}@pre_attn:3", str(trans)]
+    return [f"jump={jump}", str(relu), f"topk={topk}@pre_attn:3", f"{trans}@mlp_in:1/mlp_out:1"]
 
 
 def given(sae, **features):

@@ -96,6 +96,11 @@ def test_activations_that_count_in_lengths_of_the_decoder(tmp_path):
             {},
             "hook_name: got blocks.3.attn.hook_z, expected blocks.LAY",
         ),
+        (
+            {"metadata": {"hook_name": "blocks.3.ln2.hook_normalized"}},
+            {},
+            "rows lack the norm's gain, expected rows with the norm's gain, as captured; --site mlp_in:3 is right only",
+        ),
         ({"metadata": {}}, {}, "hook_name: got nothing, expected blocks.LAYER.HOOK with HOOK one of hook_resid_pre"),
         (
             {"activation_fn_str": "topk", "activation_fn_kwargs": {"k": 3}},

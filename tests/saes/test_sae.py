@@ -12,7 +12,8 @@ from capflow.saes import sae as module
 from tests.kit.autoencoders import COUNT, WIDTH, decoded, encoded, gemma_scope, saelens, sparsify, weights
 
 ROWS = np.random.default_rng(7).normal(size=(33, WIDTH)).astype(np.float32)
-MLP = {"hook": "blocks.1.ln2.hook_normalized", "hook_out": "blocks.1.hook_mlp_out"}
+MLP = {"hook": "blocks.1.hook_resid_mid", "hook_out": "blocks.1.hook_mlp_out"}
+GAINED = "mlp_in:1/mlp_out:1"
 
 
 def made(kind, root):
@@ -24,7 +25,7 @@ def made(kind, root):
     if kind == "gemma_scope transcoder":
         tensors = weights(jumps=True)
         path = root / "gemma-scope-2b-pt-transcoders/layer_1/width_16k/average_l0_9"
-        return capflow.load_sae(gemma_scope(path, tensors) / "params.npz"), tensors, {"centred": False}
+        return capflow.load_sae(gemma_scope(path, tensors) / "params.npz", GAINED), tensors, {"centred": False}
     if kind.startswith("sparsify"):
         transcode, name = "transcoder" in kind, "layers.1.mlp" if "transcoder" in kind else "layers.1"
         tensors = weights()
@@ -52,7 +53,8 @@ KINDS = (
 def test_it_encodes_and_decodes(tmp_path, kind, monkeypatch):
     sae, tensors, how = made(kind, tmp_path)
     transcodes = "transcoder" in kind
-    sites = (Site(1, "mlp_in"), Site(1, "mlp_out")) if transcodes else (Site(1, "post_block"),) * 2
+    source = Site(1, "post_attn" if sae.where.endswith("sae") else "mlp_in")
+    sites = (source, Site(1, "mlp_out")) if transcodes else (Site(1, "post_block"),) * 2
     assert (sae.site, sae.target, sae.transcodes) == (*sites, transcodes)
     assert (sae.features, sae.width) == (COUNT, WIDTH)
     expected = encoded(tensors, ROWS, **how)

@@ -9,8 +9,9 @@ import pytest
 from safetensors.numpy import save_file
 
 import capflow
+from capflow.capture.site import Site
 from capflow.errors import UsageError
-from tests.kit.autoencoders import gemma_scope, saelens, sparsify, weights
+from tests.kit.autoencoders import encoded, gemma_scope, saelens, sparsify, weights
 
 
 def refused(path, message, site=None):
@@ -45,6 +46,33 @@ def test_what_saelens_directories_are_refused(tmp_path, config, tensors, message
     refused(saelens(tmp_path / "sae", weights() | tensors, **config), message)
 
 
+def test_what_reads_rows_without_the_norm_s_gain_must_be_given_its_site(tmp_path):
+    """With the weights divided by the gain, activations are those of the rows without it."""
+    rows, gain = np.random.default_rng(7).normal(size=(33, 16)).astype(np.float32), np.linspace(0.5, 3, 16)
+    tensors = weights(jumps=True)
+    expected = encoded(tensors, rows, centred=False)
+    path = tmp_path / "gemma-scope-2b-pt-transcoders/layer_1/width_16k/average_l0_9"
+    divided = {"W_enc": (tensors["W_enc"] / gain[:, None]).astype(np.float32)}
+    gemma_scope(path, tensors | divided)
+    right = "is right only if the encoder expects rows with the gain: divide W_enc's rows by it first$"
+    refused(path, f"got a transcoder, whose rows lack the norm's gain, expected .*; PATH@mlp_in:1/mlp_out:1 {right}")
+    sae = capflow.load_sae(f"{path}@mlp_in:1/mlp_out:1")
+    np.testing.assert_allclose(sae.encode((rows * gain).astype(np.float32)), expected, rtol=1e-4, atol=1e-5)
+    for norm, hook in (("ln1", "attn_in"), ("ln2", "mlp_in")):
+        name = f"blocks.1.{norm}.hook_normalized"
+        plain = saelens(tmp_path / norm, weights(), hook=name)
+        got = f"hook_name: got {name}, whose rows lack the norm's gain, expected rows with the norm's gain"
+        refused(plain, f"{got}, as captured; DIR@{hook}:1 {right}")
+        assert capflow.load_sae(f"{plain}@{hook}:1").site == Site(1, hook)
+        hooks = {"hook": name, "hook_out": "blocks.1.hook_mlp_out"}
+        transcoder = saelens(tmp_path / f"{norm} transcoder", weights(), "transcoder", **hooks)
+        refused(transcoder, f"{got}, as captured; DIR@{hook}:1/mlp_out:1 {right}")
+    into = {"hook": "blocks.1.hook_resid_mid", "hook_out": "blocks.1.ln2.hook_normalized"}
+    refused(
+        saelens(tmp_path / "into", weights(), "transcoder", **into), f"hook_name_out: got .*; DIR@SITE/mlp_in:1 {right}"
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "config", "message"),
     [
@@ -54,7 +82,12 @@ def test_what_saelens_directories_are_refused(tmp_path, config, tensors, message
         ("layers.1", {"k": None}, "cfg.json: got Expected `int`"),
         ("mine", {}, "mine: got no site, expected a directory called as its module, such as layers.12.mlp; name the s"),
         ("layers.1", {"transcode": True}, "got no site"),
-        ("layers.1.mlp", {"skip_connection": True}, "tensors: got W_dec, b_dec, encoder.bias, encoder.weight, expect"),
+        ("layers.1", {"skip_connection": True}, "skip_connection: got true without transcode, expected both; if it is"),
+        (
+            "layers.1.mlp",
+            {"skip_connection": True, "transcode": True},
+            "tensors: got W_dec, b_dec, encoder.bias, encoder.weight, expect",
+        ),
     ],
 )
 def test_what_sparsify_directories_are_refused(tmp_path, name, config, message):
@@ -126,7 +159,7 @@ def test_activations_are_those_of_sae_lens(tmp_path):
 
     rows = np.random.default_rng(7).normal(size=(33, 16)).astype(np.float32)
     transcoder = {"d_out": 16, "apply_b_dec_to_input": False}
-    hooks = {"hook_name": "blocks.1.ln2.hook_normalized", "hook_name_out": "blocks.1.hook_mlp_out"}
+    hooks = {"hook_name": "blocks.1.hook_resid_mid", "hook_name_out": "blocks.1.hook_mlp_out"}
     for number, (architecture, config) in enumerate(
         (
             ("standard", {}),

@@ -32,7 +32,7 @@ def saes(tmp_path_factory):
         "mood": capflow.load_sae(f"{gemma_scope(root / 'mood', weights(jumps=True))}@post_block:1"),
         "plain": capflow.load_sae(saelens(root / "plain", weights(seed=1))),
         "topk": capflow.load_sae(saelens(root / "topk", weights(), "topk", k=3)),
-        "trans": capflow.load_sae(saelens(root / "trans", weights(), "transcoder", **hooks)),
+        "trans": capflow.load_sae(saelens(root / "trans", weights(), "transcoder", **hooks), "mlp_in:1/mlp_out:1"),
     }
     check_steers(made, INFO)
     return made
