@@ -74,6 +74,10 @@ def _config(path: Path) -> _Config:
     for name in _UNREAD:
         if getattr(config, name):
             raise UsageError(explain(f"{path}: {name}", got="true", expected="false: it changes the activations"))
+    if config.skip_connection and not config.transcode:
+        # The file does not say then whether another site is reconstructed, and whether `b_dec` is subtracted.
+        do = 'if it is a transcoder that subtracts no b_dec, add "transcode": true'
+        raise UsageError(explain(f"{path}: skip_connection", got="true without transcode", expected="both", do=do))
     if config.k < 1:
         raise UsageError(explain(f"{path}: k", got=config.k, expected="how many features are active at once"))
     return config
