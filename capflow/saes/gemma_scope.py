@@ -7,10 +7,14 @@ transcoders read rows without the gain of the norm before the MLP. Arrays of Pyt
 
 from __future__ import annotations
 
+import lzma
+import math
 import re
+import tokenize
 import zipfile
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,24 +31,34 @@ FILE_NAME = "params.npz"
 _ARRAYS = ("W_enc", "W_dec", "b_enc", "b_dec", "threshold")
 _LAYER = re.compile(r"layer_(\d{1,4})")
 _KIND = re.compile(r"gemma-scope-.*-(res|mlp|transcoders)$")
+# The types of its functions are not declared.
+_NPY: Any = np.lib.format
+
+# What reading an archive raises.
+_DAMAGED = (
+    *(OSError, ValueError, EOFError, KeyError, RuntimeError, SyntaxError, tokenize.TokenError),
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
+)
 
 
 class _Archive:
     """The arrays in an npz file, as float32."""
 
     def __init__(self, path: Path) -> None:
-        self.where = str(path)
+        self.where, nbytes = str(path), 0
         try:
             with zipfile.ZipFile(path) as archive:
-                nbytes = sum(entry.file_size for entry in archive.infolist())
-            if nbytes > limits.SAE_BYTES_MAX:
-                raise self.wrong("the arrays", f"{nbytes:,} bytes", f"at most {limits.SAE_BYTES_MAX:,}")
-            with np.load(path, allow_pickle=False) as arrays:
-                self._check_names(set(arrays.files))
-                self.tensors = {name: self._float32(name, arrays[name]) for name in _ARRAYS}
+                entries = {entry.filename: entry for entry in archive.infolist()}
+                nbytes = sum(entry.file_size for entry in entries.values())
+                if nbytes > limits.SAE_BYTES_MAX:
+                    raise self.wrong("the arrays", f"{nbytes:,} bytes", f"at most {limits.SAE_BYTES_MAX:,}")
+                self._check_names(set(entries))
+                self.tensors = {name: self._float32(name, archive, entries[f"{name}.npy"]) for name in _ARRAYS}
         except UsageError:
             raise
-        except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError) as e:
+        except MemoryError as e:
+            raise self.wrong("the arrays", f"{nbytes:,} bytes", "as much free memory") from e
+        except _DAMAGED as e:
             got = e.strerror or str(e) if isinstance(e, OSError) else str(e)
             raise UsageError(explain(self.where, got=got or type(e).__name__, expected="an npz file of arrays")) from e
 
@@ -53,14 +67,28 @@ class _Archive:
         return UsageError(explain(f"{self.where}: {field}", got=got, expected=expected))
 
     def _check_names(self, names: set[str]) -> None:
-        if names != set(_ARRAYS):
-            raise self.wrong("arrays", ", ".join(sorted(names)[:8]) or "none", ", ".join(_ARRAYS))
+        if names != {f"{name}.npy" for name in _ARRAYS}:
+            got = ", ".join(sorted(name.removesuffix(".npy") for name in names)[:8])
+            raise self.wrong("arrays", got or "none", ", ".join(_ARRAYS))
 
-    def _float32(self, name: str, array: np.ndarray) -> Float32s:
-        if array.dtype.kind != "f":
-            raise self.wrong(name, f"dtype {array.dtype}", "floating-point numbers")
+    def _float32(self, name: str, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Float32s:
+        if entry.flag_bits & 1:
+            raise self.wrong(name, "an encrypted array", "a plain one")
+        with archive.open(entry) as file:
+            version = _NPY.read_magic(file)
+            # Of later versions are arrays with fields; their headers may be of any length.
+            if version != (1, 0):
+                raise self.wrong(name, f"npy version {version[0]}.{version[1]}", "1.0")
+            shape, _, dtype = _NPY.read_array_header_1_0(file)
+            if dtype.kind != "f":
+                raise self.wrong(name, f"dtype {dtype}", "floating-point numbers")
+            nbytes, rest = math.prod(shape) * dtype.itemsize, entry.file_size - file.tell()
+            if min(shape, default=0) < 0 or nbytes != rest:
+                raise self.wrong(name, f"{rest:,} bytes of shape {list(shape)}, {dtype}", f"{nbytes:,}")
+        with archive.open(entry) as file:
+            array = _NPY.read_array(file, allow_pickle=False)
         with np.errstate(over="ignore"):
-            values = array.astype(np.float32, copy=False)
+            values: Float32s = array.astype(np.float32, copy=False)
         if not np.isfinite(values).all():
             raise self.wrong(name, "NaN or infinity", "finite numbers")
         return values

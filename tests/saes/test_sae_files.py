@@ -3,6 +3,7 @@
 import json
 import pickle
 import re
+import zipfile
 
 import numpy as np
 import pytest
@@ -110,12 +111,77 @@ def one_line_at_most(path):
     return True
 
 
+def npy(shape, data=b"", dtype="<f4", version=(1, 0)):
+    """Return the bytes of an npy file with any header."""
+    header = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}}}\n".encode()
+    return b"\x93NUMPY" + bytes(version) + len(header).to_bytes(2 if version == (1, 0) else 4, "little") + header + data
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            npy((10**9, 10**6), bytes(64)),
+            r"b_enc: got 64 bytes of shape \[1000000000, 1000000\], float32, expected 4,0",
+        ),
+        (npy((-1, -16), bytes(64)), r"b_enc: got 64 bytes of shape \[-1, -16\]"),
+        (npy((24,), bytes(92)), r"b_enc: got 92 bytes of shape \[24\], float32, expected 96"),
+        (npy((24,), bytes(96), version=(2, 0)), r"b_enc: got npy version 2.0, expected 1.0"),
+        (npy((24,), bytes(96), dtype="|O"), "b_enc: got dtype object, expected floating-point numbers"),
+        (npy("24, 'x'", bytes(96)), "params.npz: got .*, expected an npz file of arrays"),
+        (b"no", "params.npz: got .*, expected an npz file of arrays"),
+    ],
+)
+def test_a_header_that_lies_allocates_nothing(tmp_path, content, message):
+    tensors = weights(jumps=True)
+    with zipfile.ZipFile(tmp_path / "params.npz", "w") as archive:
+        for name, tensor in tensors.items():
+            with archive.open(f"{name}.npy", "w") as file:
+                file.write(content) if name == "b_enc" else np.lib.format.write_array(file, tensor)
+    refused(tmp_path / "params.npz", message, "post_block:1")
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_damaged_or_encrypted_member_is_one_line(tmp_path, method):
+    path, tensors = tmp_path / "params.npz", weights(jumps=True)
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for name, tensor in tensors.items():
+            with archive.open(f"{name}.npy", "w") as file:
+                np.lib.format.write_array(file, tensor)
+    assert capflow.load_sae(path, "post_block:1").features == 24
+    whole = path.read_bytes()
+    for place in range(40, len(whole), 97):
+        damaged = bytearray(whole)
+        damaged[place] ^= 0xFF
+        path.write_bytes(damaged)
+        assert one_line_at_most(path)
+    # The first bit of the flags of a member, in its own header and in the directory.
+    encrypted = bytearray(whole)
+    for start, offset in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        encrypted[whole.index(start) + offset] |= 1
+    path.write_bytes(encrypted)
+    refused(path, "params.npz: W_enc: got an encrypted array, expected a plain one", "post_block:1")
+
+
+def test_a_file_that_memory_has_no_room_for_is_one_line(tmp_path, monkeypatch):
+    path = gemma_scope(tmp_path / "sae", weights(jumps=True))
+
+    def no_room(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(np.lib.format, "read_array", no_room)
+    refused(path, r"params.npz: the arrays: got 3,\d+ bytes, expected as much free memory", "post_block:1")
+
+
 def test_what_archives_are_refused(tmp_path, monkeypatch):
     def archive(name, **tensors):
         return f"{gemma_scope(tmp_path / name, weights(jumps=True) | tensors)}@post_block:1"
 
     refused(archive("more", extra=np.ones(1, np.float32)), "arrays: got .*extra")
-    refused(archive("object", b_enc=np.array([Harmful()], object)), "Object arrays cannot be loaded when allow_pickle")
+    refused(
+        archive("object", b_enc=np.array([Harmful()], object)),
+        "b_enc: got dtype object, expected floating-point numbers",
+    )
     refused(archive("ints", b_enc=np.ones(24, np.int64)), "b_enc: got dtype int64, expected floating-point numbers")
     refused(archive("inf", b_enc=np.full(24, np.inf)), "b_enc: got NaN or infinity, expected finite numbers")
     refused(archive("large", b_enc=np.full(24, 1e300)), "b_enc: got NaN or infinity, expected finite numbers")
