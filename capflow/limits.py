@@ -48,7 +48,7 @@ STEERING_MODULES_MAX = 64  # modules that one request names
 # Clamps of one request at one site and position, with those of its modules and of the global state. Each costs a pass
 # over the row.
 CLAMPS_AT_SITE_MAX = 64
-FEATURES_STEERED_MAX = 4_096  # SAE features of one autoencoder that one request names
+FEATURES_STEERED_MAX = 4_096  # SAE features that one request, a module or the global state names, in all its tiers
 FEATURES_SET_MAX = 16  # SAE features that one request sets at one site and position, with those of its modules
 GATE_NAME_LENGTH_MAX = 64  # characters
 GATES_MAX = 8  # gates of one request, with those of its modules and of the global state

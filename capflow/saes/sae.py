@@ -136,11 +136,15 @@ class Sae:
 
     def feature(self, number: int, where: str = "feature") -> Feature:
         """Return a feature. Raises UsageError if there is none of this number; `where` names the field."""
-        if not 0 <= number < self.features:
-            raise UsageError(explain(where, got=number, expected=f"a feature of {self.where}, 0..{self.features - 1}"))
+        self.check_feature(number, where)
         encoder = self.encoder[number]
         bias = float(self.bias[number]) - float(encoder.astype(np.float64) @ self.centre.astype(np.float64))
         return Feature(encoder, bias, float(self.thresholds[number]), self.decoder[number])
+
+    def check_feature(self, number: int, where: str = "feature") -> None:
+        """Raise UsageError if there is no feature of this number; `where` names the field."""
+        if not 0 <= number < self.features:
+            raise UsageError(explain(where, got=number, expected=f"a feature of {self.where}, 0..{self.features - 1}"))
 
     def check_reads(self, info: ModelInfo) -> None:
         """Raise UsageError unless the site that it reads is a tapped one of this model."""

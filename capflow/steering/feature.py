@@ -110,21 +110,35 @@ def parse_features(value: Any, tier: str = "base", *, where: str = "steering_fea
     `what` is the coefficient of the decoder's row, `{"add": coefficient}`, or `{"set": value, "strength": 1.0}`; both
     mappings may have `"gate": name`. A gate beside `features` is for all of them that name none.
 
-    Raises UsageError with the field first. Parsed features are returned unchanged.
+    Raises UsageError with the field first. Parsed features of this tier are returned unchanged.
     """
     if isinstance(value, list | tuple) and value and all(isinstance(each, FeatureUse) for each in value):
+        for use in value:
+            if use.tier != tier:
+                got = f"feature {use.number} of the tier {use.tier}"
+                raise UsageError(explain(where, got=got, expected=f"features of the tier {tier}"))
+        check_count(value, where)
         return tuple(value)
     if not isinstance(value, Mapping | list | tuple):
         raise UsageError(explain(where, got=reprlib.repr(value), expected=f"a mapping like {_EXAMPLE}"))
     uses: list[FeatureUse] = []
     for field, entry in plain.one_or_several(value, where, "features of an autoencoder"):
         uses += _of_sae(entry, tier, field)
+        check_count(uses, where)
     seen: set[tuple[str, int]] = set()
     for use in uses:
         if (use.sae, use.number) in seen:
             raise UsageError(explain(use.where, got=f"feature {use.number} twice", expected="each feature once"))
         seen.add((use.sae, use.number))
     return tuple(uses)
+
+
+def check_count(uses: Sequence[FeatureUse], where: str = "steering_features") -> None:
+    """Raise UsageError if there are too many features. where: the field that holds them."""
+    if len(uses) > limits.FEATURES_STEERED_MAX:
+        got = f"{len(uses):,} features"
+        expected = f"at most {limits.FEATURES_STEERED_MAX:,}, with those of all autoencoders and of all tiers"
+        raise UsageError(explain(where, got=got, expected=expected))
 
 
 def check_tiers(uses: Sequence[FeatureUse]) -> None:

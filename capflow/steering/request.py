@@ -25,7 +25,7 @@ from capflow.capture.site import Site, refusal_of_fixed
 from capflow.errors import UsageError, explain
 from capflow.steering import plain
 from capflow.steering.clamp import Clamp, parse_clamps
-from capflow.steering.feature import FeatureUse, SetFeature, check_tiers, parse_features
+from capflow.steering.feature import FeatureUse, SetFeature, check_count, check_tiers, parse_features
 from capflow.steering.gate import SteeringGate, check_names, parse_gates
 from capflow.steering.patch import Patch, parse_patches
 from capflow.steering.vector import SteeringVector, parse_steering
@@ -127,6 +127,7 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
             if (features := f"{prefix}steering_features") in fields:
                 uses += parse_features(fields[features], tier, where=f"{before}{features}")
+                check_count(uses, f"{before}{features}")
         check_tiers(uses)
         patches, gates = "steering_patches", "steering_gates"
         steering = cls(

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import capflow
 from capflow.capture.site import HOOKS, Site, layers_by_hook
 from capflow.errors import CapflowError, UsageError, explain
+from capflow.steering.feature import SetFeature
 from capflow.steering.request import Steering
 from capflow_engine.llm.llm import LLM
 from capflow_engine.request.params import sampling_params
@@ -152,7 +153,18 @@ def _vllm_prompt(prompt: Prompt) -> Any:
 
 
 def _fields(steering: Steering) -> dict[str, Any]:
-    """Return a steering as keyword arguments of `sampling_params`, without empty ones."""
+    """Return a steering as keyword arguments of `sampling_params`, without empty ones.
+
+    Raises UsageError for features that are resolved: a request names features by their autoencoder.
+    """
+    for field, part in steering.parts():
+        if isinstance(part, SetFeature):
+            at, do = f"{field}.{part.hook}.{part.layer}", "leave it to the engine to resolve them"
+            expected = "features by the name of their autoencoder"
+            raise UsageError(explain(at, got="a feature that is resolved", expected=expected, do=do))
+    features = {
+        tier: tuple(use for use in steering.features if use.tier == tier) for tier in ("base", "prefill", "decode")
+    }
     fields = {
         "steering_vectors": steering.base.vectors,
         "prefill_steering_vectors": steering.prefill.vectors,
@@ -160,7 +172,9 @@ def _fields(steering: Steering) -> dict[str, Any]:
         "steering_clamps": steering.base.clamps,
         "prefill_steering_clamps": steering.prefill.clamps,
         "decode_steering_clamps": steering.decode.clamps,
-        "steering_features": steering.features,
+        "steering_features": features["base"],
+        "prefill_steering_features": features["prefill"],
+        "decode_steering_features": features["decode"],
         "steering_patches": steering.patches,
         "steering_gates": steering.gates,
         "steering_name": {use.name: use.scale for use in steering.modules},

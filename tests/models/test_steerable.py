@@ -10,7 +10,8 @@ import transformers
 
 from capflow.capture.site import HOOKS, Site
 from capflow.errors import UsageError
-from capflow.steering.request import Steering
+from capflow.steering.feature import SetFeature, parse_features
+from capflow.steering.request import Steering, Tier
 from capflow_models import (
     AblationSpec,
     LayerSteeringSpec,
@@ -58,6 +59,20 @@ def reference(tiny):
 
 def unit(vector):
     return torch.tensor(vector, dtype=torch.float64) / np.linalg.norm(vector.astype(np.float64))
+
+
+def test_features_are_fields_of_their_tiers_unless_they_are_resolved():
+    from capflow_models.vllm_model import _fields
+
+    uses = {
+        f"{tier}steering_features": parse_features({"sae": "mood", "features": {7: 2.0, set_one: {"set": 0}}}, name)
+        for tier, name, set_one in (("", "base", 8), ("prefill_", "prefill", 9), ("decode_", "decode", 9))
+    }
+    assert _fields(Steering.parse(uses)) == uses
+    row = np.ones(4, np.float32).tobytes()
+    tier = Tier(features=(SetFeature(1, "post_block", row, row, 0.0, 0.0, 1.0),))
+    with pytest.raises(UsageError, match=r"^decode_steering_features.post_block.1: got a feature that is resolved"):
+        _fields(Steering(decode=tier))
 
 
 def placed(layer, hook):

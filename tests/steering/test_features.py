@@ -11,6 +11,7 @@ from capflow import limits
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site
 from capflow.errors import UsageError
+from capflow.saes import resolve
 from capflow.saes.resolve import check_steers, resolved
 from capflow.steering.compiler import SiteError, program_of, with_vectors
 from capflow.steering.compose import merged, own, scaled
@@ -53,7 +54,12 @@ def test_every_form_says_the_same():
         (7, 0.0, True, 1.0, "decode"),
         (8, 2.0, True, 0.5, "decode"),
     ]
-    assert Steering.parse({FIELD: uses}).features == uses
+    assert Steering.parse({f"decode_{FIELD}": uses}).features == uses
+    for field in (FIELD, f"prefill_{FIELD}"):
+        with pytest.raises(
+            UsageError, match=f"^{field}: got feature 7 of the tier decode, expected features of the tier"
+        ):
+            Steering.parse({field: uses})
 
 
 @pytest.mark.parametrize(
@@ -131,6 +137,64 @@ def test_an_add_is_the_vector_that_it_stands_for(saes):
     assert compiled(saes, {FIELD: features(f3=2.0)}).id == by_hand.id
 
 
+def test_the_features_that_a_tier_adds_at_a_site_are_one_vector_a_gate(saes, monkeypatch):
+    monkeypatch.setattr(resolve, "_ROWS", 2)
+    gate = {"hook": "mlp_in", "layer": 1, "vector": np.ones(16), "threshold": 0}
+    mood = {f"f{n}": 0.25 * n - 1 for n in range(24)}
+    gated = {"sae": "plain", "features": {2: 1, 3: {"add": 2}}, "gate": "g"}
+    fields = {
+        "steering_gates": {"g": gate},
+        "steering_vectors": {"post_block": {1: np.arange(16)}, "mlp_in": {1: np.ones(16)}},
+        FIELD: [
+            features(**mood),
+            {"sae": "plain", "features": {5: -3, 6: 0.1}},
+            gated,
+            {"sae": "trans", "features": {1: 2}},
+        ],
+        f"decode_{FIELD}": features(f3=1, f4=2),
+    }
+    steering = resolved(Steering.parse(fields), saes)
+    mine, plain, trans = (saes[name].decoder.astype(np.float64) for name in ("mood", "plain", "trans"))
+    expected = {
+        ("mlp_in:1", ""): np.ones(16),
+        ("post_block:1", ""): np.array(list(mood.values())) @ mine - 3 * plain[5] + 0.1 * plain[6] + np.arange(16),
+        ("post_block:1", "g"): plain[2] + 2 * plain[3],
+        ("mlp_out:1", ""): 2 * trans[1],
+    }
+    vectors = {(str(vector.site), vector.gate): vector.array(np.float64) for vector in steering.base.vectors}
+    assert len(steering.base.vectors) == len(vectors)
+    assert vectors.keys() == expected.keys()
+    for key, vector in vectors.items():
+        np.testing.assert_allclose(vector, expected[key], rtol=1e-13, atol=1e-13)
+    (decode,) = steering.decode.vectors
+    np.testing.assert_allclose(decode.array(np.float64), mine[3] + 2 * mine[4], rtol=1e-13)
+    assert steering.prefill.vectors == ()
+
+
+def test_a_sum_of_nothing_has_the_scale_that_removes_a_vector(saes):
+    (vector,) = resolved(Steering.parse({FIELD: features(f3=0, f4=0)}), saes).base.vectors
+    assert vector.scale == 0.0
+    assert compiled(saes, {FIELD: features(f3=0, f4=0)}) is None
+
+
+def test_the_features_of_a_request_are_counted_over_all_entries_and_tiers(saes):
+    half = limits.FEATURES_STEERED_MAX // 2
+    lower, upper = ({"sae": "mood", "features": dict.fromkeys(range(first, first + half), 1.0)} for first in (0, half))
+    one = {"sae": "plain", "features": {0: 1}}
+    Steering.parse({FIELD: [lower, upper]})
+    expected = "got 4,097 features, expected at most 4,096, with those of all autoencoders and of all tiers"
+    for fields, field in (
+        ({FIELD: [lower, upper, one]}, FIELD),
+        ({FIELD: [lower, upper], f"decode_{FIELD}": one}, f"decode_{FIELD}"),
+    ):
+        with pytest.raises(UsageError, match=f"^{field}: {expected}"):
+            Steering.parse(fields)
+    uses = tuple(FeatureUse("mood", 0, 1.0) for _ in range(2 * half + 1))
+    for refused in (lambda: Steering.parse({FIELD: uses}), lambda: resolved(Steering(features=uses), saes)):
+        with pytest.raises(UsageError, match=f"^{FIELD}: {expected}"):
+            refused()
+
+
 def test_everything_of_a_feature_is_part_of_the_key(saes):
     different = [
         {FIELD: features(f3={"set": 1.5})},
@@ -169,8 +233,10 @@ def test_what_cannot_be_set_is_refused(saes):
         compiled(saes, {FIELD: features(**many)})
     with pytest.raises(UsageError, match="3: got a feature of autoencoder mood, expected one of an engine that knows"):
         program_of(16, [Steering.parse({FIELD: features(f3=1)})])
-    with pytest.raises(UsageError, match=r"features.3: got 3e\+38 times a row of numbers up to .*, expected a product"):
-        compiled(saes, {FIELD: features(f3=3e38)})
+    with pytest.raises(
+        UsageError, match=r"features.3: got 3e\+38, so that a sum of 2 features has .*, expected a sum of"
+    ):
+        compiled(saes, {FIELD: features(f3=3e38, f4=1)})
     for ops in ([Op(SET, 0)], [Op(ENCODE, 0)], [Op(SET, 0), Op(ENCODE, 0)], [Op(ENCODE, 0), Op(SET, 0, owner=1)]):
         program = SteeringProgram(16, bytes(64), (b"x" * 16,), (SiteOps(1, "post_block", tuple(ops)),))
         with pytest.raises(UsageError, match="got features that are not in pairs at post_block:1"):
