@@ -332,6 +332,8 @@ def _set_features(hidden_size: int, tiers: Sequence[_OwnedTier], rows: _Rows) ->
     for tier, part in tiers:
         for feature in tier.features:
             _check_width(feature, "steering_features", hidden_size)
+            if not abs(feature.strength) <= NUMBER_MAX:
+                raise SiteError.too_large(feature.site, "features", f"a strength of {feature.strength:g}")
             if feature.strength == 0.0:
                 continue
             encoder, decoder = (rows.number(np.frombuffer(row, np.float32)) for row in (feature.encoder, feature.data))

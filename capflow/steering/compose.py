@@ -146,8 +146,8 @@ def with_clamps(
 def merged(program: SteeringProgram | None, other: SteeringProgram) -> SteeringProgram:
     """Return a program that also does what another one does, after the same kind of operations at each site.
 
-    The other has gates and owners of its own beside the program's. Raises UsageError if there are too many gates, or
-    too many clamps or operations at a site.
+    The other has gates and owners of its own beside the program's. Raises UsageError if there are too many gates, too
+    many clamps or operations at a site, or if both set one feature there.
     """
     if program is None:
         return other
@@ -185,9 +185,23 @@ def merged(program: SteeringProgram | None, other: SteeringProgram) -> SteeringP
         gates=(*program.gates, *other.gates),
         owners=owners,
     )
+    if (site := _set_twice((*made.prefill, *made.decode))) is not None:
+        do = "set it in one place: the request, a module, the global state, or a controller"
+        at = f"steering_features.{site.hook}.{site.layer}"
+        raise UsageError(explain(at, got="a feature set twice", expected="each feature once", do=do))
     if not fits(made):
         raise UsageError(explain("steering", got="too many operations at one site", expected="fewer"))
     return made
+
+
+def _set_twice(sites: Sequence[SiteOps]) -> SiteOps | None:
+    """Return a site at which a feature is set twice; None if there is none."""
+    for site in sites:
+        rows = ([op.row for op in site.ops if op.kind == kind] for kind in (ENCODE, SET))
+        pairs = list(zip(*rows, strict=True))
+        if len(set(pairs)) < len(pairs):
+            return site
+    return None
 
 
 def _order(op: Op) -> tuple[int, int]:

@@ -272,9 +272,12 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
             do = "make the program with capflow.steering.program.program_of"
             raise UsageError(explain("steering", got="an operation on no row", expected=expected, do=do))
         self._check_gates(sites)
+        do = "make the program with capflow.steering.program.program_of"
+        for position, steered in self.patched:
+            if any(op.kind in (ENCODE, SET) for site in steered for op in site.ops):
+                raise UsageError(explain("steering", got=f"a feature that is set at position {position} alone", do=do))
         for layer, hook, ops in sites:
             if not _paired(ops):
-                do = "make the program with capflow.steering.program.program_of"
                 raise UsageError(explain("steering", got=f"features that are not in pairs at {hook}:{layer}", do=do))
         if self.longest > limits.SITE_OPS_MAX:
             expected = f"at most {limits.SITE_OPS_MAX} at one site and position"

@@ -216,6 +216,11 @@ def test_programs_with_features_are_scaled_merged_and_added_to(saes):
     both = merged(one, other)
     both.check(INFO)
     assert kinds(both.prefill) == {"post_block:1": [ENCODE, ENCODE, SET, SET]}
+    for again in (one, compiled(saes, {f"decode_{FIELD}": features(f3={"set": 7.0, "strength": 0.5})})):
+        with pytest.raises(
+            UsageError, match=r"^steering_features.post_block.1: got a feature set twice, expected each"
+        ):
+            merged(both, again)
     assert both.prefill == merged(None, compiled(saes, {FIELD: features(f3={"set": 1.0}, f4={"set": 2.0})})).prefill
     (site,) = scaled(one, {"request": 0.5}).prefill
     assert [op.amount for op in site.ops] == [1.0, 0.5]
@@ -228,6 +233,11 @@ def test_programs_with_features_are_scaled_merged_and_added_to(saes):
 def test_what_cannot_be_set_is_refused(saes):
     with pytest.raises(SiteError, match="got a feature set twice, expected each feature once; set it in one place"):
         compiled(saes, {FIELD: features(f3={"set": 1})}, {FIELD: features(f3={"set": 2})})
+    set_by_3 = resolved(Steering.parse({FIELD: features(f3={"set": 1, "strength": 3})}), saes)
+    for scale in (3e38, -math.inf, math.nan):
+        scaled_by = msgspec.structs.replace(set_by_3, base=set_by_3.base.scaled(scale))
+        with pytest.raises(SiteError, match=r"post_block.1: got a strength of .*, expected at most 3.4e\+38"):
+            program_of(16, [scaled_by])
     many = {f"f{n}": {"set": 0} for n in range(limits.FEATURES_SET_MAX + 1)}
     with pytest.raises(SiteError, match="got 17 features that are set, expected at most 16"):
         compiled(saes, {FIELD: features(**many)})
@@ -241,3 +251,6 @@ def test_what_cannot_be_set_is_refused(saes):
         program = SteeringProgram(16, bytes(64), (b"x" * 16,), (SiteOps(1, "post_block", tuple(ops)),))
         with pytest.raises(UsageError, match="got features that are not in pairs at post_block:1"):
             program.check(INFO)
+    pair = (SiteOps(1, "post_block", (Op(ENCODE, 0), Op(SET, 0))),)
+    with pytest.raises(UsageError, match="got a feature that is set at position 2 alone; make the program with"):
+        SteeringProgram(16, bytes(64), (b"x" * 16,), patched=((2, pair),)).check(INFO)

@@ -26,7 +26,7 @@ import torch
 
 from capflow.capture.site import Site
 from capflow.errors import CapflowError, explain
-from capflow.limits import SITE_OPS_MAX
+from capflow.limits import FEATURES_SET_MAX, SITE_OPS_MAX
 from capflow.steering.program import ENCODE, SET, UNGATED, Op, SteeringProgram
 from capflow_engine.steering.budget import Configuration, Configured, Size
 
@@ -158,6 +158,9 @@ class Bank:
         if longest > SITE_OPS_MAX:
             expected = f"at most {SITE_OPS_MAX} at one site and position"
             raise CapflowError(explain("steering bank", got=f"{longest} operations", expected=expected))
+        if (sets := max(sum(op.kind == SET for op in each) for _, each in ops)) > FEATURES_SET_MAX:
+            expected = f"at most {FEATURES_SET_MAX} at one site and position"
+            raise CapflowError(explain("steering bank", got=f"{sets} features that are set", expected=expected))
         self.writes += 1
         digests = {program.digests[op.row]: op.row for _, each in ops for op in each}
         new = [digest for digest in digests if digest not in self._row_of]

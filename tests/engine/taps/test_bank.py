@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from capflow.capture.site import Site
 from capflow.errors import CapflowError
+from capflow.limits import FEATURES_SET_MAX
 from capflow.steering.compiler import program_of
 from capflow.steering.patch import Patch
+from capflow.steering.program import ENCODE, SET, Op, SiteOps, SteeringProgram
 from capflow.steering.request import Steering, Tier
 from capflow.steering.vector import SteeringVector
 from capflow_engine.steering.budget import Holdings, Size, needs_of
@@ -51,6 +53,21 @@ def test_equal_configurations_share_a_slot_until_the_last_holder_is_gone():
     assert len(it) == 1
     it.release(other)
     assert len(it) == 0
+
+
+def test_more_features_than_an_op_has_places_for_are_refused_and_take_nothing():
+    def setting(count):
+        ops = (*(Op(ENCODE, 0, low=float(n), high=0.0) for n in range(count)), *(Op(SET, 0) for _ in range(count)))
+        sites = (SiteOps(*SITES[0], ops),)
+        return SteeringProgram(WIDTH, np.ones(WIDTH, np.float32).tobytes(), (b"x" * 16,), sites, sites)
+
+    it = bank(ops=128)
+    with pytest.raises(
+        CapflowError, match="got 17 features that are set, expected at most 16 at one site and position"
+    ):
+        it.acquire(setting(FEATURES_SET_MAX + 1), 5)
+    assert len(it) == it.writes == 0
+    it.acquire(setting(FEATURES_SET_MAX), 5)
 
 
 def test_a_row_of_two_configurations_is_kept_once():
