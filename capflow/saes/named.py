@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import xxhash
 
 from capflow import limits
 from capflow.errors import UsageError, explain
@@ -35,3 +37,12 @@ def load_saes(given: str | Sequence[str], where: str) -> dict[str, Sae]:
             raise UsageError(explain(where, got=f"{name} twice", expected=expected, do="give names: NAME=PATH"))
         saes[name] = load_sae(path)
     return saes
+
+
+def digest_of(saes: Mapping[str, Sae]) -> str:
+    """Return a number of autoencoders' names, sites and weights, in hexadecimal; it differs if one of these does."""
+    digest = xxhash.xxh3_64()
+    for name, sae in sorted(saes.items()):
+        digest.update(f"{len(name)} {name} {sae.site} {sae.target} {sae.digest} {sae.decoder.shape}".encode())
+        digest.update(sae.decoder.data)
+    return digest.hexdigest()

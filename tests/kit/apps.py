@@ -20,8 +20,12 @@ SITES = tuple(Site(layer, "post_block") for layer in range(3))
 LIMIT = 100_000
 
 
-def server(directory, keys=Keys(open=True), hubs=("ipc:///nowhere",), spares=0):  # noqa: B008 - it is frozen
-    """An app with capflow's routes, as vLLM makes it. hubs: the addresses of the engine's; the last ones are spare."""
+def server(directory, keys=Keys(open=True), hubs=("ipc:///nowhere",), spares=0, **serving):  # noqa: B008 - it is frozen
+    """An app with capflow's routes, as vLLM makes it.
+
+    hubs: the addresses of the engine's; the last ones are spare.
+    serving: further parts of `Serving`.
+    """
     app = FastAPI()
     app.state.args = Namespace(log_error_stack=False, api_key=None, ssl_certfile=None)
     plugin = Plugin()
@@ -43,7 +47,7 @@ def server(directory, keys=Keys(open=True), hubs=("ipc:///nowhere",), spares=0):
     )
     given = _Generate()
     app.state.engine_client = engine = SimpleNamespace(vllm_config=config, generate=given, check_health=_well)
-    args = Namespace(capflow=Serving(directory, keys, LIMIT))
+    args = Namespace(capflow=Serving(directory, keys, LIMIT, **serving))
     asyncio.run(plugin.init_state(engine, app.state, args))
     client = TestClient(app)
     client.engine = engine

@@ -19,7 +19,6 @@ from capflow import limits
 from capflow.buffers.newest import keep_newest
 from capflow.capture.result import joined
 from capflow.errors import UsageError, explain
-from capflow.saes.named import load_saes
 from capflow.serve_options import SAE
 from capflow.steering.program import SteeringProgram
 from capflow.steering.request import NOTHING
@@ -34,6 +33,7 @@ from capflow_engine.settings import Settings
 from capflow_engine.steering.applied import NOTHING_KEY, Dynamic, dynamic_key
 from capflow_engine.steering.budget import Size
 from capflow_engine.steering.fit import Fit
+from capflow_engine.steering.saes import load_again
 from capflow_engine.steering.sharing import Sharing
 from capflow_engine.steering.store import SteeringStore
 
@@ -46,7 +46,7 @@ class Front:
         self.info = compat.model_info(vllm_config)
         requests_max = vllm_config.scheduler_config.max_num_seqs
         size = Size.of(self.settings.steering_bank_bytes, self.info.hidden_size, requests_max)
-        self.fit = Fit(self.info, size, load_saes(serving.saes, SAE))
+        self.fit = Fit(self.info, size, load_again(serving.saes, self.info, serving.saes_digest, SAE))
         self.store = SteeringStore(serving.directory, self.fit.check, self.fit.resolved)
         self.sharing = Sharing.start(self.settings, self.store)
         self.keys = serving.keys

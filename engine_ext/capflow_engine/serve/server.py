@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from capflow import limits
 from capflow.capture.model import ModelInfo
 from capflow.errors import CapflowError, UsageError, explain
+from capflow.saes.named import digest_of
 from capflow.serve_options import GRPC_PORT, SAE, engine_options, flags
 from capflow.steering.request import Steering
 from capflow.system.runtime import private_directory
@@ -108,15 +109,16 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
     # vLLM's timeout is for the whole end; then it kills. capflow ends the requests before.
     args.shutdown_timeout = math.ceil(running_s + limits.ANSWERS_S + limits.GIVE_UP_S + limits.ENGINE_END_S_MAX)
     ending.running_s = running_s
+    saes = load_for(mine.sae, engine_args, tapped, SAE)
     args.capflow = Serving(
         keys=api_keys.Keys(secrets, open=within or mine.insecure),
         body_bytes_max=mine.steering_body_bytes_max,
         rpc_address=None if mine.grpc_port is None else port.address(mine.grpc_host, mine.grpc_port),
         ending=ending,
         saes=tuple(mine.sae),
+        saes_digest=digest_of(saes) if saes else "",
     )
     modules = {}
-    saes = load_for(mine.sae, engine_args, tapped, SAE)
     if mine.steering_modules:
         width = engine_args.create_model_config().get_hidden_size()
         info = ModelInfo(args.model, tapped.num_layers, width, "", tapped.sites, fixed=tapped.fixed)

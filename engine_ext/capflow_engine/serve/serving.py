@@ -21,6 +21,7 @@ class Serving:
     ending: how the server ends.
     saes: the autoencoders by whose features requests may be steered, each `[NAME=]PATH[@SITE]`. Each API server loads
         them.
+    saes_digest: `capflow.saes.named.digest_of` them; empty without any.
     """
 
     directory: Path | None = None
@@ -29,3 +30,4 @@ class Serving:
     rpc_address: str | None = None
     ending: Ending = field(default_factory=Ending)
     saes: tuple[str, ...] = ()
+    saes_digest: str = ""

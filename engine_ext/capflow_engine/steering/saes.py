@@ -1,4 +1,7 @@
-"""The autoencoders by whose features requests may be steered, loaded and checked before the model is."""
+"""The autoencoders by whose features requests may be steered, loaded and checked before the model is.
+
+Each API server loads them again.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from capflow.capture.model import ModelInfo
-from capflow.saes.named import load_saes
+from capflow.errors import UsageError, explain
+from capflow.saes.named import digest_of, load_saes
 from capflow.saes.resolve import check_steers
 from capflow.saes.sae import Sae
 from capflow_engine.settings import Tapped
@@ -27,4 +31,20 @@ def load_for(given: Sequence[str], engine_args: Any, tapped: Tapped, where: str)
     width = engine_args.create_model_config().get_hidden_size()
     info = ModelInfo(engine_args.model, tapped.num_layers, width, "", tapped.sites, fixed=tapped.fixed)
     check_steers(saes, info)
+    return saes
+
+
+def load_again(given: Sequence[str], info: ModelInfo, digest: str, where: str) -> dict[str, Sae]:
+    """Return the autoencoders by name in an API server.
+
+    digest: `digest_of` them when the server was started.
+    given, where: as in `load_for`.
+
+    Raises UsageError as `load_for` does, and for weights that have changed since.
+    """
+    saes = load_saes(given, where)
+    check_steers(saes, info)
+    if given and digest_of(saes) != digest:
+        got, expected = "weights that have changed since the start", "the same in every API server"
+        raise UsageError(explain(where, got=got, expected=expected, do="start the server again"))
     return saes

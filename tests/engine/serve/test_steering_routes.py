@@ -10,8 +10,10 @@ pytest.importorskip("vllm")
 import fastapi
 import httpx
 import numpy as np
+from safetensors.numpy import save_file
 
 from capflow.errors import UsageError
+from capflow.saes.named import digest_of, load_saes
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat.versions.contract import Break
 from capflow_engine.compat.versions.surface import BEAM_SEARCH
@@ -19,6 +21,7 @@ from capflow_engine.serve.api_keys import Keys, is_loopback, keys_of
 from capflow_engine.serve.ask import ParsedRequest
 from capflow_engine.serve.fields import FIELDS
 from tests.kit.apps import LIMIT, WIDTH, server
+from tests.kit.autoencoders import saelens, weights
 
 VECTOR = [1.0] * WIDTH
 ONE = {"vectors": {"post_block": {"1": VECTOR}}}
@@ -70,6 +73,43 @@ def test_modules_come_and_go_in_either_spelling(servers, spelling):
     here.post(paths[0], json={"name": "a/b", **ONE})
     assert there.delete("/v1/steering/modules/a/b").status_code == 200
     assert here.delete("/v1/steering/modules/a/b").status_code == 404
+
+
+def test_features_that_are_added_are_one_vector_of_the_state(tmp_path):
+    tensors = weights(width=WIDTH)
+    path = saelens(tmp_path / "sae", tensors)
+    saes = (f"mood={path}",)
+    here = server(None, saes=saes, saes_digest=digest_of(load_saes(saes, "saes")))
+    decoder = tensors["W_dec"].astype(np.float64)
+    body = {"features": {"sae": "mood", "features": {"3": 2.0, "5": -1}}, "vectors": ONE["vectors"]}
+    here.post("/v1/steering/set", json=body)
+    norm = pytest.approx(np.linalg.norm(2 * decoder[3] - decoder[5] + 1))
+    base = here.get("/v1/steering").json()["global"]["base"]
+    assert base == {"vectors": {"post_block": {"1": norm}}, "clamps": {}, "features": {}}
+    here.post("/v1/steering/set", json={"features": {"sae": "mood", "features": {"3": 0}}})
+    assert here.get("/v1/steering").json()["active"] is False
+
+
+def test_api_servers_have_the_autoencoders_of_the_start(tmp_path):
+    path = saelens(tmp_path / "sae", weights(width=WIDTH))
+    digest = digest_of(load_saes(str(path), "saes"))
+
+    def refused(given, message):
+        with pytest.raises(UsageError, match=message):
+            server(None, saes=(given,), saes_digest=digest)
+
+    server(None, saes=(str(path),), saes_digest=digest)
+    refused(
+        f"other={path}", "^--sae: got weights that have changed since the start, expected the same in every API server"
+    )
+    refused(f"{path}@post_block:3", "site: got no tap at post_block:3")
+    for name in ("W_dec", "b_enc"):
+        tensors = weights(width=WIDTH)
+        tensors[name][-1] += 1
+        save_file(tensors, path / "sae_weights.safetensors")
+        refused(str(path), "got weights that have changed")
+    save_file(weights(width=16), path / "sae_weights.safetensors")
+    refused(str(path), "decoder: got 16 numbers a row, expected 8, the model's width")
 
 
 def test_packed_vectors_are_taken(servers):
