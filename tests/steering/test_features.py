@@ -15,7 +15,7 @@ from capflow.saes import resolve
 from capflow.saes.resolve import check_steers, resolved
 from capflow.steering.compiler import SiteError, program_of, with_vectors
 from capflow.steering.compose import merged, own, scaled
-from capflow.steering.feature import FeatureUse
+from capflow.steering.feature import FeatureUse, parse_features
 from capflow.steering.program import ADD, CLAMP, ENCODE, SET, Op, SiteOps, SteeringProgram
 from capflow.steering.request import Steering
 from capflow.steering.vector import SteeringVector
@@ -189,6 +189,8 @@ def test_the_features_of_a_request_are_counted_over_all_entries_and_tiers(saes):
     ):
         with pytest.raises(UsageError, match=f"^{field}: {expected}"):
             Steering.parse(fields)
+    with pytest.raises(UsageError, match=f"^{FIELD}: {expected}"):
+        parse_features([lower, upper, one])
     uses = tuple(FeatureUse("mood", 0, 1.0) for _ in range(2 * half + 1))
     for refused in (lambda: Steering.parse({FIELD: uses}), lambda: resolved(Steering(features=uses), saes)):
         with pytest.raises(UsageError, match=f"^{FIELD}: {expected}"):
