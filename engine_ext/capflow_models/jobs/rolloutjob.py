@@ -15,13 +15,13 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from capflow.errors import UsageError, explain
 from capflow.extras import require
 from capflow.files import whole_file
 from capflow.text import jsontext
 from capflow_models.backends import Backend, open_model
+from capflow_models.jobs.bar import counting_bar
 from capflow_models.jobs.ending import check_interrupted, run_program
 from capflow_models.lines import LineFile, read_lines
 from capflow_models.model import Sampling
@@ -127,7 +127,7 @@ def run(job: RolloutJob) -> None:
             if job.backend == "vllm":
                 hooks = sorted({site.hook for sites in plan.vectors.values() for site in sites})
                 arguments.setdefault("sites", [f"{hook}:*" for hook in hooks] or ["post_block:*"])
-            with open_model(job.backend, job.model, arguments) as model, _progress(console) as bar:
+            with open_model(job.backend, job.model, arguments) as model, counting_bar(console) as bar:
                 task = bar.add_task("rollouts", total=len(items), completed=done)
                 for count in roll_out(model, plan, todo, file, job.batch or BATCH[job.backend]):
                     check_interrupted()
@@ -170,18 +170,6 @@ def _rows(file: LineFile) -> Iterator[Rollout]:
         except (msgspec.MsgspecError, UnicodeDecodeError) as e:
             do = "write to another file"
             raise UsageError(explain(f"{file.path}, line {number}", got=str(e), expected="a rollout", do=do)) from e
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
 
 
 def main() -> int:

@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from capflow.errors import UsageError, explain
 from capflow.extras import require
 from capflow.files import write_whole
 from capflow_models.experiment.results.manifest import versions
+from capflow_models.jobs.bar import counting_bar
 from capflow_models.jobs.ending import check_interrupted, run_program
 from capflow_models.sweep.origin import described
 from capflow_models.sweep.pairs import PairFile
@@ -91,7 +91,7 @@ def run(job: SweepJob) -> None:
     start = time.monotonic()
     if done:
         console.print(f"capflow: {done} of {plan.run_count} runs already exist")
-    with _bar(console) as bar:
+    with counting_bar(console) as bar:
         task = bar.add_task("runs", total=plan.run_count, completed=done)
 
         def progress(count: int, total: int) -> None:
@@ -152,18 +152,6 @@ def manifest_of(job: SweepJob, plan: SweepPlan, sha256: str, seconds: float) -> 
 
 def _span(numbers: list[int]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
-
-
-def _bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
 
 
 def main() -> int:
