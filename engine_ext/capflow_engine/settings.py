@@ -235,9 +235,10 @@ def tapped_sites(patterns: Iterable[str], layers: Sequence[Structure], option: s
         present = [site for site in named if site.hook in layers[site.layer].places]
         if not present:
             layer, hook = layers[named[-1].layer], named[-1].hook
-            reason = layer.missing.get(hook, "final belongs to the last layer")
             do = "see `capflow sites MODEL` for what this model has"
-            raise UsageError(explain(option, got=pattern, expected=f"a site of {layer.layer} ({reason})", do=do))
+            raise UsageError(
+                explain(option, got=pattern, expected=f"a site of {layer.layer} ({layer.why_not(hook)})", do=do)
+            )
         chosen.update(present)
     return tuple(sorted(chosen))
 

@@ -95,6 +95,10 @@ class Structure:
     given: float = 1.0
     returned: dict[str, HookPlace] = field(default_factory=dict)
 
+    def why_not(self, hook: str) -> str:
+        """Return why the layer does not have a hook."""
+        return self.missing.get(hook, "final belongs to the last layer")
+
 
 class UnclearError(Exception):
     """A layer does something that symbols cannot follow; the message names it."""
@@ -155,6 +159,7 @@ def _unscaled(structure: Structure, taken: float, gain: float) -> Structure:
     return replace(structure, places=places, missing=missing, taken=taken, given=taken * gain, returned=returned)
 
 
+_INSIDE = ("attn_in", "attn_out", "post_attn", "mlp_in", "mlp_out")
 _READERS = {"attn_in": "attention", "mlp_in": "the MLP"}
 
 _STREAM_NAMES = ("hidden_states", "x")
@@ -385,8 +390,7 @@ class _Reading:
             return structure
         before = out.without(mlp)
         if any(self._is_mixed(node) for term in mlp for node in self._body(term.node, set())):
-            hooks = ("attn_in", "attn_out", "post_attn", "mlp_in", "mlp_out")
-            structure.missing.update(dict.fromkeys(hooks, "the layer has several attention blocks"))
+            structure.missing.update(dict.fromkeys(_INSIDE, "the layer has several attention blocks"))
             return structure
         self._find_post_attn(structure, before, gain, parallel=parallel)
         self._find_part(structure, "attn", added - mlp, out)
@@ -409,8 +413,7 @@ class _Reading:
             "pre_attn": HookPlace("", (Slot(self.names.index(self.stream_name), self.stream_name),)),
             "post_block": HookPlace(""),
         }
-        others = ("attn_in", "attn_out", "post_attn", "mlp_in", "mlp_out")
-        return Structure(type(self.layer).__name__, places, dict.fromkeys(others, reason))
+        return Structure(type(self.layer).__name__, places, dict.fromkeys(_INSIDE, reason))
 
     def _output(self) -> tuple[_Sum, float, bool, tuple[int, ...]]:
         """Return the stream that leaves the layer, and where.

@@ -312,7 +312,7 @@ def owned_sites(model: Any, info: ModelInfo, dtype: Any) -> Iterator[tuple[Site,
             if (site := Site(number, hook)) not in tapped:
                 continue
             if hook not in structure.places:
-                got = structure.missing.get(hook, "final belongs to the last layer")
+                got = structure.why_not(hook)
                 raise CapflowError(explain(f"site {site}", got=got, expected="a site of the loaded model"))
             # A site before the norm that is steered would change what the norm returns.
             between = hook == "post_block" and Site(number + 1, "pre_attn") in tapped - fixed
