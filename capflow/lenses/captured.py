@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -76,20 +76,18 @@ def read_capture(
     sites: Sequence[Site] | None = None,
     positions: Positions = Positions.ALL,
     token: int | str | None = None,
-    on_rows: Callable[[int], object] = lambda _: None,
 ) -> Iterator[SiteReading]:
     """Yield what a lens reads from a captured request, by positions and then by sites.
 
     sites: those to read; by default all that the lens reads.
     positions: those to read, of the captured ones.
     token: a token whose rank and probability are wanted: its id, its text, or `next` for the one that follows.
-    on_rows: called with the number of rows that were read since the last call.
 
     Raises UsageError if the request has no such rows, or rows of another width, and for an unknown token.
     """
     chosen = wanted_sites(lens, capture, sites)
     places = positions.at(capture.prompt_length)
-    followers = _tokens(capture)
+    followers = _tokens(capture) if token == NEXT else {}
     reference = lens.last if lens.last in capture.sites else None
     at = np.unique(np.concatenate([np.asarray(capture[site].positions) for site in chosen]))
     at = at[np.fromiter((int(position) in places for position in at), bool, len(at))]
@@ -117,7 +115,6 @@ def read_capture(
                 parts.insert(0, LensPart(reference, ends[0]))
             readings = lens.read(parts, k)[len(parts) - len(group) :]
             yield from (SiteReading(*each, reading) for each, reading in zip(about, readings, strict=True))
-            on_rows(sum(len(where) for _, where, _ in about))
 
 
 def wanted_sites(lens: Lens, capture: Capture, sites: Sequence[Site] | None = None) -> list[Site]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,7 +75,7 @@ class DatasetLens:
     def __len__(self) -> int:
         return len(self._captures)
 
-    def requests(self, on_rows: Callable[[int], object] = lambda _: None) -> Iterator[LensedRequest]:
+    def requests(self) -> Iterator[LensedRequest]:
         """Yield each request. Its readings must be taken before the next request."""
         for capture in self._captures:
             yield LensedRequest(
@@ -87,7 +87,6 @@ class DatasetLens:
                     sites=self._sites,
                     positions=self._positions,
                     token=self._token,
-                    on_rows=on_rows,
                 ),
             )
 

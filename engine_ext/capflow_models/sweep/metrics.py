@@ -92,7 +92,9 @@ def digests(metrics: Sequence[str], where: str = "--metrics") -> dict[str, str]:
 
     Raises UsageError for one that cannot be imported.
     """
+    own = [name for name in metrics if name not in MEANINGS]
+    if not own:  # the import takes seconds
+        return {}
     from capflow_engine.compat.measured import function_named
 
-    named = {name: function_named(name, where) for name in metrics if name not in MEANINGS}
-    return {name: digest_of(name, function) for name, function in named.items()}
+    return {name: digest_of(name, function_named(name, where)) for name in own}
