@@ -272,23 +272,12 @@ class Dataset:
         Raises UsageError when there is none, or several engines have the id alone; and CapflowError when it is damaged.
         """
         engine, request_id = key if isinstance(key, tuple) else ("", key)
-        return self.request(request_id, engine=engine)
-
-    def request(self, request_id: str, *, engine: str = "", look: bool = True) -> RequestCapture:
-        """Return the capture of a request, as `dataset[request_id]` does.
-
-        engine: an engine's name or id, for its capture only; empty for the only engine that has the request.
-        look: as for `captures`.
-
-        Raises as `dataset[request_id]` does.
-        """
-        captures = joined(self.captures(request_id, engine=engine, look=look))
-        if not captures:
+        if key not in self:
             do = "requests() lists the ids; a request appears when it has ended"
             if self._shards.damage:
                 do += f", and {self._shards.damage[0].path} is damaged"
-            got = (engine, request_id) if engine else request_id
-            raise UsageError(explain(f"{self.path}: no such request", got=got, do=do))
+            raise UsageError(explain(f"{self.path}: no such request", got=key, do=do))
+        captures = joined(self.captures(request_id, engine=engine, look=False))
         if len(names := dict.fromkeys(name_of(capture.engine) for capture in captures)) > 1:
             expected = f"dataset[ENGINE, {request_id!r}] with one of {', '.join(names)}"
             raise UsageError(explain(f"{self.path}: request {request_id} of several engines", expected=expected))

@@ -214,7 +214,7 @@ def _captures(names: Sequence[str], outputs: Sequence[Any]) -> list[Any]:
         root = path.rpartition("/")[0]
         if root not in opened:
             opened[root] = capflow.open(root)
-        captures.append(opened[root].request(name, look=False))
+        captures.append(opened[root][name])
     return captures
 
 
