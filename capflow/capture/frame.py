@@ -7,7 +7,10 @@ machine (little-endian on every platform vLLM runs on). A frame without rows has
 A header holds blocks. A block is a set of sites that want exactly the same rows, and the spans of those rows:
 `Span(request, start, length, row)` says that positions `start .. start+length` of `header.requests[request]` are rows
 `row .. row+length` of the block at each of its sites. Blocks lie in the payload one after another; a block is
-`[len(sites), rows, hidden_size]` in C order.
+`[len(sites), rows, width]` in C order.
+
+All sites of a block have rows of one shape. `header.shapes`, parallel to the blocks, says which: an empty one is that
+of the residual stream, `[hidden_size]`. A header without it has no other rows.
 
 Spans tile: each row of a block belongs to at most one span, and each position of a request occurs at most once at a
 site. A row without a span belongs to no request: it is a rejected draft token, or a position after the end of its
@@ -37,6 +40,7 @@ import xxhash
 from capflow import limits
 from capflow.capture.dtypes import DTYPES
 from capflow.capture.frame_cost import check_cost
+from capflow.capture.model import Shape, width_of
 from capflow.capture.positions import Positions
 from capflow.capture.site import HOOKS, Site
 from capflow.capture.spec import Capture, Wanted
@@ -47,7 +51,7 @@ from capflow.text.brief import brief
 PROTOCOL_VERSION = 1
 
 Rows = npt.NDArray[Any]
-"""Captured rows, `[..., hidden_size]`, in the model's dtype: read-only views of a payload."""
+"""Captured rows, `[..., width]`, in the model's dtype: read-only views of a payload. Mostly `width` is hidden_size."""
 
 
 class Rank(NamedTuple):
@@ -80,6 +84,9 @@ class Block(NamedTuple):
 
     def __repr__(self) -> str:
         return brief(self)
+
+
+Shapes = Annotated[tuple[Shape, ...], msgspec.Meta(max_length=limits.SITES_MAX)]
 
 
 class Weights(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -241,6 +248,7 @@ class FrameHeader(msgspec.Struct, frozen=True, tag="frame", kw_only=True):
     dtype: the dtype of the rows, by torch's name.
     requests: the requests with rows in the frame.
     blocks: the sites and spans of the rows.
+    shapes: the shape of a row of each block, empty for `[hidden_size]`; left out if all are empty.
     finished: the requests that are over.
     acted: the requests with events of their steering in the step.
     step_tokens: the number of tokens that the whole step computed, captured or not.
@@ -267,8 +275,21 @@ class FrameHeader(msgspec.Struct, frozen=True, tag="frame", kw_only=True):
     weights: Weights | None = None
     payload_bytes: int = 0
     xxh3: int = 0
+    shapes: Shapes | msgspec.UnsetType = msgspec.UNSET
 
     __repr__ = brief
+
+    @property
+    def block_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of a row of each block; empty for that of the residual stream."""
+        return ((),) * len(self.blocks) if self.shapes is msgspec.UNSET else self.shapes
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """How many numbers a row of each block has."""
+        if self.shapes is msgspec.UNSET:
+            return (self.hidden_size,) * len(self.blocks)
+        return tuple(width_of(shape, self.hidden_size) for shape in self.shapes)
 
     @property
     def source(self) -> WorkerBoot:
@@ -281,13 +302,15 @@ class Chunk(NamedTuple):
 
     sites: the sites, in the order of `rows`.
     start: the position of the first row.
-    rows: `[len(sites), length, hidden_size]`, positions `start .. start+length`, read-only.
+    rows: `[len(sites), length, width]`, positions `start .. start+length`, read-only.
+    shape: the shape of a row, such as `(heads, head_dim)`; empty for `[hidden_size]`.
     """
 
     request: RequestRows
     sites: tuple[Site, ...]
     start: int
     rows: Rows
+    shape: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         return brief(self)
@@ -366,6 +389,13 @@ class Frame:
         return self.header.payload_bytes
 
     @property
+    def row_bytes(self) -> int:
+        """The number of bytes of a row; on average, if the frame has rows of several shapes."""
+        if self.header.shapes is msgspec.UNSET:
+            return self.header.hidden_size * DTYPES[self.header.dtype].itemsize
+        return self.nbytes // max(1, sum(len(block.sites) * block.rows for block in self.header.blocks))
+
+    @property
     def memory_bytes(self) -> int:
         """The largest amount of memory that the frame takes: its rows, and the objects of a header that was read."""
         return self.header.payload_bytes + limits.STATE_PER_BYTE_MAX * self.header_bytes
@@ -392,26 +422,27 @@ class Frame:
         return itertools.chain.from_iterable(_narrow(chunk, wants(chunk.request)) for chunk in whole)
 
     def blocks(self) -> Iterator[tuple[Block, Rows]]:
-        """Yield every block with its rows `[len(sites), rows, hidden_size]`, wanted or not."""
+        """Yield every block with its rows `[len(sites), rows, width]`, wanted or not."""
         header = self.header
         if not header.blocks:
             return
         flat = np.frombuffer(self.payload, dtype=DTYPES[header.dtype])
         begin = 0
-        for block in header.blocks:
-            end = begin + len(block.sites) * block.rows * header.hidden_size
-            yield block, flat[begin:end].reshape(len(block.sites), block.rows, header.hidden_size)
+        for block, width in zip(header.blocks, header.widths, strict=True):
+            end = begin + len(block.sites) * block.rows * width
+            yield block, flat[begin:end].reshape(len(block.sites), block.rows, width)
             begin = end
 
     def _whole(self) -> Iterator[Chunk]:
         """Yield every span of every block as a chunk."""
         header = self.header
-        spans = [(span, block, rows) for block, rows in self.blocks() for span in block.spans]
+        blocks = zip(self.blocks(), header.block_shapes, strict=True)
+        spans = [(span, block, rows, shape) for (block, rows), shape in blocks for span in block.spans]
         if len(header.blocks) > 1:
             spans.sort(key=lambda entry: entry[0][:2])
-        for span, block, rows in spans:
+        for span, block, rows, shape in spans:
             request = header.requests[span.request]
-            yield Chunk(request, block.sites, span.start, rows[:, span.row : span.row + span.length])
+            yield Chunk(request, block.sites, span.start, rows[:, span.row : span.row + span.length], shape)
 
     def encode(self) -> list[Any]:
         """Return the frame's parts for the wire, without a copy of the payload."""
@@ -456,7 +487,7 @@ class Frame:
         """
         header = self.header
         counts = [0] * len(header.requests)
-        expected_bytes = _checked_rows(header, counts) * header.hidden_size * DTYPES[header.dtype].itemsize
+        expected_bytes = _checked_numbers(header, counts) * DTYPES[header.dtype].itemsize
         if not len(self.payload) == header.payload_bytes == expected_bytes:
             raise _broken("payload", f"{len(self.payload)} bytes", f"{expected_bytes} as the blocks say")
         digest = xxhash.xxh3_64_intdigest(self.payload) if hashed else header.xxh3
@@ -474,8 +505,8 @@ def rows_of(header: FrameHeader) -> Counter[str]:
     return rows
 
 
-def _checked_rows(header: FrameHeader, counts: list[int]) -> int:
-    """Return the number of rows over all sites; raise RemoteProtocolError for a header that breaks the invariant.
+def _checked_numbers(header: FrameHeader, counts: list[int]) -> int:
+    """Return how many numbers the rows have; raise RemoteProtocolError for a header that breaks the invariant.
 
     counts: the rows of each request are added to these.
     """
@@ -490,9 +521,11 @@ def _checked_rows(header: FrameHeader, counts: list[int]) -> int:
             raise _broken("texts", len(request.texts), f"none or {len(request.token_ids)}")
         if request.steered:
             _check_steered(request)
-    total = spans = 0
-    for block in header.blocks:
-        total += len(block.sites) * _checked_block(block, header, counts)
+    numbers = total = spans = 0
+    for block, width in zip(header.blocks, _checked_widths(header), strict=True):
+        rows = len(block.sites) * _checked_block(block, header, counts)
+        total += rows
+        numbers += rows * width
         spans += len(block.spans)
     if total > limits.ROWS_PER_FRAME_MAX:
         raise _broken("rows", total, f"at most {limits.ROWS_PER_FRAME_MAX} over all sites")
@@ -503,7 +536,16 @@ def _checked_rows(header: FrameHeader, counts: list[int]) -> int:
         raise _broken("requests", f"{len(counts)}, {named} of them with spans", "a span of each request")
     if spans != len(counts):
         _check_positions(header)
-    return total
+    return numbers
+
+
+def _checked_widths(header: FrameHeader) -> tuple[int, ...]:
+    """Return how many numbers a row of each block has; raise RemoteProtocolError for shapes out of bounds."""
+    if header.shapes is not msgspec.UNSET and len(header.shapes) != len(header.blocks):
+        raise _broken("shapes", len(header.shapes), f"{len(header.blocks)}, one for each block")
+    if header.widths and max(header.widths) > limits.HIDDEN_SIZE_MAX:
+        raise _broken("shape of a row", f"{max(header.widths)} numbers", f"at most {limits.HIDDEN_SIZE_MAX}")
+    return header.widths
 
 
 def _check_steered(request: RequestRows) -> None:
@@ -608,7 +650,7 @@ def _narrow(chunk: Chunk, wanted: Wanted) -> Iterator[Chunk]:
         rows = chunk.rows if whole else chunk.rows[indices]
         sites = chunk.sites if whole else tuple(chunk.sites[i] for i in indices)
         for first, end in runs:
-            yield Chunk(chunk.request, sites, first, rows[:, first - chunk.start : end - chunk.start])
+            yield Chunk(chunk.request, sites, first, rows[:, first - chunk.start : end - chunk.start], chunk.shape)
 
 
 def _broken(part: str, got: Any, expected: str) -> RemoteProtocolError:

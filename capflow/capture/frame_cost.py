@@ -9,7 +9,7 @@ Usual headers take 4 to 13 bytes for each.
 from __future__ import annotations
 
 import struct
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -34,6 +34,7 @@ class _Header(msgspec.Struct, tag="frame"):
     blocks: Annotated[
         tuple[tuple[msgspec.Raw, msgspec.Raw, msgspec.Raw], ...], msgspec.Meta(max_length=limits.SITES_MAX)
     ]
+    shapes: Any = msgspec.UNSET
 
 
 _decoder = msgspec.msgpack.Decoder(_Header)
@@ -64,7 +65,8 @@ def check_cost(header: bytes | memoryview, payload_bytes: int) -> None:
     }
     # Each span has one row at least.
     rows = sum(_length(sites) * _length(spans) for sites, _, spans in read.blocks)
-    counts["rows of spans"] = rows, payload_bytes // (_NUMBER_BYTES * max(1, read.hidden_size))
+    width = read.hidden_size if read.shapes is msgspec.UNSET else 1
+    counts["rows of spans"] = rows, payload_bytes // (_NUMBER_BYTES * max(1, width))
     for name, (count, most) in counts.items():
         if count > most:
             raise RemoteProtocolError(explain(f"frame {name}", got=count, expected=f"at most {most}"))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import functools
+import math
+from collections.abc import Mapping
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -12,6 +15,19 @@ from capflow.limits import Name, Text
 from capflow.text.brief import brief
 
 Sites = Annotated[tuple[Site, ...], msgspec.Meta(max_length=limits.SITES_MAX)]
+
+Shape = Annotated[tuple[Annotated[int, msgspec.Meta(ge=1, le=limits.HIDDEN_SIZE_MAX)], ...], msgspec.Meta(max_length=2)]
+"""The shape of a row: `[width]`, or `[heads, head_dim]`. Empty stands for the width of the stream."""
+
+
+class SiteShape(NamedTuple):
+    """Sites whose rows have a shape of their own."""
+
+    shape: Shape
+    sites: Sites
+
+
+SiteShapes = Annotated[tuple[SiteShape, ...], msgspec.Meta(max_length=limits.SITES_MAX)]
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -23,6 +39,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     stages: the number of pipeline stages.
     fixed: sites that can be captured but not steered: another part of the model reads the same tensor, or the engine
         was started so.
+    shapes: the sites among them whose rows are not of `hidden_size` numbers. Left out if there are none.
     """
 
     name: Text
@@ -32,5 +49,36 @@ class ModelInfo(msgspec.Struct, frozen=True):
     sites: Sites
     stages: int = 1
     fixed: Sites = ()
+    shapes: SiteShapes | msgspec.UnsetType = msgspec.UNSET
 
     __repr__ = brief
+
+    def shape_of(self, site: Site) -> tuple[int, ...]:
+        """Return the shape of a site's rows, such as `(heads, head_dim)`; `(hidden_size,)` for the residual stream."""
+        return self._shapes.get(site) or (self.hidden_size,)
+
+    def width_of(self, site: Site) -> int:
+        """Return how many numbers a row of a site has."""
+        return math.prod(self.shape_of(site))
+
+    @property
+    def _shapes(self) -> Mapping[Site, tuple[int, ...]]:
+        return {} if self.shapes is msgspec.UNSET else _by_site(self.shapes)
+
+
+@functools.lru_cache(maxsize=64)
+def _by_site(shapes: tuple[SiteShape, ...]) -> Mapping[Site, tuple[int, ...]]:
+    return {site: shape for shape, sites in shapes for site in sites}
+
+
+def width_of(shape: tuple[int, ...], hidden_size: int) -> int:
+    """Return how many numbers a row has; an empty shape is that of the stream."""
+    return math.prod(shape) if shape else hidden_size
+
+
+def grouped(shapes: Mapping[Site, tuple[int, ...]]) -> tuple[SiteShape, ...] | msgspec.UnsetType:
+    """Return the shapes of sites in the form of `ModelInfo.shapes`."""
+    groups: dict[tuple[int, ...], list[Site]] = {}
+    for site in sorted(shapes):
+        groups.setdefault(shapes[site], []).append(site)
+    return tuple(SiteShape(shape, tuple(sites)) for shape, sites in groups.items()) or msgspec.UNSET

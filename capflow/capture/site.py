@@ -11,7 +11,22 @@ import numpy as np
 from capflow import limits
 from capflow.errors import UsageError, explain
 
-Hook = Literal["pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out", "attn_in", "attn_out", "final"]
+Hook = Literal[
+    "pre_attn",
+    "post_attn",
+    "post_block",
+    "mlp_in",
+    "mlp_out",
+    "attn_in",
+    "attn_out",
+    "final",
+    "heads",
+    "q",
+    "k",
+    "v",
+    "neurons",
+    "router",
+]
 """The hook points of a decoder layer.
 
 `pre_attn`: the residual stream entering the layer.
@@ -22,11 +37,41 @@ Hook = Literal["pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out", "attn
 `mlp_out`: the MLP's output, before it is added to the stream.
 `post_block`: the stream leaving the layer.
 `final`: the stream after the model's last norm, which the LM head reads. It belongs to the last layer.
+
+The others have a shape of their own (`ModelInfo.shape_of`):
+
+`q`: the queries that attention compares with keys, after norm and rotary embedding, `[heads, head_dim]`.
+`k`: the keys that go to the cache, after norm and rotary embedding, `[KV heads, head_dim]`.
+`v`: the values that go to the cache, `[KV heads, head_dim]`.
+`heads`: each head's result, which the output projection reads, `[heads, head_dim]`.
+`neurons`: what the down projection of the MLP reads, `[intermediate size]`.
+`router`: the logits of the experts, before any are selected, `[experts]`.
 """
 
 HOOKS: tuple[str, ...] = get_args(Hook)
 
-FORWARD_HOOKS = ("pre_attn", "attn_in", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block", "final")
+SHAPED_HOOKS = ("heads", "q", "k", "v", "neurons", "router")
+"""The hooks whose rows have a shape of their own."""
+
+STREAM_HOOKS = tuple(hook for hook in HOOKS if hook not in SHAPED_HOOKS)
+"""The hooks whose rows are as wide as the residual stream."""
+
+FORWARD_HOOKS = (
+    "pre_attn",
+    "attn_in",
+    "q",
+    "k",
+    "v",
+    "heads",
+    "attn_out",
+    "post_attn",
+    "mlp_in",
+    "router",
+    "neurons",
+    "mlp_out",
+    "post_block",
+    "final",
+)
 """The hooks in the order of a layer's forward pass, in which each may depend on those before it."""
 
 _FORWARD = {hook: n for n, hook in enumerate(FORWARD_HOOKS)}
@@ -45,12 +90,25 @@ TRANSFORMER_LENS_NAMES = {
     "mlp_out": "hook_mlp_out",
     "post_block": "hook_resid_post",
     "final": "ln_final.hook_normalized",
+    "heads": "attn.hook_z",
+    "q": "attn.hook_rot_q",
+    "k": "attn.hook_rot_k",
+    "v": "attn.hook_v",
+    "neurons": "mlp.hook_post",
+    "router": "mlp.hook_router_logits",
 }
 """The names of hook points in TransformerLens and SAELens: that of `final` alone, the others as in
 `blocks.12.hook_resid_post`. https://transformerlensorg.github.io/TransformerLens/
 """
 
-NNSIGHT_NAMES = {"pre_attn": "input", "attn_in": "self_attn.input", "mlp_in": "mlp.input", "post_block": "output"}
+NNSIGHT_NAMES = {
+    "pre_attn": "input",
+    "attn_in": "self_attn.input",
+    "mlp_in": "mlp.input",
+    "post_block": "output",
+    "heads": "self_attn.o_proj.input",
+    "neurons": "mlp.down_proj.input",
+}
 """What nnsight calls hook points of a Llama-like model in Transformers, as in `model.layers.12.output`.
 
 What a module of Transformers returns is not always what it adds to the stream: the others have no name.
@@ -79,7 +137,8 @@ def own_name(text: str) -> str:
     return f"{HOOK_ALIASES.get(hook, hook)}{colon}{layer}"
 
 
-_OF_MLP = ("mlp_in", "mlp_out")
+_OF_ATTENTION = ("attn_in", "q", "k", "v", "heads", "attn_out")
+_OF_MLP = ("mlp_in", "router", "neurons", "mlp_out")
 
 
 class Site(NamedTuple):
@@ -120,7 +179,7 @@ class Site(NamedTuple):
 
         Attention may stand beside the MLP of its layer.
         """
-        beside = self.layer == other.layer and self.hook in ("attn_in", "attn_out") and other.hook in _OF_MLP
+        beside = self.layer == other.layer and self.hook in _OF_ATTENTION and other.hook in _OF_MLP
         return self.depth < other.depth and not beside
 
     @property

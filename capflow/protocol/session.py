@@ -25,6 +25,7 @@ acknowledgement; if the hub is killed before it gives one, they are sent again t
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -459,6 +460,11 @@ class HubSession(_Session):
         if model is not None and hello.rank.pp >= model.stages:
             expected = f"below {model.stages}, as many as the model has"
             raise RemoteProtocolError(explain("hello.rank, pipeline stage", got=hello.rank.pp, expected=expected))
+        if model is not None and model.shapes is not msgspec.UNSET:
+            for shape, sites in model.shapes:
+                if not shape or math.prod(shape) > limits.HIDDEN_SIZE_MAX or not set(sites) <= set(model.sites):
+                    got, expected = f"{list(shape)} for {len(sites)} sites", "sizes in bounds, of sites of the model"
+                    raise RemoteProtocolError(explain("hello.model.shapes", got=got, expected=expected))
         for site in (*model.sites, *model.fixed) if model is not None else ():
             if site.hook not in HOOKS or not 0 <= site.layer < limits.LAYERS_MAX:
                 raise RemoteProtocolError(explain("hello.model.sites", got=tuple(site), expected="layers and hooks"))

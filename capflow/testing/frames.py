@@ -7,16 +7,17 @@ repeated or taken from another request differs from the expected row, but for on
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from capflow.capture.dtypes import DTYPES
 from capflow.capture.frame import Block, Chunk, Finished, Frame, FrameHeader, Rank, RequestRows, Span
-from capflow.capture.model import ModelInfo
-from capflow.capture.site import HOOKS, Site
+from capflow.capture.model import ModelInfo, grouped, width_of
+from capflow.capture.site import STREAM_HOOKS, Site
 from capflow.capture.spec import Capture
 from capflow.protocol.message import Hello
 
@@ -56,6 +57,7 @@ def make_frame(
     incarnation: str = "",
     step_tokens: int | None = None,
     steered: dict[str, tuple[int, ...]] | None = None,
+    shape: tuple[int, ...] = (),
 ) -> Frame:
     """Return a sealed frame of one block: `requests` are `(id, prompt_length, start, length)`.
 
@@ -64,17 +66,19 @@ def make_frame(
     captures: the requests' own specs.
     incarnation: the incarnation of each request.
     steered: the runs of steered positions of each request; without it, frames do not say what was steered.
+    shape: the shape of a row, if it is not `[hidden]`.
     """
+    width = width_of(shape, hidden)
     places = tuple(Site(*site) for site in sites)
     asked = [request for request in requests if request[3] > 0]
     rows_total = sum(length for *_, length in asked)
-    rows = np.empty((len(places), rows_total, hidden), dtype=DTYPES[dtype])
+    rows = np.empty((len(places), rows_total, width), dtype=DTYPES[dtype])
     spans, parts, row = [], [], 0
     for index, (request, prompt_length, start, length) in enumerate(asked):
         spans.append(Span(index, start, length, row))
         for offset in range(length):
             for number, site in enumerate(places):
-                rows[number, row + offset] = row_of(request, site, start + offset, hidden, dtype)
+                rows[number, row + offset] = row_of(request, site, start + offset, width, dtype)
         tokens = tuple(token_of(request, position) for position in range(start, start + length))
         parts.append(
             RequestRows(
@@ -103,6 +107,7 @@ def make_frame(
         finished=tuple(finished),
         step_tokens=rows_total if step_tokens is None else step_tokens,
         step_requests=len(asked),
+        shapes=(shape,) if asked and shape else msgspec.UNSET,
     )
     return Frame.seal(header, rows.reshape(-1).view(np.uint8) if asked else b"")
 
@@ -133,10 +138,21 @@ def make_finished(
     )
 
 
-def make_model(num_layers: int = 4, hidden: int = 8, *, stages: int = 1, hooks: Sequence[str] = HOOKS) -> ModelInfo:
-    """Return a model that is tapped at each of `hooks` in every layer."""
-    sites = tuple(Site(layer, hook) for layer in range(num_layers) for hook in hooks)
-    return ModelInfo("test-model", num_layers, hidden, "float32", sites, stages)
+def make_model(
+    num_layers: int = 4,
+    hidden: int = 8,
+    *,
+    stages: int = 1,
+    hooks: Sequence[str] = STREAM_HOOKS,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> ModelInfo:
+    """Return a model that is tapped at each of `hooks` in every layer.
+
+    shapes: the shape of a row at further hooks, such as `{"heads": (2, 8)}`.
+    """
+    own = {Site(layer, hook): shape for layer in range(num_layers) for hook, shape in (shapes or {}).items()}
+    sites = (*(Site(layer, hook) for layer in range(num_layers) for hook in hooks), *own)
+    return ModelInfo("test-model", num_layers, hidden, "float32", sites, stages, shapes=grouped(own))
 
 
 def make_hello(

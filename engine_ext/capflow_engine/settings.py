@@ -17,9 +17,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from capflow import limits
 from capflow.buffers.policy import FALLBACKS, POLICIES_OF_WORKERS, POLICY_DEFAULT
 from capflow.buffers.spool import check_root, default_root
+from capflow.capture.model import SiteShapes, grouped
 from capflow.capture.site import HOOKS, Site, own_name
 from capflow.divergence import ON_DIVERGENCE, ON_DIVERGENCE_DEFAULT
 from capflow.errors import UsageError, explain
@@ -107,6 +110,7 @@ class Settings(dict[str, Any]):
     spares: how many of the last of them may start later. Such a hub has requests from its first answer on.
     sites: the sites that carry a tap, in order.
     fixed: the sites among them that can be captured and not steered.
+    shapes: the sites among them whose rows have a shape of their own.
     outbound, outbound_bytes_max: the policy and the size of each worker's outbound queue.
     staging_bytes_max: the device memory for the rows of one step.
     steering_bank_bytes: the device memory of the steering bank.
@@ -122,6 +126,7 @@ class Settings(dict[str, Any]):
     sites: tuple[Site, ...]
     spares: int = field(default=0, kw_only=True)
     fixed: tuple[Site, ...] = ()
+    shapes: SiteShapes | msgspec.UnsetType = msgspec.UNSET
     outbound: Outbound = field(default_factory=Outbound)
     outbound_bytes_max: int = limits.OUTBOUND_BYTES_DEFAULT
     staging_bytes_max: int = 1024 * limits.MIB
@@ -177,11 +182,13 @@ class Tapped(NamedTuple):
     num_layers: how many layers it has.
     sites: the sites that carry a tap.
     fixed: the sites among them that cannot be steered.
+    shapes: the sites among them whose rows have a shape of their own.
     """
 
     num_layers: int
     sites: tuple[Site, ...]
     fixed: tuple[Site, ...]
+    shapes: SiteShapes | msgspec.UnsetType = msgspec.UNSET
 
     @classmethod
     def of(cls, patterns: Iterable[str], layers: Sequence[Structure], steered: Sequence[str] | None = None) -> Tapped:
@@ -195,7 +202,8 @@ class Tapped(NamedTuple):
         steerable = {site for site in sites if site.hook not in layers[site.layer].fixed}
         if steered is not None:
             steerable = _steered_sites([] if list(steered) == [STEER_NONE] else steered, sites, steerable, layers)
-        return cls(len(layers), sites, tuple(site for site in sites if site not in steerable))
+        shapes = {site: shape for site in sites if (shape := layers[site.layer].shapes.get(site.hook))}
+        return cls(len(layers), sites, tuple(site for site in sites if site not in steerable), grouped(shapes))
 
 
 def _steered_sites(

@@ -85,6 +85,7 @@ class Structure:
     given: the factor by which its output is larger than the stream.
     returned: by hook, where a norm that adds up a split stream returns the value, for sites that are not steered: a
         change there would miss the norm. That of `pre_attn` holds only where the layer is given a split stream.
+    shapes: by hook, the shape of a row over all tensor-parallel ranks, where it is not that of the stream.
     """
 
     layer: str
@@ -94,6 +95,7 @@ class Structure:
     taken: float = 1.0
     given: float = 1.0
     returned: dict[str, HookPlace] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def why_not(self, hook: str) -> str:
         """Return why the layer does not have a hook."""

@@ -413,3 +413,40 @@ def test_what_a_header_would_cost_is_counted_before_it_is_read(part):
     assert len(encoded) <= limits.FRAME_HEADER_BYTES_MAX
     with pytest.raises(RemoteProtocolError, match=f"frame {part}: got .* expected at most"):
         Frame.decode(encoded, frame.payload)
+
+
+SHAPED = make_frame(sites=((0, "heads"), (1, "heads")), shape=(3, 4))
+
+
+def test_rows_of_another_shape_come_back_as_they_are():
+    frame = Frame.decode(*SHAPED.encode())
+    (chunk,) = frame.chunks()
+    assert chunk.shape == (3, 4)
+    assert chunk.rows.shape == (2, 4, 12)
+    assert np.array_equal(chunk.rows[1, 2], row_of("r1", (1, "heads"), 2, 12))
+    assert frame.header.hidden_size == 8
+    assert frame.row_bytes == 12 * 4
+
+
+def test_a_frame_of_the_streams_rows_alone_names_no_shape():
+    assert b"shapes" not in make_frame().encode()[0]
+    assert Frame.decode(*make_frame().encode()).header.block_shapes == ((),)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        ((), "frame shapes: got 0, expected 1, one for each block"),
+        (((3, 4), ()), "frame shapes: got 2, expected 1"),
+        (((3, 5),), "frame payload: got 384 bytes, expected 480 as the blocks say"),
+        (((),), "frame payload: got 384 bytes, expected 256 as the blocks say"),
+        (((60_000, 2),), "frame shape of a row: got 120000 numbers, expected at most 65536"),
+        (((3, 2, 2),), "frame header"),
+        (((0,),), "frame header"),
+        (((-3, -4),), "frame header"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(shapes, words):
+    header = msgspec.structs.replace(SHAPED.header, shapes=shapes)
+    with pytest.raises(RemoteProtocolError, match=f"^{words}"):
+        Frame.decode(msgspec.msgpack.encode(header), SHAPED.payload)

@@ -28,6 +28,12 @@ LENS = {
     "mlp_out": "hook_mlp_out",
     "post_block": "hook_resid_post",
     "final": "ln_final.hook_normalized",
+    "heads": "attn.hook_z",
+    "q": "attn.hook_rot_q",
+    "k": "attn.hook_rot_k",
+    "v": "attn.hook_v",
+    "neurons": "mlp.hook_post",
+    "router": "mlp.hook_router_logits",
 }
 
 

@@ -27,7 +27,6 @@ import msgspec
 
 from capflow import limits
 from capflow.buffers.queue import ByteQueue
-from capflow.capture.dtypes import DTYPES
 from capflow.capture.frame import Finished, RequestRows
 from capflow.capture.losses import LossLog
 from capflow.capture.model import ModelInfo
@@ -348,7 +347,7 @@ class Lane(abc.ABC):
         self.pace.failed_in_a_row = 0 if error is None else self.pace.failed_in_a_row + 1
         self.frames += 1
         self.rows += delivery.rows
-        self.bytes += delivery.rows * header.hidden_size * DTYPES[header.dtype].itemsize
+        self.bytes += delivery.rows * delivery.frame.row_bytes
         if error is not None:
             for tally, rows in delivery.parts:
                 tally.rows_failed += rows

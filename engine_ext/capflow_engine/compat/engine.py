@@ -562,6 +562,7 @@ def model_info(vllm_config: Any) -> ModelInfo:
         dtype=str(model.dtype).removeprefix("torch."),
         sites=settings.sites,
         fixed=settings.fixed,
+        shapes=settings.shapes,
         stages=vllm_config.parallel_config.pipeline_parallel_size,
     )
 

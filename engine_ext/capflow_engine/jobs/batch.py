@@ -72,6 +72,7 @@ def run(job: JobRequest, tell: Tell) -> None:
         hubs=hubs,
         sites=tapped.sites,
         fixed=tapped.fixed,
+        shapes=tapped.shapes,
         outbound=outbound,
         steering_bank_bytes=job.steering_bank_bytes,
         on_divergence=job.on_divergence,

@@ -102,6 +102,7 @@ def arm(
         spares=len(spare_hubs),
         sites=tapped.sites,
         fixed=tapped.fixed,
+        shapes=tapped.shapes,
         outbound=outbound,
         steering_bank_bytes=bank_bytes,
         on_divergence=on_divergence,
