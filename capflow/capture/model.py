@@ -55,7 +55,11 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
     def shape_of(self, site: Site) -> tuple[int, ...]:
         """Return the shape of a site's rows, such as `(heads, head_dim)`; `(hidden_size,)` for the residual stream."""
-        return self._shapes.get(site) or (self.hidden_size,)
+        return self.own_shape(site) or (self.hidden_size,)
+
+    def own_shape(self, site: Site) -> tuple[int, ...]:
+        """Return the shape of a site's rows; empty if it is that of the residual stream."""
+        return self._shapes.get(site, ())
 
     def width_of(self, site: Site) -> int:
         """Return how many numbers a row of a site has."""

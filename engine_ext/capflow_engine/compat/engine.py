@@ -677,6 +677,25 @@ def from_first_rank(data: bytes) -> bytes:
     return shared
 
 
+def to_first_rank(part: Any) -> Any:
+    """Return the tensors `[n, m]` of this pipeline stage's tensor-parallel ranks, `[ranks * n, m]`, on the first of them.
+
+    Returns None on the others. Every rank of the stage must call it, with a tensor of one shape.
+
+    vLLM's own `gather` does not return on the CPU (0.32.0).
+    """
+    import torch
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    parts = None
+    if group.rank_in_group == 0:
+        whole = part.new_empty((group.world_size, *part.shape))
+        parts = list(whole)
+    torch.distributed.gather(part.contiguous(), parts, group=group.device_group, group_dst=0)
+    return None if parts is None else whole.flatten(0, 1)
+
+
 def rank_store() -> Any:
     """Return a connection of its own to the key-value store that all ranks of the engine share."""
     from torch.distributed.distributed_c10d import _get_default_store

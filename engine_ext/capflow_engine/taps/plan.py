@@ -4,11 +4,14 @@ The planner takes the batch in the order of its tokens in the model's tensors. T
 site copies, their target rows, and the slot of the bank that steers each token.
 
 Tokens of a step that are wanted at exactly the same sites form one *block*. In each channel, a token is in at most one
-block. The rows of a block lie in the step's buffer as `[sites of the block, rows, hidden]`, block after block. So the
+block. The rows of a block lie in the step's buffer as `[sites of the block, rows, width]`, block after block. So the
 cost of planning grows with the number of captured requests, not with their sites.
 
 There are two channels. Rows for consumers (`SHIP`) come first in the buffer, ordered by hub. Rows that only a
 controller reads (`VIEW`) follow them and never leave the worker.
+
+Each width class (`capflow_engine.taps.widths`) has a buffer of its own. Sites that are wanted together and are of
+several classes are in a block for each. Controllers read rows of class 0 alone.
 
 For each channel, a request has a `RequestProgress`: the sites that want its next positions, and the position where that
 set of sites changes. Mostly the set never changes again; planning the request is then one comparison and one span.
@@ -23,7 +26,8 @@ each change of a request's steering applies.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -46,13 +50,44 @@ class SiteSet:
     """A set of sites that requests of one hub want, by index in ascending order; compared by identity.
 
     Within a program, equal sets are one object; programs of one hub share most of them.
+
+    classes: the sites of each width class, by class.
     """
 
-    __slots__ = ("hub", "sites")
+    __slots__ = ("classes", "hub", "sites")
 
-    def __init__(self, sites: tuple[int, ...], hub: int) -> None:
+    def __init__(self, sites: tuple[int, ...], hub: int, of_site: Sequence[int]) -> None:
         self.sites = sites
         self.hub = hub
+        self.classes = tuple(
+            (number, tuple(site for site in sites if of_site[site] == number))
+            for number in sorted({of_site[site] for site in sites})
+        )
+
+
+class SiteSets:
+    """The sets of sites of one hub.
+
+    of_site: the width class of each site.
+    """
+
+    __slots__ = ("_of_site", "_sets", "hub")
+
+    def __init__(self, hub: int, of_site: Sequence[int]) -> None:
+        self.hub, self._of_site = hub, of_site
+        self._sets: dict[tuple[int, ...], SiteSet] = {}
+
+    def of(self, sites: tuple[int, ...]) -> SiteSet:
+        """Return the set of these sites."""
+        site_set = self._sets.get(sites)
+        if site_set is None:
+            site_set = self._sets[sites] = SiteSet(sites, self.hub, self._of_site)
+        return site_set
+
+    def trim(self) -> None:
+        """Forget the sets if they are many; running programs keep those that they use."""
+        if len(self._sets) >= _SITE_SETS_KEPT_MAX:
+            self._sets.clear()
 
 
 class Program:
@@ -62,11 +97,9 @@ class Program:
     site_sets: the planner's sets of sites, shared by all programs of the hub.
     """
 
-    def __init__(
-        self, parts: tuple[tuple[Positions, tuple[int, ...]], ...], site_sets: dict[tuple[int, ...], SiteSet], hub: int
-    ) -> None:
+    def __init__(self, parts: tuple[tuple[Positions, tuple[int, ...]], ...], site_sets: SiteSets) -> None:
         self.parts = parts
-        self.hub = hub
+        self.hub = site_sets.hub
         self.any = bool(parts)
         self._site_sets = site_sets
         # The sites by chosen parts: at most 2 to the power of the number of parts; in practice, few.
@@ -80,7 +113,7 @@ class Program:
             sites = tuple(
                 sorted(site for (_, part), use in zip(self.parts, chosen, strict=True) if use for site in part)
             )
-            site_set = self._chosen[chosen] = self._site_sets.setdefault(sites, SiteSet(sites, self.hub))
+            site_set = self._chosen[chosen] = self._site_sets.of(sites)
         return site_set
 
 
@@ -196,9 +229,10 @@ class PlannedBlock(NamedTuple):
 
     sites: the sites, by index.
     rows: the number of rows at each site.
-    base: the row of the buffer where the rows of the first site begin.
+    base: the row of the class's buffer where the rows of the first site begin.
     runs: the token rows of the block.
     spans: the requests of the block, by their index in `Plan.batch`; all belong to `hub`.
+    width_class: the number of the width class of its sites.
     """
 
     channel: int
@@ -208,6 +242,12 @@ class PlannedBlock(NamedTuple):
     runs: tuple[Run, ...]
     spans: tuple[Span, ...]
     hub: int = 0
+    width_class: int = 0
+
+    @property
+    def end(self) -> int:
+        """The row of the class's buffer after the last one."""
+        return self.base + self.rows * len(self.sites)
 
 
 def token_rows(runs: Sequence[Run]) -> Indices:
@@ -234,8 +274,10 @@ class Slotted(NamedTuple):
 class Plan:
     """The plan of one step.
 
-    rows: the number of rows of the buffer.
-    ship_rows: the number of rows for consumers, which come first.
+    blocks: those of class 0 for consumers, those for controllers, then those of further classes, class by class.
+    rows: the number of rows of the buffer of class 0.
+    ship_rows: the number of rows for consumers in it, which come first.
+    shaped: the number of rows of each further class; all are for consumers. Empty if there are none.
     steered: the token rows that are steered; if two entries name the same row, the later one applies.
     gated: the requests with gates, by their index in `batch`.
     latched: those with a latched gate.
@@ -255,6 +297,12 @@ class Plan:
     gates: int = 0
     histories: Mapping[int, tuple[SlotRange, ...]] = field(default_factory=dict)
     steers: bool = False
+    shaped: tuple[int, ...] = ()
+
+    @property
+    def ships(self) -> bool:
+        """Whether there are rows for consumers."""
+        return bool(self.ship_rows or self.shaped)
 
     @property
     def idle(self) -> bool:
@@ -268,8 +316,17 @@ class Plan:
             slots[source : source + length] = slot
         return slots
 
+    def unsent(self, kept: Collection[int] = ()) -> Plan:
+        """Return the plan without rows for consumers.
+
+        kept: the width classes whose rows are copied all the same, each to its place: another rank sends them.
+        """
+        blocks = [block._replace(base=block.base - self.ship_rows) for block in self.blocks if block.channel == VIEW]
+        blocks += (block for block in self.blocks if block.channel == SHIP and block.width_class in kept)
+        return replace(self, blocks=tuple(blocks), rows=self.rows - self.ship_rows, ship_rows=0, shaped=())
+
     def shipped(self, hub: int) -> tuple[PlannedBlock, ...]:
-        """Return the blocks for the consumers of a hub; their rows are contiguous in the buffer."""
+        """Return the blocks for the consumers of a hub; their rows are contiguous in the buffer of each class."""
         return tuple(block for block in self.blocks if block.channel == SHIP and block.hub == hub)
 
 
@@ -286,13 +343,16 @@ class Planner:
 
     num_sites: the number of tapped sites.
     hubs: the number of hubs that the rows go to.
+    of_site: the width class of each site; without it, all are of class 0.
     """
 
-    def __init__(self, num_sites: int, hubs: int = 1) -> None:
+    def __init__(self, num_sites: int, hubs: int = 1, of_site: Sequence[int] | None = None) -> None:
         self.num_sites = num_sites
         self.hubs = hubs
-        self._site_sets: list[dict[tuple[int, ...], SiteSet]] = [{} for _ in range(hubs)]
-        self.nothing = Program((), self._site_sets[0], 0)
+        classes = of_site or (0,) * num_sites
+        self._classes = max(classes, default=0) + 1
+        self._site_sets = [SiteSets(hub, classes) for hub in range(hubs)]
+        self.nothing = Program((), self._site_sets[0])
 
     def program(self, wanted: Mapping[int, Positions], hub: int = 0) -> Program:
         """Return a request's program.
@@ -307,9 +367,8 @@ class Planner:
         if not parts:
             return self.nothing
         site_sets = self._site_sets[hub]
-        if len(site_sets) >= _SITE_SETS_KEPT_MAX:  # running programs keep the sets that they use
-            site_sets.clear()
-        return Program(tuple((positions, tuple(sites)) for positions, sites in parts.items()), site_sets, hub)
+        site_sets.trim()
+        return Program(tuple((positions, tuple(sites)) for positions, sites in parts.items()), site_sets)
 
     def plan(self, batch: Sequence[Scheduled]) -> Plan:
         """Return the plan of a step and mark its positions as computed."""
@@ -343,11 +402,14 @@ class Planner:
                 _take(view, request.view_progress, number, first, end, source)
         if self.hubs > 1:  # the rows of one hub are contiguous
             ship = dict(sorted(ship.items(), key=lambda taken: taken[0].hub))
-        shipped = _blocks(ship, SHIP, 0)
-        ship_rows = _end(shipped, 0)
-        viewed = _blocks(view, VIEW, ship_rows)
+        ends = [0] * self._classes
+        shipped = _blocks(ship, SHIP, ends)
+        ship_rows = ends[0]
+        viewed = _blocks(view, VIEW, ends)
+        blocks = (*shipped, *viewed) if self._classes == 1 else tuple(sorted((*shipped, *viewed), key=_class_of))
         slotted = _slotted(batch) if steered else ()
-        plan = Plan(tuple(batch), (*shipped, *viewed), _end(viewed, ship_rows), ship_rows, slotted, tokens)
+        shaped = tuple(ends[1:]) if any(ends[1:]) else ()
+        plan = Plan(tuple(batch), blocks, ends[0], ship_rows, slotted, tokens, shaped=shaped)
         if steered:
             plan = replace(plan, histories=_histories(batch), steers=True)
         return _with_gates(plan, gated) if gated else plan
@@ -377,8 +439,11 @@ def _take(taken: _Taken, progress: RequestProgress, number: int, first: int, end
         taken.setdefault(sites, []).append((number, begin, stop - begin, source + begin - first))
 
 
-def _blocks(taken: _Taken, channel: int, base: int) -> list[PlannedBlock]:
-    """Return the blocks; their rows begin at row `base` of the buffer."""
+def _blocks(taken: _Taken, channel: int, ends: list[int]) -> list[PlannedBlock]:
+    """Return the blocks.
+
+    ends: the rows of each class's buffer that are taken; those of the blocks are added.
+    """
     blocks = []
     for sites, parts in taken.items():
         spans: list[Span] = []
@@ -396,11 +461,14 @@ def _blocks(taken: _Taken, channel: int, base: int) -> list[PlannedBlock]:
             expected = source + length
             rows += length
         runs.append(_run((begin, target, rows - target)))
-        blocks.append(PlannedBlock(channel, sites.sites, rows, base, tuple(runs), tuple(spans), sites.hub))
-        base += rows * len(sites.sites)
+        for number, members in sites.classes:
+            block = PlannedBlock(channel, members, rows, ends[number], tuple(runs), tuple(spans), sites.hub, number)
+            blocks.append(block)
+            ends[number] = block.end
     return blocks
 
 
+_class_of = operator.attrgetter("width_class")
 _span = functools.partial(tuple.__new__, Span)
 _run = functools.partial(tuple.__new__, Run)
 _slotted_run = functools.partial(tuple.__new__, Slotted)
@@ -409,11 +477,6 @@ _slotted_run = functools.partial(tuple.__new__, Slotted)
 _SITE_SETS_KEPT_MAX = 4096
 # For at most this many positions, `RequestProgress.runs` goes stretch by stretch.
 _STEPS_MAX = 8
-
-
-def _end(blocks: Sequence[PlannedBlock], base: int) -> int:
-    """Return the row after the last block; `base` if there is no block."""
-    return blocks[-1].base + blocks[-1].rows * len(blocks[-1].sites) if blocks else base
 
 
 def _slotted(batch: Sequence[Scheduled]) -> tuple[Slotted, ...]:

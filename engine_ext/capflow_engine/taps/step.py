@@ -6,10 +6,12 @@ The CPU taps read the plan itself, through `current`. The GPU taps read tables t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from capflow.errors import CapflowError, explain
 from capflow_engine.taps.bank import Bank
 from capflow_engine.taps.chains import INDEXED_RUNS_MIN, changed
 from capflow_engine.taps.gates import Gating
@@ -20,7 +22,8 @@ from capflow_engine.taps.ways import Chain, Ways
 class Step:
     """One step on the CPU.
 
-    buffer: the memory for captured rows, `[plan.rows, hidden]` in the model's dtype; None if nothing is captured.
+    buffer: the memory for captured rows, `[plan.rows, hidden]` in the model's dtype; None if none are captured.
+    shaped: the memory for those of further width classes, in the order of `plan.shaped`.
     gating: the gates of the step; None if it has none.
     ways: how an earlier step steered its sites; used again if this one does the same. Afterwards how this one does;
         None if it steers nothing.
@@ -33,9 +36,9 @@ class Step:
         bank: Bank,
         gating: Gating | None = None,
         ways: Ways | None = None,
+        shaped: Sequence[torch.Tensor | None] = (),
     ) -> None:
         self.plan = plan
-        self.buffer = buffer
         self.bank = bank
         self.gating = gating
         self.ways: Ways | None = None
@@ -44,12 +47,15 @@ class Step:
             gated = gating is not None
             same = ways is not None and ways.hold(slots, bank, gated=gated)
             self.ways = ways if same else Ways(slots, bank, gated=gated)
-        # Site → (the block's runs or token rows, first row of the buffer, number of rows).
-        self._copies: dict[int, list[tuple[Any, int, int]]] = {}
+        # Site → (the block's runs or token rows, the memory for its rows).
+        self._copies: dict[int, list[tuple[Any, torch.Tensor]]] = {}
+        buffers = (buffer, *shaped)
         for block in plan.blocks:
-            source = _source(block.runs)
+            source, here = _source(block.runs), buffers[block.width_class]
+            assert here is not None
             for number, site in enumerate(block.sites):
-                self._copies.setdefault(site, []).append((source, block.base + number * block.rows, block.rows))
+                base = block.base + number * block.rows
+                self._copies.setdefault(site, []).append((source, here[base : base + block.rows]))
 
     def tap(self, site: int, hidden: torch.Tensor, residual: torch.Tensor | None, scale: float = 1.0) -> None:
         """Copy the site's wanted rows, then steer the site.
@@ -58,22 +64,22 @@ class Step:
         residual: the second part of a split stream, in the same shape; None if the stream is whole.
         scale: the site's value is `scale` times the sum of both.
         """
-        for source, row, rows in self._copies.get(site, ()):
-            assert self.buffer is not None
+        for source, rows in self._copies.get(site, ()):
+            if rows.shape[1] != hidden.shape[1]:
+                raise CapflowError(explain("a tap", got=f"{hidden.shape[1]} numbers", expected=str(rows.shape[1])))
             if isinstance(source, torch.Tensor):
-                out = self.buffer[row : row + len(source)]
-                torch.index_select(hidden, 0, source, out=out)
+                torch.index_select(hidden, 0, source, out=rows)
                 if residual is not None:
-                    torch.add(out, residual.index_select(0, source), out=out)
+                    torch.add(rows, residual.index_select(0, source), out=rows)
             else:
                 for begin, target, length in source:
-                    out = self.buffer[row + target : row + target + length]
+                    out = rows[target : target + length]
                     if residual is None:
                         out.copy_(hidden[begin : begin + length])
                     else:
                         torch.add(hidden[begin : begin + length], residual[begin : begin + length], out=out)
             if scale != 1.0:
-                self.buffer[row : row + rows].mul_(scale)
+                rows.mul_(scale)
         if self.ways is not None:
             self._steer(self.ways, site, hidden, residual, scale)
 

@@ -8,7 +8,7 @@ All tensors are allocated once, before CUDA graphs are captured, and never move.
 | site_base | int32 [2, sites] | the number that each site adds to the entries of that line, per channel |
 | token_row | int32 [2, lines, tokens] | the staging row of each token minus `site_base` of the site; -1: not wanted |
 | token_steer | int32 [tokens] | the slot of the bank that steers each token; -1: none |
-| staging | [rows, hidden] | the rows of the step, in the order of the plan |
+| staging | [rows, part] | the rows of the step at sites of a width class, in the order of the plan; one for each class |
 | margins | float32 [gates, tokens] | the margin of each gate at each token; -inf: not scored |
 | first | int32 [tokens] | the first token row of the token's request |
 | token_latch | int32 [tokens] | the column of `carried` of the token's request; -1: none |
@@ -44,8 +44,9 @@ class Tables:
 
     sites: the number of tapped sites.
     tokens: the maximum number of tokens of a step.
-    rows: the maximum number of rows of a step.
+    rows: the maximum number of rows of a step, of class 0.
     requests: the maximum number of requests of a step.
+    shaped: the maximum number of rows of each further width class, and how many numbers of a row this rank has.
     device: where the model is.
     resident: whether the taps read the tables.
     """
@@ -61,17 +62,20 @@ class Tables:
         device: torch.device,
         resident: bool,
         requests: int = 1,
+        shaped: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.resident = resident
         gates = limits.GATES_MAX
         if not resident:
             sites = tokens = rows = hidden = requests = gates = 1
+            shaped = [(1, 1)] * len(shaped)
         self.sites = sites
         self.site_line = torch.full((CHANNELS, sites), -1, dtype=torch.int32, device=device)
         self.site_base = torch.zeros((CHANNELS, sites), dtype=torch.int32, device=device)
         self.token_row = torch.full((CHANNELS, sites, tokens), -1, dtype=torch.int32, device=device)
         self.token_steer = torch.full((tokens,), -1, dtype=torch.int32, device=device)
-        self.staging = torch.empty((rows, hidden), dtype=dtype, device=device)
+        # Of each width class.
+        self.stagings = [torch.empty(size, dtype=dtype, device=device) for size in ((rows, hidden), *shaped)]
         self.margins = torch.full((gates, tokens), -math.inf, dtype=torch.float32, device=device)
         self.first = torch.zeros((tokens,), dtype=torch.int32, device=device)
         self.token_latch = torch.full((tokens,), -1, dtype=torch.int32, device=device)
@@ -85,10 +89,24 @@ class Tables:
         # Whether the uploaded `token_steer` names a slot.
         self._steering = False
 
-    def device_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that every tap holds, by the names of the op's arguments."""
-        names = ("site_line", "site_base", "token_row", "token_steer", "staging", *_GATE_TABLES)
-        return {name: getattr(self, name) for name in names}
+    @property
+    def staging(self) -> torch.Tensor:
+        """The staging buffer of class 0."""
+        return self.stagings[0]
+
+    def holds(self, plan: Plan) -> bool:
+        """Return whether the staging buffers have room for a plan."""
+        return all(self.fits(plan))
+
+    def fits(self, plan: Plan) -> list[bool]:
+        """Return for each width class whether its staging buffer has room for a plan; always, if taps do not use it."""
+        counts = zip((plan.rows, *plan.shaped), self.stagings, strict=False)
+        return [not self.resident or rows <= len(staging) for rows, staging in counts]
+
+    def device_tensors(self, width_class: int = 0) -> dict[str, torch.Tensor]:
+        """Return the tensors that a tap holds at a site of a class, by the names of the op's arguments."""
+        names = ("site_line", "site_base", "token_row", "token_steer", *_GATE_TABLES)
+        return {**{name: getattr(self, name) for name in names}, "staging": self.stagings[width_class]}
 
     def load(
         self,

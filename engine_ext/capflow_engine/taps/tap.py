@@ -118,11 +118,13 @@ class Tap(nn.Module):
     op_floats: torch.Tensor
     rows: torch.Tensor
 
-    def __init__(self, index: int, place: HookPlace, tables: Tables, bank: Bank, device: torch.device) -> None:
+    def __init__(
+        self, index: int, place: HookPlace, tables: Tables, bank: Bank, device: torch.device, width_class: int = 0
+    ) -> None:
         super().__init__()
         self.slots, self.items, self.used, self.scale = place.slots, place.items, place.used, place.scale
         self.register_buffer("site", torch.tensor([index], dtype=torch.int32, device=device), persistent=False)
-        for name, tensor in {**tables.device_tensors(), **bank.device_tensors()}.items():
+        for name, tensor in {**tables.device_tensors(width_class), **bank.device_tensors()}.items():
             self.register_buffer(name, tensor, persistent=False)
 
     def before(self, args: Any, kwargs: Any) -> None:

@@ -28,6 +28,7 @@ from capflow.transport.links.worker import Staged, WorkerLink
 from capflow.transport.outbox import Outbox, left_behind
 from capflow_engine.hubs import HubAt
 from capflow_engine.settings import Settings
+from capflow_engine.taps.widths import Width
 from capflow_engine.worker.ring import Ring
 from capflow_engine.worker.sender import Computed, Sender, Way
 
@@ -44,6 +45,7 @@ class Outlets:
     text_of: returns the text of a token id; None without a tokenizer.
     reports: returns the troubles and the counts of a hub's controllers, by the hub's index; called on any thread.
     determinism: returns whether the engine's ranks steer alike; called on any thread.
+    widths: the width classes of the rows; without them, all are of the stream's width.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Outlets:
         text_of: Callable[[int], str] | None,
         reports: Callable[[int], tuple[tuple[str, ...], dict[str, ControllerCounts]]] = lambda _: ((), {}),
         determinism: Callable[[], Determinism | None] = lambda: None,
+        widths: Sequence[Width] = (),
     ) -> None:
         self._settings = settings
         self._reports = reports
@@ -74,7 +77,9 @@ class Outlets:
         ways = list(map(Way, self.links, boots))
         if settings.outbound.policy == "spill":
             _log_foreign_spools(Path(settings.outbound.spool_dir), len(settings.hubs))
-        self._sender = Sender(ways, engine=settings.engine, rank=rank, info=info, sites=sites, text_of=text_of)
+        self._sender = Sender(
+            ways, engine=settings.engine, rank=rank, info=info, sites=sites, text_of=text_of, widths=widths
+        )
         for link in (*self.former, *self.links):
             link.start()
         self._sender.start()

@@ -12,7 +12,9 @@ frames, and waits for room in the links.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
+import operator
 import queue
 import threading
 from collections import Counter
@@ -33,6 +35,7 @@ from capflow.capture.site import Site
 from capflow_engine.scheduler.orders import Ended
 from capflow_engine.taps.acting import Opened, steered_runs
 from capflow_engine.taps.plan import Plan, PlannedBlock, Tracked, block_of
+from capflow_engine.taps.widths import Width, Widths
 from capflow_engine.worker.marks import clipped, merged
 
 logger = logging.getLogger("vllm.capflow.sender")
@@ -63,7 +66,8 @@ class Noted(NamedTuple):
 class Computed:
     """A step that was computed.
 
-    rows: its rows for consumers as bytes; None if it has none, or if they are lost.
+    rows: its rows for consumers as bytes, those of class 0 first; None if it has none, or if they are lost.
+    shaped_at: where the rows of further width classes begin in it, in the order of `Plan.shaped`.
     token_ids: the input ids of the step's tokens, `[tokens]`; valid after `ready` returned.
     ready: waits until `rows` and `token_ids` are copied from the device.
     lost: why `rows` is None although rows were planned.
@@ -89,6 +93,7 @@ class Computed:
     limits: dict[str, int] = field(default_factory=dict)
     shifts: dict[str, int] = field(default_factory=dict)
     lent: int = 0
+    shaped_at: int = 0
     events: list[Noted] = field(default_factory=list)
     events_lost: Counter[Tracked] = field(default_factory=Counter)
     opened: Callable[[Tracked], Opened] | None = None
@@ -170,6 +175,7 @@ class Sender:
 
     ways: the way to each hub, by the hub's index.
     text_of: returns the text of a token id; None without a tokenizer.
+    widths: the width classes of the worker; without them, all rows are of the stream's width.
     """
 
     def __init__(
@@ -181,13 +187,16 @@ class Sender:
         info: ModelInfo,
         sites: tuple[Site, ...],
         text_of: Callable[[int], str] | None,
+        widths: Sequence[Width] = (),
     ) -> None:
         self.ways = tuple(ways)
         self.engine, self.rank, self.info, self.sites = engine, rank, info, sites
         self.text_of = functools.lru_cache(maxsize=65536)(text_of) if text_of is not None else None
         self.dropped: tuple[Counter[str], ...] = tuple(Counter() for _ in ways)
         """The rows that were not sent, by hub and reason, since the start; written by the sender's thread."""
-        self._row_bytes = info.hidden_size * DTYPES[info.dtype].itemsize
+        # The width classes, and the bytes of a row of each.
+        self._widths = tuple(widths) or Widths.uniform(info.hidden_size, len(sites)).classes
+        self._row_bytes = [each.width * DTYPES[info.dtype].itemsize for each in self._widths]
         # The rows sent of each running request, by vLLM's id.
         self._sent: dict[str, int] = {}
         # The weights that computed the rows sent of each running request, by vLLM's id.
@@ -256,7 +265,7 @@ class Sender:
             blocks, requests = self._describe(step, shipped, spans)
             self._note_weights(step, counts, spans)
             header = self._header(hub, step, requests, blocks, ended[: limits.FINISHED_PER_FRAME_MAX], counts, events)
-            reason = link.send(header, self._payload(step.rows, shipped))
+            reason = link.send(header, self._payload(step, step.rows, shipped))
             if reason is None:
                 for key, rows in counts.items():
                     self._sent[key] = self._sent.get(key, 0) + rows
@@ -302,13 +311,25 @@ class Sender:
                 losses = self._lost.setdefault(plan.batch[number].request.key, Losses())
                 losses.add(reason, sites, start, start + length)
 
-    def _payload(self, rows: npt.NDArray[np.uint8], shipped: Sequence[PlannedBlock]) -> npt.NDArray[np.uint8]:
-        """Return the rows of a hub's blocks, `[bytes]`."""
-        if len(self.ways) == 1:
-            return rows
-        last = shipped[-1]
-        end = last.base + last.rows * len(last.sites)
-        return rows[shipped[0].base * self._row_bytes : end * self._row_bytes].copy()
+    def _payload(
+        self, step: Computed, rows: npt.NDArray[np.uint8], shipped: Sequence[PlannedBlock]
+    ) -> npt.NDArray[np.uint8]:
+        """Return the rows of a hub's blocks, `[bytes]`, block after block."""
+        begins = [0, step.shaped_at]
+        for number, count in enumerate(step.plan.shaped, start=1):
+            begins.append(begins[-1] + count * self._row_bytes[number])
+        parts: list[tuple[int, int]] = []
+        for number, group in itertools.groupby(shipped, key=_class_of):
+            blocks = tuple(group)
+            size = self._row_bytes[number]
+            begin, end = begins[number] + blocks[0].base * size, begins[number] + blocks[-1].end * size
+            if parts and parts[-1][1] == begin:
+                begin = parts.pop()[0]
+            parts.append((begin, end))
+        if len(parts) > 1:
+            return np.concatenate([rows[begin:end] for begin, end in parts])
+        part = rows[slice(*parts[0])]
+        return part if len(self.ways) == 1 else part.copy()
 
     def _describe(
         self, step: Computed, shipped: Sequence[PlannedBlock], trimmed: list[tuple[Span, ...]]
@@ -402,7 +423,16 @@ class Sender:
             step_tokens=step.plan.tokens,
             step_requests=len(step.plan.batch),
             weights=step.weights if blocks else None,
+            shapes=self._shapes(blocks) if step.plan.shaped else msgspec.UNSET,
         )
+
+    def _shapes(self, blocks: Sequence[Block]) -> tuple[tuple[int, ...], ...] | msgspec.UnsetType:
+        """Return the shape of a row of each block, as in a frame's header."""
+        shapes = tuple(self.info.own_shape(block.sites[0]) for block in blocks)
+        return shapes if any(shapes) else msgspec.UNSET
+
+
+_class_of = operator.attrgetter("width_class")
 
 
 def _events(step: Computed, hub: int) -> list[tuple[ActedOn, ...]]:

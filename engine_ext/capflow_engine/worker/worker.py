@@ -53,11 +53,12 @@ from capflow_engine.taps import height
 from capflow_engine.taps import step as step_module
 from capflow_engine.taps.bank import Bank
 from capflow_engine.taps.gates import Gating
-from capflow_engine.taps.plan import VIEW, Plan, Planner, Program, Scheduled, Tracked
+from capflow_engine.taps.plan import Plan, Planner, Program, Scheduled, Tracked
 from capflow_engine.taps.step import Step
 from capflow_engine.taps.tables import Tables
 from capflow_engine.taps.tap import Tap, install
 from capflow_engine.taps.ways import Ways
+from capflow_engine.taps.widths import Widths
 from capflow_engine.worker.changes import Changes
 from capflow_engine.worker.control.controllers import Controllers
 from capflow_engine.worker.control.deciding import Deciding, Scored
@@ -69,6 +70,7 @@ from capflow_engine.worker.marks import StageMarks
 from capflow_engine.worker.outlets import Outlets
 from capflow_engine.worker.pending import EMPTY_PLAN, READY, Pending
 from capflow_engine.worker.ring import Ring
+from capflow_engine.worker.rows import RowMemory
 from capflow_engine.worker.runner import tap_runner
 from capflow_engine.worker.sender import Computed
 
@@ -105,8 +107,10 @@ class WorkerCapture:
         )
         self.sites = tuple(site for site, _, _ in owned)
         self.index = {site: n for n, site in enumerate(self.sites)}
-        self.planner = Planner(len(self.sites), len(self.settings.hubs))
-        self.row_bytes = self.info.hidden_size * self.dtype.itemsize
+        self.widths = Widths.of(self.info, self.sites, self._ranks)
+        self.planner = Planner(len(self.sites), len(self.settings.hubs), self.widths.of_site)
+        self._divides = any(each.divided for each in self.widths.classes)
+        self.memory = RowMemory(self.widths, self.dtype, self._ranks)
         requests = worker.scheduler_config.max_num_seqs
         self.tables = self._make_tables(worker.scheduler_config.max_num_batched_tokens, requests)
         size = Size.of(self.settings.steering_bank_bytes, self.info.hidden_size, requests)
@@ -162,7 +166,7 @@ class WorkerCapture:
     def _install(self, owned: Sequence[tuple[Site, Any, HookPlace]]) -> None:
         """Put a tap at each site, given its layer and its place there."""
         for n, (site, layer, place) in enumerate(owned):
-            tap = Tap(n, place, self.tables, self.bank, self.device)
+            tap = Tap(n, place, self.tables, self.bank, self.device, self.widths.of_site[n])
             height.register(tap.site, str(site))
             install(layer, site.hook, place, tap)
         height.watch(self.runner.get_model())
@@ -179,6 +183,7 @@ class WorkerCapture:
             rank=self.rank,
             info=self.info,
             sites=self.sites,
+            widths=self.widths.classes,
             ring=self.ring,
             text_of=None if tokenizer is None else lambda token: str(tokenizer.decode([token])),
             reports=lambda hub: (self._troubles(hub), self.controllers[hub].counts),
@@ -205,11 +210,18 @@ class WorkerCapture:
         )
 
     def _make_tables(self, tokens: int, requests: int) -> Tables:
-        rows = min(tokens * 2 * len(self.sites), self.settings.staging_bytes_max // self.row_bytes)
+        rows = [0] * len(self.widths.classes)
+        for number in self.widths.of_site:
+            rows[number] += tokens if number else 2 * tokens  # controllers read rows of class 0 alone
+        parts = [each.part for each in self.widths.classes]
+        wanted = sum(count * part for count, part in zip(rows, parts, strict=True)) * self.dtype.itemsize
+        if wanted > self.settings.staging_bytes_max:
+            rows = [count * self.settings.staging_bytes_max // wanted for count in rows]
         return Tables(
             sites=max(len(self.sites), 1),
             tokens=tokens,
-            rows=rows,
+            rows=rows[0],
+            shaped=[*zip(rows[1:], parts[1:], strict=True)],
             hidden=self.info.hidden_size,
             dtype=self.dtype,
             device=self.device,
@@ -288,7 +300,8 @@ class WorkerCapture:
             key,
             request.name,
             prompt_length,
-            ship=program if self.sends else self.planner.nothing,
+            # All ranks plan alike, so that the rows that are divided among them have the same places.
+            ship=program if self.sends or self._divides else self.planner.nothing,
             view=self._view(hub, request.name),
             capture=options.capture,
             generated=options.generated or 0,
@@ -308,12 +321,19 @@ class WorkerCapture:
         watching = controllers.watching(request)
         program = controllers.programs.get(watching)
         if program is None:
-            program = controllers.programs[watching] = self._program(self._wanted(controllers.captures(watching)), hub)
+            wanted = self._wanted(controllers.captures(watching))
+            stream = {site: want for site, want in wanted.items() if not self.info.own_shape(site)}
+            program = controllers.programs[watching] = self._program(stream, hub)
         return program
 
     def _wanted(self, specs: Sequence[Capture | None]) -> Wanted:
         info = self.info
         return join(s.resolve(info.sites, num_layers=info.num_layers) for s in specs if s is not None)
+
+    def _gathered(self, plan: Plan) -> list[int]:
+        """Return the width classes of which the first rank gathers the rows of a plan."""
+        fits = self.tables.fits(plan)
+        return [n for n, width in enumerate(self.widths.classes[: len(fits)]) if width.divided and fits[n]]
 
     def _program(self, wanted: Wanted, hub: int) -> Program:
         places = {self.index[site]: w.positions for site, w in wanted.items() if site in self.index}
@@ -378,17 +398,19 @@ class WorkerCapture:
         self.checksums.fold(self._events.number, planned)
         self.agreement.stepped(self._events.number)
         self._buffer = self._lost = None
-        if planned.ship_rows:
+        if planned.ships and self.sends:
             self._buffer, self._lost = self._find_room(planned)
         if self._lost is not None:
-            self._plan = _only_viewed(planned)
-        if self.tables.resident and self._plan.rows > self.tables.staging.shape[0]:
+            self._plan = planned.unsent()
+        elif planned.ships and not self.sends:
+            self._plan = planned.unsent(self._gathered(planned))
+        if self.tables.resident and not self.tables.holds(self._plan):
             for controllers in self.controllers:
                 controllers.missed(self._plan.rows, self.tables.staging.shape[0])
-            self._plan = replace(self._plan, blocks=(), rows=0, ship_rows=0)
+            self._plan = replace(self._plan, blocks=(), rows=0, ship_rows=0, shaped=())
         if self._buffer is None and self._rows_copied(self._plan):
             # A copy to memory that is not page-locked waits for the device.
-            size, pinned = self._rows_copied(self._plan) * self.row_bytes, self.tables.resident
+            size, pinned = self._bytes_copied(self._plan), self.tables.resident
             self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned).numpy()
 
     def _find_room(self, plan: Plan) -> tuple[Any, str | None]:
@@ -396,17 +418,21 @@ class WorkerCapture:
         assert self.outlets is not None
         if not self.outlets.ever_connected:
             return None, "no_hub"
-        if self.tables.resident and plan.rows > self.tables.staging.shape[0]:
+        if self.tables.resident and not self.tables.holds(plan):
             return None, "staging_full"
         wait_s = limits.BLOCK_S_MAX if self.settings.outbound.blocks and self.outlets.patient else 0.0
-        buffer = self.ring.acquire(self._rows_copied(plan) * self.row_bytes, wait_s, self._pending.bytes_held)
+        buffer = self.ring.acquire(self._bytes_copied(plan), wait_s, self._pending.bytes_held)
         return buffer, (None if buffer is not None else self.outlets.give_up())
 
     def _rows_copied(self, plan: Plan) -> int:
-        """Return how many of a plan's rows come to the host: rows that are only scored stay on the device."""
+        """Return how many of a plan's rows of class 0 come to the host: those that are only scored stay on the device."""
         if self.tables.resident and not any(controllers.reads_rows for controllers in self.controllers):
             return plan.ship_rows
         return plan.rows
+
+    def _bytes_copied(self, plan: Plan) -> int:
+        """Return the bytes of a plan's rows that come to the host."""
+        return self.memory.nbytes(plan, self._rows_copied(plan))
 
     @contextlib.contextmanager
     def forward(self, tokens: int) -> Iterator[None]:
@@ -436,11 +462,14 @@ class WorkerCapture:
             if plan.gates:  # the next step writes the table again
                 self._take_margins(plan, carried, self.tables.margins[: plan.gates, : self._rows_end(plan)].clone())
             scored = [self._score(controllers, plan) for controllers in self.controllers]
-            ready, token_ids = self._copy_out(plan, scored) if plan.rows else (READY, _NO_TOKENS)
+            joined = self.memory.joined(self._planned, self.tables.stagings[1:])
+            wanted = plan.rows or (plan.shaped and self.sends)
+            ready, token_ids = self._copy_out(plan, scored, joined) if wanted else (READY, _NO_TOKENS)
         else:
-            out = None if self._buffer is None else torch.from_numpy(self._buffer).view(self.dtype).view(plan.rows, -1)
+            out, *shaped = self.memory.host(self._buffer, plan, self._rows_copied(plan))
+            parts = self.memory.parts(self._planned, shaped)
             gating = Gating(plan, tokens, carried, received) if plan.gates else None
-            step_module.current = step = Step(plan, out, self.bank, gating, self._ways)
+            step_module.current = step = Step(plan, out, self.bank, gating, self._ways, parts)
             self._ways = step.ways or self._ways
             try:
                 yield
@@ -449,8 +478,11 @@ class WorkerCapture:
             if gating is not None:
                 self._take_margins(plan, carried, gating.margins[:, : self._rows_end(plan)])
             scored = [self._score(controllers, plan, out) for controllers in self.controllers]
+            for rows, target in zip(self.memory.joined(self._planned, parts), shaped, strict=False):
+                if rows is not None and target is not None:
+                    target.copy_(rows)
             ready, token_ids = READY, _NO_TOKENS
-            if plan.ship_rows:
+            if plan.ships and self.sends:
                 token_ids = compat_step.step_token_ids(self.runner, self._rows_end(plan)).numpy().copy()
         self._finish(plan, ready, token_ids, scored)
 
@@ -487,7 +519,7 @@ class WorkerCapture:
         """Keep the margins of the step that was just launched, `[gates, tokens]`: nothing writes to them again."""
         self.latches.end(plan, carried, margins)
         self.margins = margins
-        wanted = self._reports_gates or (self.sends and plan.ship_rows)
+        wanted = self._reports_gates or (self.sends and plan.ships)
         compared = self._last and self._ranks > 1
         if wanted or compared:
             (host, before), ready = self._to_host((margins, carried))
@@ -536,11 +568,12 @@ class WorkerCapture:
         number, noted = self._events.number, self._events.take()
         if plan.rows > plan.ship_rows:
             self.deciding.keep(number, plan, self._buffer, scored, ready)
-        if self._planned.ship_rows or noted.events:
-            rows = self._buffer[: plan.ship_rows * self.row_bytes] if plan.ship_rows else None
+        if (self._planned.ships and self.sends) or noted.events:
+            rows = self._buffer if plan.ships else None
             now = time.time_ns()
-            lent = self.ring.size_of(self._rows_copied(plan) * self.row_bytes) if plan.ship_rows else 0
+            lent = self.ring.size_of(self._bytes_copied(plan)) if rows is not None else 0
             step = Computed(number, now, self._planned, rows, token_ids, ready, self._lost, lent=lent)
+            step.shaped_at = self.memory.shaped_at(self._rows_copied(plan))
             step.weights = self._weights
             step.events, step.events_lost = noted.events, noted.events_lost
             step.opened = None if self.gated_step is None else self.gated_step.opened
@@ -548,22 +581,31 @@ class WorkerCapture:
             self._pending.add(step)
         self._buffer = None
 
-    def _copy_out(self, plan: Plan, scored: list[Scored]) -> tuple[Callable[[], None], Any]:
+    def _copy_out(
+        self, plan: Plan, scored: list[Scored], joined: Sequence[torch.Tensor | None]
+    ) -> tuple[Callable[[], None], Any]:
         """Start to copy the step's rows, scores and token ids to the host; return a function that waits, and the ids.
 
         The rows are copied on a stream of their own. The ids are copied on the step's stream: they are few, and the
         next step uses the same buffer.
 
         scored: the scores are replaced by the memory that they are copied to.
+        joined: the rows that were divided among ranks, by further width class.
         """
-        tokens, rows = self._rows_end(plan), self._rows_copied(plan)
+        tokens = self._rows_end(plan)
         ids = torch.empty(tokens, dtype=torch.int32, pin_memory=True)
         ids.copy_(compat_step.step_token_ids(self.runner, tokens), non_blocking=True)
         self._copy_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copy_stream):
-            if rows:
-                out = torch.from_numpy(self._buffer).view(self.dtype).view(rows, -1)
-                out.copy_(self.tables.staging[:rows], non_blocking=True)
+            for number, out in enumerate(self.memory.host(self._buffer, plan, self._rows_copied(plan))):
+                if out is not None:
+                    source = self.tables.stagings[number]
+                    if self.widths.classes[number].divided:
+                        whole = joined[number - 1]
+                        assert whole is not None
+                        whole.record_stream(self._copy_stream)
+                        source = whole
+                    out.copy_(source[: len(out)], non_blocking=True)
             for hub, (parts, there) in enumerate(scored):
                 if there is not None:
                     here = torch.empty(there.shape, dtype=torch.float32, pin_memory=True)
@@ -585,13 +627,6 @@ class WorkerCapture:
         if self.outlets is not None:
             self.outlets.close()
             self.outlets = None
-
-
-def _only_viewed(plan: Plan) -> Plan:
-    """Return the plan without rows for consumers."""
-    viewed = (block for block in plan.blocks if block.channel == VIEW)
-    blocks = tuple(block._replace(base=block.base - plan.ship_rows) for block in viewed)
-    return replace(plan, blocks=blocks, rows=plan.rows - plan.ship_rows, ship_rows=0)
 
 
 class CaptureWorker(compat.worker_base()):  # type: ignore[misc]

@@ -344,11 +344,15 @@ def locked(monkeypatch):
 def capture(started, locked):
     """A worker's capflow as far as planning a step needs it, on a device whose staging memory has three rows."""
     pytest.importorskip("vllm")
+    from capflow_engine.taps.widths import Widths
+    from capflow_engine.worker.rows import RowMemory
     from capflow_engine.worker.worker import WorkerCapture
 
     capture = object.__new__(WorkerCapture)
-    capture.planner, capture.requests, capture.row_bytes, capture._ranks = Planner(4), {}, 32, 1
-    capture.tables = SimpleNamespace(resident=True, staging=np.empty((3, 8)))
+    capture.planner, capture.requests, capture._ranks, capture.sends = Planner(4), {}, 1, True
+    capture.memory = RowMemory(Widths.uniform(8, 4), torch.float32, 1)
+    staging = np.empty((3, 8))
+    capture.tables = SimpleNamespace(resident=True, staging=staging, holds=lambda plan: plan.rows <= len(staging))
     capture.controllers = [started(step=[STEER])[0]]
     capture._events, capture.checksums = SimpleNamespace(number=1), SimpleNamespace(fold=lambda *_: None)
     capture.agreement = SimpleNamespace(stepped=lambda _: None)
@@ -384,7 +388,7 @@ def test_a_controller_steers_no_request_that_it_cannot_see(capture, request_id, 
 def test_rows_for_controllers_alone_come_to_memory_that_a_copy_does_not_wait_for(capture, locked):
     capture.prepare([("seen", 0, 0, 3)])
     assert locked == [True]
-    assert len(capture._buffer) == 3 * capture.row_bytes
+    assert len(capture._buffer) == 3 * 8 * 4
 
 
 def test_an_ordered_controller_runs_at_the_last_stage_and_steers_at_any(started):

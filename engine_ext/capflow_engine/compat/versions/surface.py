@@ -354,6 +354,9 @@ READS = (
     _read("vllm:SamplingParams", "clone detokenize extra_args n prompt_logprobs"),
     _read("vllm.outputs:RequestOutput", "finished kv_transfer_params outputs request_id"),
     _read("vllm.lora.request:LoRARequest", "lora_name"),
-    _read("vllm.distributed.parallel_state:GroupCoordinator", "broadcast_object cpu_group rank_in_group world_size"),
+    _read(
+        "vllm.distributed.parallel_state:GroupCoordinator",
+        "broadcast_object cpu_group device_group rank_in_group world_size",
+    ),
     _read(f"{_OFFLOADING}:OffloadingConnector", "_max_loadable_tokens", KV_OFFLOADING),
 )

@@ -1,0 +1,85 @@
+"""Width classes: the tapped sites of one worker whose rows have one shape.
+
+Class 0 is that of the residual stream. The sites of a class share a staging buffer, and a block of a plan has sites of
+one class. Under tensor parallelism, heads and neurons are divided among the ranks: a rank has `part` numbers of each
+row. All ranks then plan the rows of these classes alike, and the first rank gathers the parts after the forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from capflow.capture.model import ModelInfo, width_of
+from capflow.capture.site import Site
+from capflow.errors import CapflowError, explain
+
+_REPLICATED = ("router",)
+
+
+class Width(NamedTuple):
+    """A width class.
+
+    shape: the shape of a row; empty for that of the residual stream.
+    width: how many numbers a row has.
+    part: how many of them this rank has.
+    copies: how many ranks have the same part, one after another.
+    """
+
+    shape: tuple[int, ...]
+    width: int
+    part: int
+    copies: int = 1
+
+    @property
+    def divided(self) -> bool:
+        """Whether the rows are divided among the tensor-parallel ranks."""
+        return self.part != self.width or self.copies > 1
+
+    def joined(self, parts: torch.Tensor) -> torch.Tensor:
+        """Return whole rows `[rows, width]`, given those of every rank, `[ranks, rows, part]`."""
+        return parts[:: self.copies].movedim(0, 1).reshape(parts.shape[1], self.width)
+
+
+class Widths(NamedTuple):
+    """The width classes of one worker, and the class of each tapped site, by the site's index."""
+
+    classes: tuple[Width, ...]
+    of_site: tuple[int, ...]
+
+    @classmethod
+    def of(cls, info: ModelInfo, sites: Sequence[Site], ranks: int) -> Widths:
+        """Return those of a worker.
+
+        sites: the sites that it taps, in the order of their indices.
+        ranks: the number of tensor-parallel ranks.
+        """
+        classes = [Width((), info.hidden_size, info.hidden_size)]
+        of_site = []
+        for site in sites:
+            shape = info.own_shape(site)
+            each = classes[0] if not shape else _divided(site, shape, ranks, info.hidden_size)
+            if each not in classes:
+                classes.append(each)
+            of_site.append(classes.index(each))
+        return cls(tuple(classes), tuple(of_site))
+
+    @classmethod
+    def uniform(cls, hidden: int, sites: int) -> Widths:
+        """Return those of a worker whose sites all have rows of the stream's width."""
+        return cls((Width((), hidden, hidden),), (0,) * sites)
+
+
+def _divided(site: Site, shape: tuple[int, ...], ranks: int, hidden: int) -> Width:
+    width = width_of(shape, hidden)
+    if ranks == 1 or site.hook in _REPLICATED:
+        return Width(shape, width, width)
+    units = shape[0]
+    if units % ranks == 0:
+        return Width(shape, width, width // ranks)
+    if site.hook in ("k", "v") and ranks % units == 0:  # each rank has one KV head, and several have the same
+        return Width(shape, width, width // units, ranks // units)
+    got, expected = f"{units} over {ranks} tensor-parallel ranks", "as many on each rank"
+    raise CapflowError(explain(f"site {site}", got=got, expected=expected, do="leave it out of --sites"))
