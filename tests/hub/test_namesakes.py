@@ -132,10 +132,14 @@ class MemoryPeers(MemoryHub):
         engine.settle()
 
     def worker(self, name):
-        """Return an engine without its scheduler, which the test plays."""
+        """Return an engine without its scheduler, which the test plays.
+
+        The hub has forgotten that scheduler when this returns: it would refuse another one beside it.
+        """
         engine = self.engine(name, boot=f"boot-{name}")
         engine._scheduler.close()
         engine._scheduler = None
+        assert self.asked(lambda: name not in {hello.engine for _, hello in self.hub.roster.schedulers()})
         return engine
 
 
