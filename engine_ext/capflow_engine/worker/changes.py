@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from capflow.errors import CapflowError
 from capflow.steering.action import (
-    FROZEN,
     Abort,
     Gain,
     SetGate,
@@ -166,7 +165,7 @@ class Changes:
         assert not isinstance(action, Abort)
         first = max(tracked.computed, tracked.prompt_length)
         if self._histories.frozen:
-            controllers.done(decided.order, decided.key, CapflowError(FROZEN))
+            controllers.hold_back(decided.order, decided.key)
             return
         try:
             names = [spec.label for spec in controllers.specs if spec.sees(tracked.id)]

@@ -21,14 +21,19 @@ from capflow.steering.action import Abort, Steer, Unsteer
 from capflow.steering.vector import SteeringVector
 from capflow.transport.links.worker import Staged
 from capflow_engine.scheduler.decisions import Decisions
-from capflow_engine.scheduler.orders import Decided, StepAnswer, decode, encode
+from capflow_engine.scheduler.orders import Decided, FreezeOrder, Orders, StepAnswer, decode, encode
+from capflow_engine.steering.budget import Size
+from capflow_engine.taps.bank import Bank
 from capflow_engine.taps.plan import Planner, Scheduled, Tracked
+from capflow_engine.worker.changes import Changes
 from capflow_engine.worker.control import controllers as control
 from capflow_engine.worker.control.controllers import Controllers
 from capflow_engine.worker.control.deciding import Deciding, Scored
 from capflow_engine.worker.control.scoring import ProbeScorer
 from capflow_engine.worker.control.view import Shown
-from capflow_engine.worker.history import Owner
+from capflow_engine.worker.events import Events
+from capflow_engine.worker.history import Histories, Owner
+from capflow_engine.worker.pending import Pending
 from tests.kit.frames import make_hello, make_model
 from tests.kit.hubs import address, running_hub, worker_link
 from tests.kit.waiting import eventually
@@ -215,6 +220,37 @@ def test_an_action_for_which_there_is_no_room_is_told(started):
 
 def actions_of(controllers, shown=None):
     return [each.action for each in controllers.run(shown or step(), {"r": "key"})]
+
+
+@pytest.mark.parametrize("mode", ["replicated", "ordered"])
+def test_an_action_that_meets_a_freeze_is_counted_and_no_trouble(started, mode, caplog):
+    controllers, kind = started(step=[STEER], mode=mode, capture=CaptureSpec({"post_block": [3]}))
+    size, plan = Size(8, 8, 8), Planner(4).nothing
+    bank = Bank(size.plus(size), {TWO.site: 0}, MODEL.hidden_size, torch.device("cpu"))
+    histories, requests = Histories(bank, size, MODEL), {"key": Tracked("key", "r", 4, plan, plan)}
+    changes = Changes(requests, histories, [controllers], Events(Pending()), first=True, last=True)
+
+    def decided():
+        return controllers.run(step(), {"r": "key"}, ordered=mode == "ordered")
+
+    (before,) = decided()
+    changes.take(Orders(1, freezes=[FreezeOrder(frozen=True, label="")]))
+    changes.decide(before)
+    assert [decided() for _ in range(3)] == [[], [], []]
+    assert controllers.troubles == ()
+    assert caplog.text == ""
+    assert (controllers.counts["told"].actions, controllers.counts["told"].refused) == (0, 4)
+    kind.step = [Decision("r", None, score=1.0)]
+    assert [each.score for each in decided()] == [1.0]
+    kind.step = [STEER, Steer("other", (TWO,))]
+    assert decided() == []
+    assert "refused actions: 1; the last: on_step: request: got one that is not running" in controllers.troubles[0]
+    changes.take(Orders(2, freezes=[FreezeOrder(frozen=False, label="")]))
+    kind.step = [STEER]
+    (after,) = decided()
+    changes.decide(after)
+    assert controllers.troubles == ()
+    assert controllers.counts["told"].actions == 1
 
 
 def test_an_action_that_holds_already_is_left_out(started):

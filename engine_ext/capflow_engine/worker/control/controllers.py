@@ -29,7 +29,7 @@ from capflow.errors import CapflowError, UsageError, explain
 from capflow.plugins.configure import Plugin, check_probe, load_plugins
 from capflow.plugins.consumer import Controller, Decision, StepProbe
 from capflow.protocol.message import ControllerCounts, ControllerSpec
-from capflow.steering.action import FROZEN, Abort, Gain, Leased, SetGate, Steer, Unsteer, check_action, sites_of
+from capflow.steering.action import Abort, Gain, Leased, SetGate, Steer, Unsteer, check_action, sites_of
 from capflow.steering.request import Steering, Tier
 from capflow_engine.scheduler.orders import Decided
 from capflow_engine.taps.plan import VIEW, Program
@@ -197,10 +197,16 @@ class Controllers:
             each.forget(key)
             each.refuse(str(refusal))
 
+    def hold_back(self, order: int, key: str) -> None:
+        """Record that an action met a freeze on its way here: it is not applied, and no trouble."""
+        if order in self._all:
+            self._all[order].forget(key)
+            self._all[order].hold_back()
+
     def take_back(self, *, frozen: bool = False) -> None:
         """Note that no action of any controller holds any more.
 
-        frozen: whether actions are refused from now on; aborts are not.
+        frozen: whether actions are held back from now on; aborts are not.
         """
         self._frozen = frozen
         for each in list(self._all.values()):
@@ -334,7 +340,8 @@ class Controllers:
         if steers and each.repeats(key, action):
             return []
         if steers and self._frozen:
-            raise UsageError(FROZEN)
+            each.hold_back()
+            return []
         first, row = rows.get(key, (0, -1))
         position, score, threshold, label = _cause(decision)
         if isinstance(action, Abort) and position is not None:

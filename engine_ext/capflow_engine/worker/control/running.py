@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from capflow import limits
 from capflow.plugins.consumer import Controller
 from capflow.protocol.message import ControllerCounts, ControllerSpec
-from capflow.steering.action import FROZEN, Action, Gain, Leased, SetGate, Steer, Unsteer
+from capflow.steering.action import Action, Gain, Leased, SetGate, Steer, Unsteer
 from capflow_engine.worker.control.view import Seen
 from capflow_engine.worker.history import Owner
 
@@ -40,6 +40,8 @@ class RunningController:
         self._refused = 0
         # Why the latest action was refused; empty if it was applied.
         self._refusal = ""
+        # Actions since the start that came while the engine was frozen.
+        self._held_back = 0
         # Steps since the start that it did not see, and why it missed the latest.
         self._missed = 0
         self._miss = ""
@@ -57,7 +59,8 @@ class RunningController:
     @property
     def counts(self) -> ControllerCounts:
         """Its counts since the worker's start."""
-        return ControllerCounts(self._calls, self._seconds, self._actions, self._refused, self._failed)
+        refused = self._refused + self._held_back
+        return ControllerCounts(self._calls, self._seconds, self._actions, refused, self._failed)
 
     def disable(self, why: str) -> None:
         """Disable it until the engine starts again."""
@@ -114,6 +117,10 @@ class RunningController:
         self._refusal = why
         if not self._refused & (self._refused - 1):
             logger.error("controller %s: an action is refused (%d so far): %s", self.owner.name, self._refused, why)
+
+    def hold_back(self) -> None:
+        """Count an action that a frozen engine does not apply. That is no trouble: a controller knows of no freeze."""
+        self._held_back += 1
 
     def accept(self) -> None:
         """Record that an action is applied."""
@@ -181,8 +188,6 @@ class RunningController:
     def take_back(self) -> None:
         """Note that none of its actions holds any more."""
         self._sent.clear()
-        if self._refusal == FROZEN:
-            self._refusal = ""
 
     @property
     def keys(self) -> Collection[str]:
