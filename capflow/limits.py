@@ -136,6 +136,7 @@ DRAIN_S_MAX = 60.0  # the same for a run that ends because all is done, and for 
 LEAVE_S = 2.0  # a stopped hub waits so long for consumers that spill: their inbox keeps the rest
 HANG_S_MAX = 7.0  # the end waits no longer for one call of a consumer, or for a hub that acknowledges nothing
 GIVE_UP_S = 2.0  # the last wait for a part that does not stop although it has no more work
+BYE_S = 0.75  # a run that ends waits so long for the Bye of an engine that has ended
 SHUTDOWN_S_DEFAULT = 20.0  # a stopped server waits so long for running requests
 SHUTDOWN_S_MAX = 3600.0
 ANSWERS_S = 5.0  # a stopped server has so long for its last answers, once its requests have ended or were aborted
@@ -185,7 +186,7 @@ assert HEARTBEAT_S * 3 <= SILENCE_S_MAX
 assert CAPTURE_WAIT_S_DEFAULT <= CAPTURE_WAIT_S_MAX
 assert HUB_KNOWS_S < HUB_AWAY_S < CAPTURE_WAIT_S_DEFAULT
 assert LEAVE_S < HANG_S_MAX < DRAIN_S_DEFAULT <= DRAIN_S_MAX
-assert HANG_S_MAX + GIVE_UP_S < 10
+assert BYE_S + HANG_S_MAX + GIVE_UP_S < 10
 assert ANSWERS_S < SHUTDOWN_S_DEFAULT <= SHUTDOWN_S_MAX
 assert BODY_BYTES_DEFAULT <= BODY_BYTES_MAX
 

@@ -21,6 +21,7 @@ import pytest
 import capflow
 from capflow import limits
 from capflow.buffers.spool import Files, Spool, heads
+from capflow.cli.hub.running import HubRun
 from capflow.errors import CapflowError
 from capflow.hub.lanes import leftover
 from capflow.hub.lanes.inbox import RequestDoneMark
@@ -194,6 +195,25 @@ def test_a_hub_for_one_process_leaves_nothing_behind(directory, tmp_path, monkey
     assert list((directory / "capflow").iterdir()) == []
     assert list((tmp_path / "state/capflow/spool/hub").iterdir()) == []
     assert not list(tmp_path.glob("capflow-hub-*"))
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_run_that_ends_waits_for_the_bye_of_its_engine_but_not_for_an_engine_that_stays(
+    address, root, monkeypatch, leaves
+):
+    monkeypatch.setattr(limits, "BYE_S", 20.0 if leaves else 0.2)
+    made = recorder_in(root)
+    with worker_link(address, wait=False) as link:
+        with HubRun(address, [made], ends=True):
+            assert link.wait_welcome(20)
+            worker = Sender(link)
+            worker.rows("r1")
+            worker.end("r1")
+            eventually(lambda: "r1" in made.consumer.done)
+            leaving = threading.Timer(0.3, link.close, (0.5,))
+            if leaves:
+                leaving.start()
+        assert len(list(root.iterdir())) == (not leaves)
 
 
 # What a kill left is collected, unless someone needs it.

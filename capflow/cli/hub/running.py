@@ -39,6 +39,7 @@ from capflow.transport.links.former import FormerLink
 from capflow.transport.outbox import left_behind
 
 _LIVE_S = 0.5  # between two drawings of the live line
+_GOING_S = 0.01  # between two looks at whether engines are gone
 _RATE_S = 5.0  # the window of the rates
 # As in `gc.set_threshold`: new objects, collections of generation 0, collections of generation 1.
 _COLLECT_AT = (20_000, 50, 100)
@@ -269,6 +270,8 @@ class HubRun:
         result: list[bool] = []
 
         def stop() -> None:
+            if self.ends:
+                self._see_engines_off()
             result.append(self.hub.stop(self.drain_s, leave=not self.ends))
 
         stopping = threading.Thread(target=stop, name="capflow-stop")
@@ -279,6 +282,17 @@ class HubRun:
                 for lane in self.hub.lanes:
                     lane.discard()
         return bool(result and result[0])
+
+    def _see_engines_off(self) -> None:
+        """Wait until no engine is connected, for at most `limits.BYE_S`, or until a second signal.
+
+        A run that ends does so when its engine has ended. That engine's Bye may be on its way, and until it is here the
+        hub keeps an inbox for the engine.
+        """
+        until = time.monotonic() + limits.BYE_S
+        while self.hub.snapshot().engines and time.monotonic() < until:
+            if self.signals.second.wait(_GOING_S):
+                return
 
     def _line(self) -> LineOfParts:
         return LineOfParts(*self._parts())
