@@ -11,7 +11,6 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -19,7 +18,7 @@ from capflow.capture.site import Site
 from capflow.errors import UsageError, explain
 from capflow.steering import plain
 from capflow.steering.packed import PackedBlock, is_packed
-from capflow.text.brief import brief
+from capflow.steering.vector import AtSite
 
 _BOUNDS = ("min", "max", "value", "strength")
 _EXAMPLE = '{"post_block": {12: {"vector": [0.1, …], "min": -1.0, "max": 1.0}}}'
@@ -29,7 +28,7 @@ _SQUARE_MIN = 1e-200
 _LENGTH_ERROR_MAX = 1e-3
 
 
-class Clamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Clamp(AtSite, frozen=True, forbid_unknown_fields=True):
     """A bound along one direction at one site.
 
     data: the unit vector, `[hidden_size]` float32 little-endian.
@@ -45,18 +44,6 @@ class Clamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     high: float = math.inf
     strength: float = 1.0
     gate: str = ""
-
-    __repr__ = brief
-
-    @property
-    def site(self) -> Site:
-        """The clamped site."""
-        return Site(self.layer, self.hook)
-
-    @property
-    def width(self) -> float:
-        """The number of elements of the direction; not a whole number if the bytes do not fit."""
-        return len(self.data) / 4
 
     @classmethod
     def make(

@@ -25,7 +25,7 @@ from capflow import limits
 from capflow.capture.site import Site
 from capflow.errors import UsageError, explain
 from capflow.steering import plain
-from capflow.text.brief import brief
+from capflow.steering.vector import AtSite
 
 _EXAMPLE = '{"sae": "mood", "features": {"123": 4.0, "7": {"set": 0}}}'
 _KEYS = ("add", "set", "strength", "gate")
@@ -54,7 +54,7 @@ class FeatureUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     where: str = "steering_features"
 
 
-class SetFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SetFeature(AtSite, frozen=True, forbid_unknown_fields=True):
     """One feature whose activation is set at one site.
 
     encoder: the encoder's row, `[hidden_size]` float32 little-endian.
@@ -74,18 +74,6 @@ class SetFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     value: float
     strength: float = 1.0
     gate: str = ""
-
-    __repr__ = brief
-
-    @property
-    def site(self) -> Site:
-        """The site of the feature."""
-        return Site(self.layer, self.hook)
-
-    @property
-    def width(self) -> float:
-        """The number of elements of the decoder's row; not a whole number if the bytes do not fit."""
-        return len(self.data) / 4
 
     def check(self, sites: Collection[Site], hidden_size: int, *, where: str = "steering_features") -> None:
         """Raise UsageError unless the feature fits a model with these tapped sites and this width.

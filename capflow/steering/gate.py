@@ -20,7 +20,6 @@ import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -29,7 +28,7 @@ from capflow.capture.site import HOOK_DEFAULT, HOOKS, Site, hook_named
 from capflow.errors import UsageError, explain
 from capflow.steering import plain
 from capflow.steering.packed import FIELDS, Packed
-from capflow.text.brief import brief
+from capflow.steering.vector import AtSite
 
 SCORE_NAMES = ("dot", "cosine", "cast")
 POSITION_NAMES = ("all", "prompt", "generated", "last_prompt")
@@ -43,7 +42,7 @@ _EXAMPLE = '{"rude": {"layer": 9, "vector": [0.1, …], "threshold": 1.5}}'
 _NAME_EXPECTED = f"a name of 1..{limits.GATE_NAME_LENGTH_MAX} printable characters without /"
 
 
-class SteeringGate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SteeringGate(AtSite, frozen=True, forbid_unknown_fields=True):
     """One gate.
 
     name: as vectors, clamps and patches of the same steering name it.
@@ -68,18 +67,6 @@ class SteeringGate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     positions: str = "all"
     label: str = ""
     abort: str = ""
-
-    __repr__ = brief
-
-    @property
-    def site(self) -> Site:
-        """The site of the probe."""
-        return Site(self.layer, self.hook)
-
-    @property
-    def width(self) -> float:
-        """The number of elements of the vector; not a whole number if the bytes do not fit."""
-        return len(self.data) / 4
 
     @property
     def row(self) -> npt.NDArray[np.float32]:

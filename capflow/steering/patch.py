@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -14,13 +13,13 @@ from capflow.capture.site import Site
 from capflow.errors import UsageError, explain
 from capflow.steering import plain
 from capflow.steering.packed import FIELDS, Packed
-from capflow.text.brief import brief
+from capflow.steering.vector import AtSite
 
 _KEYS = ("positions", "vector", "amount", "gate")
 _EXAMPLE = '{"post_block": {12: {"positions": [3, -1], "vector": [0.1, …]}}}'
 
 
-class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Patch(AtSite, frozen=True, forbid_unknown_fields=True):
     """Rows for positions of one site: `x ← x + amount · (row - x)`; an amount of 1 replaces `x`.
 
     positions: counted from the start of the prompt, or from its end if negative (-1 is its last token).
@@ -36,17 +35,9 @@ class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     amount: float = 1.0
     gate: str = ""
 
-    __repr__ = brief
-
     @property
-    def site(self) -> Site:
-        """The patched site."""
-        return Site(self.layer, self.hook)
-
-    @property
-    def width(self) -> float:
-        """The number of elements of each row; not a whole number if the bytes do not fit."""
-        return len(self.data) / (4 * len(self.positions) or 1)
+    def _element_bytes(self) -> int:
+        return 4 * len(self.positions) or 1
 
     def check(self, sites: Collection[Site], hidden_size: int, *, where: str = "steering_patches") -> None:
         """Raise UsageError unless the patch fits a model with these tapped sites and this width.

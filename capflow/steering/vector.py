@@ -8,7 +8,7 @@ of numbers and arrays become float32.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -26,7 +26,47 @@ from capflow.text.brief import brief
 _EXAMPLE = '{"post_block": {12: [0.1, …]}}'
 
 
-class SteeringVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Placed(Protocol):
+    """The fields of each subclass of `AtSite`."""
+
+    @property
+    def layer(self) -> int: ...
+
+    @property
+    def hook(self) -> str: ...
+
+    @property
+    def data(self) -> bytes: ...
+
+    @property
+    def _element_bytes(self) -> int: ...
+
+
+class AtSite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What acts at one site with rows of the site's width: a vector, a clamp, a patch, a feature or a gate.
+
+    A subclass has the fields `layer`, `hook` and `data`, the bytes of its rows.
+    """
+
+    __repr__ = brief
+
+    @property
+    def site(self: _Placed) -> Site:
+        """The site that it acts at, or that a gate scores."""
+        return Site(self.layer, self.hook)
+
+    @property
+    def width(self: _Placed) -> float:
+        """The number of elements of each row; not a whole number if the bytes do not fit."""
+        return len(self.data) / self._element_bytes
+
+    @property
+    def _element_bytes(self) -> int:
+        """How many bytes `data` has for each element of a row."""
+        return 4
+
+
+class SteeringVector(AtSite, frozen=True, forbid_unknown_fields=True):
     """One vector for one site.
 
     data: `[hidden_size]` in `dtype`, little-endian.
@@ -44,17 +84,9 @@ class SteeringVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     relative: bool = False
     gate: str = ""
 
-    __repr__ = brief
-
     @property
-    def site(self) -> Site:
-        """The site that the vector is added at."""
-        return Site(self.layer, self.hook)
-
-    @property
-    def width(self) -> float:
-        """The number of elements of the vector; not a whole number if the bytes do not fit the dtype."""
-        return len(self.data) / VECTOR_DTYPES[self.dtype].itemsize
+    def _element_bytes(self) -> int:
+        return VECTOR_DTYPES[self.dtype].itemsize
 
     def _stored(self) -> npt.NDArray[Any]:
         return np.frombuffer(self.data, VECTOR_DTYPES[self.dtype])
