@@ -66,6 +66,15 @@ class ModelInfo(msgspec.Struct, frozen=True):
         return math.prod(self.shape_of(site))
 
     @property
+    def steered_width(self) -> int:
+        """How many numbers the widest row has at a site that can be steered; at least `hidden_size`."""
+        if self.shapes is msgspec.UNSET:
+            return self.hidden_size
+        fixed = set(self.fixed)
+        steered = (math.prod(shape) for shape, sites in self.shapes if not fixed.issuperset(sites))
+        return max(self.hidden_size, *steered, 0)
+
+    @property
     def _shapes(self) -> Mapping[Site, tuple[int, ...]]:
         return {} if self.shapes is msgspec.UNSET else _by_site(self.shapes)
 

@@ -23,7 +23,7 @@ class RowFormat:
         self._model = model
 
     def check(self, header: FrameHeader) -> None:
-        """Raise RemoteProtocolError unless a frame's rows, if any, are of these sites and have their shape and dtype."""
+        """Raise RemoteProtocolError unless a frame's rows are of these sites and have their shape and dtype."""
         if header.blocks and (header.dtype, header.hidden_size) != (self.dtype, self.hidden_size):
             got, expected = f"{header.dtype} of {header.hidden_size}", f"{self.dtype} of {self.hidden_size}"
             raise RemoteProtocolError(explain("frame rows", got=got, expected=f"{expected}, as the Hello says"))

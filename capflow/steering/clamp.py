@@ -3,6 +3,9 @@
 With `p = x · d` for the unit vector `d`, a clamp does `x ← x + strength · (min(max(p, low), high) - p) · d`. Equal
 bounds set the projection to a value; 0 removes the direction (directional ablation, Arditi et al. 2024,
 arXiv:2406.11717).
+
+A clamp may name entries of the row instead of a direction: heads, neurons or experts. It bounds each number of these
+entries, or sets them to values: zero and mean ablation of a head.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from capflow.steering.packed import PackedBlock, is_packed
 from capflow.steering.vector import AtSite
 
 _BOUNDS = ("min", "max", "value", "strength")
+_KEYS = ("vector", *_BOUNDS, "gate", "index")
 _EXAMPLE = '{"post_block": {12: {"vector": [0.1, …], "min": -1.0, "max": 1.0}}}'
 # A smaller squared length may have lost significant terms to underflow.
 _SQUARE_MIN = 1e-200
@@ -29,12 +33,14 @@ _LENGTH_ERROR_MAX = 1e-3
 
 
 class Clamp(AtSite, frozen=True, forbid_unknown_fields=True):
-    """A bound along one direction at one site.
+    """A bound along one direction at one site, or of some entries of its rows.
 
-    data: the unit vector, `[hidden_size]` float32 little-endian.
-    low, high: the bounds of the projection, in the stream's units.
+    data: the unit vector, `[hidden_size]` float32 little-endian. With an index, the values of the entries, `[n]`, as
+        `entries_row` takes them; empty if `low` and `high` bound them.
+    low, high: the bounds of the projection, or of each number of the entries, in the units of the row.
     strength: 1 moves the projection all the way into its bounds, 0 not at all.
     gate: the name of the gate that multiplies the strength; empty without one.
+    index: the entries: heads where the rows have heads, else single numbers; empty with a direction.
     """
 
     layer: int
@@ -44,6 +50,14 @@ class Clamp(AtSite, frozen=True, forbid_unknown_fields=True):
     high: float = math.inf
     strength: float = 1.0
     gate: str = ""
+    index: tuple[int, ...] = ()
+
+    @property
+    def values(self) -> npt.NDArray[np.float32] | None:
+        """What the entries are set to, `[n]` float32; None for a direction, and for a range of values."""
+        if not self.index or (not self.data and self.low != self.high):
+            return None
+        return np.frombuffer(self.data, np.float32) if self.data else np.array([self.low], np.float32)
 
     @classmethod
     def make(
@@ -67,36 +81,63 @@ class Clamp(AtSite, frozen=True, forbid_unknown_fields=True):
         Raises UsageError with the field first.
         """
         given = {name: plain.number(value, f"{where}.{name}") for name, value in bounds.items()}
-        check_bounds(given, where)
-        low = given.get("value", given.get("min", -math.inf))
-        high = given.get("value", given.get("max", math.inf))
-        if low > high:
-            raise UsageError(explain(f"{where}.min", got=f"{low}{at}", expected=f"at most max, {high}"))
+        low, high, strength = _bounds(given, where, at)
         data = _unit(direction, of or f"{where}.vector", at).tobytes()
-        return cls(site.layer, site.hook, data, low, high, given.get("strength", 1.0), gate)
+        return cls(site.layer, site.hook, data, low, high, strength, gate)
 
-    def check(self, sites: Collection[Site], hidden_size: int, *, where: str = "steering_clamps") -> None:
-        """Raise UsageError unless the clamp fits a model with these tapped sites and this width.
+    @classmethod
+    def of_entries(
+        cls, site: Site, index: tuple[int, ...], given: Mapping[str, Any], *, where: str, gate: str
+    ) -> Clamp:
+        """Return the clamp of entries; raise UsageError with the field first.
+
+        given: `value`, a number or a list of numbers; or one or both of `min` and `max`; and `strength`.
+        where: the field that holds these.
+        """
+        value = given.get("value")
+        if value is None or isinstance(value, int | float | np.generic):
+            bounds = {name: plain.number(each, f"{where}.{name}") for name, each in given.items()}
+            data = b""
+        else:
+            bounds = {name: plain.number(each, f"{where}.{name}") for name, each in given.items() if name != "value"}
+            bounds["value"] = 0.0
+            data = plain.vector(value, f"{where}.value").astype(np.float32).tobytes()
+        low, high, strength = _bounds(bounds, where)
+        return cls(site.layer, site.hook, data, low, high, strength, gate, index)
+
+    def check(self, sites: Collection[Site], row: int | tuple[int, ...], *, where: str = "steering_clamps") -> None:
+        """Raise UsageError unless the clamp fits a model with these tapped sites and rows of this width or shape.
 
         where: the field that holds the clamps.
         """
         field = f"{where}.{self.hook}.{self.layer}"
         self.site.check_tapped(sites, field)
-        plain.check_width(self.width, hidden_size, field)
+        if not self.low <= self.high or not math.isfinite(self.strength):
+            got = f"bounds {self.low}..{self.high}, strength {self.strength}"
+            raise UsageError(explain(field, got=got, expected="bounds in order and a finite strength"))
+        if self.index:
+            shape = (row,) if isinstance(row, int) else row
+            values = self.values
+            plain.check_index(self.index, 1 if values is None else values.size, shape, field)
+            if values is None and plain.unit_of(shape) > 1:
+                raise UsageError(explain(field, got="min or max of heads", expected="value, for an index of heads"))
+            if values is not None:
+                plain.check_finite(values, field)
+            return
+        plain.check_width(self.width, row, field)
         direction = np.frombuffer(self.data, np.float32)
         length = float(np.sqrt(np.square(direction, dtype=np.float64).sum()))
         if not abs(length - 1.0) <= _LENGTH_ERROR_MAX:
             raise UsageError(explain(field, got=f"a direction of length {length:g}", expected="a unit vector"))
-        if not self.low <= self.high or not math.isfinite(self.strength):
-            got = f"bounds {self.low}..{self.high}, strength {self.strength}"
-            raise UsageError(explain(field, got=got, expected="bounds in order and a finite strength"))
 
 
 def parse_clamps(value: Any, *, where: str = "steering_clamps") -> tuple[Clamp, ...]:
     """Return the clamps that a plain value describes: `{hook: layers}`.
 
     The layers of a hook are `{layer: clamp or [clamps]}` or packed. A clamp is `{"vector": [hidden_size], "min": x,
-    "max": y, "strength": s, "gate": name}` with at least one bound, or with `value` in the place of both. In the packed
+    "max": y, "strength": s, "gate": name}` with at least one bound, or with `value` in the place of both. With `index`,
+    a number or a list, in the place of `vector` it acts on entries of the row: heads where the rows have heads, else
+    single numbers. Then `value` may also be a list: an entry for all of them, or one after another. In the packed
     form (see `capflow.steering.packed`) each of `min`, `max`, `value` and `strength` is a number, or a list with one
     for each row; `gate` is one name; and a layer may have several rows.
 
@@ -112,12 +153,31 @@ def parse_clamps(value: Any, *, where: str = "steering_clamps") -> tuple[Clamp, 
             continue
         for site, field, entry in plain.by_layer(layers, at, hook, "clamp"):
             for one, clamp in plain.one_or_several(entry, field, "a clamp"):
-                plain.check_keys(clamp, one, ("vector", *_BOUNDS, "gate"), ("vector",))
+                plain.check_keys(clamp, one, _KEYS, () if "index" in clamp else ("vector",))
                 bounds = {name: number for name, number in clamp.items() if name in _BOUNDS}
-                direction = plain.vector(clamp["vector"], f"{one}.vector")
                 gate = plain.gate_name(clamp, one)
+                if "index" in clamp:
+                    if "vector" in clamp:
+                        raise UsageError(explain(f"{one}.index: given beside vector", expected="one of both"))
+                    index = plain.read_index(clamp["index"], f"{one}.index")
+                    clamps.append(Clamp.of_entries(site, index, bounds, where=one, gate=gate))
+                    continue
+                direction = plain.vector(clamp["vector"], f"{one}.vector")
                 clamps.append(Clamp.make(site, direction, bounds, where=one, gate=gate))
     return tuple(clamps)
+
+
+def _bounds(given: Mapping[str, float], where: str, at: str = "") -> tuple[float, float, float]:
+    """Return the lower and the upper bound, and the strength; raise UsageError.
+
+    at: the place inside the field, for the message.
+    """
+    check_bounds(given, where)
+    low = given.get("value", given.get("min", -math.inf))
+    high = given.get("value", given.get("max", math.inf))
+    if low > high:
+        raise UsageError(explain(f"{where}.min", got=f"{low}{at}", expected=f"at most max, {high}"))
+    return low, high, given.get("strength", 1.0)
 
 
 def check_bounds(given: Mapping[str, Any], where: str) -> None:

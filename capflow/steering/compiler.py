@@ -9,13 +9,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from capflow import limits
+from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site
 from capflow.errors import UsageError, explain
+from capflow.steering.clamp import Clamp
 from capflow.steering.gate import SteeringGate, sharpness_of
-from capflow.steering.plain import NUMBER_MAX, check_width
+from capflow.steering.plain import NUMBER_MAX, check_width, entries_row
 from capflow.steering.program import (
     ADD,
     CLAMP,
@@ -81,17 +84,30 @@ class SiteError(UsageError):
 
 
 class _Rows:
-    """Rows without repetitions.
+    """Rows without repetitions, each as wide as the widest that the model is steered with.
 
+    model: the model, or the width of all its rows.
     program: its rows come first.
     """
 
-    def __init__(self, program: SteeringProgram | None = None) -> None:
+    def __init__(self, model: ModelInfo | int, program: SteeringProgram | None = None) -> None:
+        self._model = model
+        self.width = model if isinstance(model, int) else model.steered_width
         self._numbers = {} if program is None else {name: number for number, name in enumerate(program.digests)}
         self._rows = [] if program is None else list(program.array())
 
+    def shape_of(self, site: Site) -> tuple[int, ...]:
+        """Return the shape of a site's rows."""
+        return (self._model,) if isinstance(self._model, int) else self._model.shape_of(site)
+
+    def check(self, part: Part | SteeringGate, field: str) -> None:
+        """Raise UsageError unless a part has the width of its site's rows."""
+        check_width(part.width, self.shape_of(part.site), field)
+
     def number(self, row: Row) -> int:
         """Return the number of a contiguous row; it is added unless an equal row is there."""
+        if row.size < self.width:
+            row = np.pad(row, (0, self.width - row.size))
         number = self._numbers.setdefault(digest(row.data), len(self._rows))
         if number == len(self._rows):
             self._rows.append(row)
@@ -105,12 +121,13 @@ class _Rows:
         return tuple(self._numbers)
 
 
-def program_of(hidden_size: int, parts: Sequence[Steering], owners: Sequence[str] = ()) -> SteeringProgram | None:
+def program_of(model: ModelInfo | int, parts: Sequence[Steering], owners: Sequence[str] = ()) -> SteeringProgram | None:
     """Return the program of all steering that applies to a request, in order; None if it does nothing.
 
     The vectors of an owner at a site are added up in float64, by gate, and rounded to float32 once. A sum of zero is
     left out. Equal gates are one.
 
+    model: the model, or the width of all its rows.
     parts: the global state, its modules and the request's own steering.
     owners: the owner of each part; by default the request owns all.
 
@@ -124,26 +141,26 @@ def program_of(hidden_size: int, parts: Sequence[Steering], owners: Sequence[str
             raise UsageError(explain(use.where, got=f"a feature of autoencoder {use.sae}", expected=expected))
     names = tuple(owners) or (REQUEST,) * len(parts)
     numbered = tuple(dict.fromkeys(names))
-    rows = _Rows()
-    lines = _Lines(hidden_size, names, parts)
+    rows = _Rows(model)
+    lines = _Lines(rows, names, parts)
     owned = [
         _Part(part, numbered.index(name), lines.of[n]) for n, (part, name) in enumerate(zip(parts, names, strict=True))
     ]
     prefill = [_OwnedTier(tier, part) for part in owned for tier in (part.steering.base, part.steering.prefill)]
     decode = [_OwnedTier(tier, part) for part in owned for tier in (part.steering.base, part.steering.decode)]
     last = lines.scores("last_prompt", rows)
-    before = _site_ops(hidden_size, prefill, lines.scores("prompt", rows), rows, last)
+    before = _site_ops(prefill, lines.scores("prompt", rows), rows, last)
     scores = lines.scores("generated", rows)
     same = [tier.tier for tier in prefill] == [tier.tier for tier in decode] and scores == lines.scores("prompt", rows)
-    after = before if same else _site_ops(hidden_size, decode, scores, rows)
-    patched = _patched(hidden_size, owned, rows)
+    after = before if same else _site_ops(decode, scores, rows)
+    patched = _patched(owned, rows)
     for site, ops in last.items():
         here = patched.setdefault(-1, {})
         here[site] = (*ops, *here.get(site, ()))
     if not before and not after and not patched:
         return None
     return SteeringProgram(
-        hidden_size,
+        rows.width,
         rows.content(),
         rows.digests,
         before,
@@ -186,7 +203,7 @@ class _Lines:
     of: for each part, the number of each gate by its name.
     """
 
-    def __init__(self, hidden_size: int, owners: Sequence[str], parts: Sequence[Steering]) -> None:
+    def __init__(self, rows: _Rows, owners: Sequence[str], parts: Sequence[Steering]) -> None:
         self._gates: dict[tuple[Any, ...], SteeringGate] = {}
         names: dict[tuple[Any, ...], str] = {}
         # The names of gates that the request brings: they come before the names of other owners.
@@ -195,7 +212,7 @@ class _Lines:
         for owner, part in zip(owners, parts, strict=True):
             contents.append({})
             for gate in part.gates:
-                check_width(gate.width, hidden_size, f"steering_gates.{gate.name}.vector")
+                rows.check(gate, f"steering_gates.{gate.name}.vector")
                 content = _content(gate)
                 self._gates.setdefault(content, gate)
                 if owner == REQUEST:
@@ -256,16 +273,16 @@ def _content(gate: SteeringGate) -> tuple[Any, ...]:
     )
 
 
-def _patched(hidden_size: int, parts: Sequence[_Part], rows: _Rows) -> dict[int, dict[Site, tuple[Op, ...]]]:
+def _patched(parts: Sequence[_Part], rows: _Rows) -> dict[int, dict[Site, tuple[Op, ...]]]:
     """Return the patches of all parts, by position and site."""
     patched: dict[int, dict[Site, tuple[Op, ...]]] = {}
     for part in parts:
         for patch in part.steering.patches:
-            _check_width(patch, "steering_patches", hidden_size)
+            _check_width(patch, "steering_patches", rows)
             if patch.amount == 0.0:
                 continue
             gate, owner = part.place(patch)
-            given = np.frombuffer(patch.data, np.float32).reshape(len(patch.positions), hidden_size)
+            given = patch.rows(rows.shape_of(patch.site), rows.width)
             for position, row in zip(patch.positions, given, strict=True):
                 here = patched.setdefault(position, {})
                 if patch.site in here:
@@ -276,7 +293,6 @@ def _patched(hidden_size: int, parts: Sequence[_Part], rows: _Rows) -> dict[int,
 
 
 def _site_ops(
-    hidden_size: int,
     tiers: Sequence[_OwnedTier],
     scores: Mapping[Site, tuple[Op, ...]],
     rows: _Rows,
@@ -289,27 +305,37 @@ def _site_ops(
     ops: dict[Site, list[Op]] = {site: list(some) for site, some in scores.items()}
     # Relative vectors come first, so that they read the norm before anything is added.
     for relative in (True, False):
-        for site, op in _additions(hidden_size, tiers, rows, relative=relative):
+        for site, op in _additions(tiers, rows, relative=relative):
             ops.setdefault(site, []).append(op)
-    for site, pairs in _set_features(hidden_size, tiers, rows).items():
+    for site, pairs in _set_features(tiers, rows).items():
         ops.setdefault(site, []).extend(pairs)
     for tier, part in tiers:
         for clamp in tier.clamps:
-            _check_width(clamp, "steering_clamps", hidden_size)
+            _check_width(clamp, "steering_clamps", rows)
             if not abs(clamp.strength) <= NUMBER_MAX:
                 raise SiteError.too_large(clamp.site, "clamps", f"a strength of {clamp.strength:g}")
             if clamp.strength != 0.0:
-                row = rows.number(np.frombuffer(clamp.data, np.float32))
-                op = Op(CLAMP, row, clamp.strength, clamp.low, clamp.high, *part.place(clamp))
-                ops.setdefault(clamp.site, []).append(op)
+                ops.setdefault(clamp.site, []).extend(_clamping(clamp, rows, clamp.strength, *part.place(clamp)))
     for site, each in ops.items():
         _check_counts(site, (*more.get(site, ()), *each))
     return tuple(SiteOps(*site, tuple(each)) for site, each in sorted(ops.items()))
 
 
-def _additions(
-    hidden_size: int, tiers: Sequence[_OwnedTier], rows: _Rows, *, relative: bool
-) -> Iterator[tuple[Site, Op]]:
+def _clamping(clamp: Clamp, rows: _Rows, strength: float, gate: int = UNGATED, owner: int = 0) -> list[Op]:
+    """Return the operations of a clamp.
+
+    Entries that are set to values are one operation, as a patch of a row; a range of values takes one for each entry.
+    """
+    if (values := clamp.values) is not None:
+        row = entries_row(clamp.index, values, rows.shape_of(clamp.site), rows.width)
+        return [Op(PATCH, rows.number(row), strength, gate=gate, owner=owner)]
+    directions = [np.frombuffer(clamp.data, np.float32)]
+    if clamp.index:
+        directions = [*np.eye(rows.width, dtype=np.float32)[list(clamp.index)]]
+    return [Op(CLAMP, rows.number(each), strength, clamp.low, clamp.high, gate, owner) for each in directions]
+
+
+def _additions(tiers: Sequence[_OwnedTier], rows: _Rows, *, relative: bool) -> Iterator[tuple[Site, Op]]:
     """Yield the sums of all relative or all other vectors with their sites: ungated ones, then those of each gate."""
     groups: dict[tuple[int, int], list[SteeringVector]] = {}
     for tier, part in tiers:
@@ -318,7 +344,7 @@ def _additions(
                 groups.setdefault(part.place(vector), []).append(vector)
     largest: dict[Site, float] = {}
     for (gate, owner), vectors in sorted(groups.items()):
-        for site, total in _sums(hidden_size, vectors).items():
+        for site, total in _sums(rows, vectors).items():
             if len(groups) > 1:
                 largest[site] = largest.get(site, 0.0) + float(np.abs(total).max())
                 if largest[site] > NUMBER_MAX:
@@ -326,12 +352,12 @@ def _additions(
             yield site, Op(RELATIVE if relative else ADD, rows.number(total), gate=gate, owner=owner)
 
 
-def _set_features(hidden_size: int, tiers: Sequence[_OwnedTier], rows: _Rows) -> dict[Site, list[Op]]:
+def _set_features(tiers: Sequence[_OwnedTier], rows: _Rows) -> dict[Site, list[Op]]:
     """Return the operations that set features at each site: first all are encoded, then all are set."""
     pairs: dict[Site, dict[tuple[int, int], tuple[Op, Op]]] = {}
     for tier, part in tiers:
         for feature in tier.features:
-            _check_width(feature, "steering_features", hidden_size)
+            _check_width(feature, "steering_features", rows)
             if not abs(feature.strength) <= NUMBER_MAX:
                 raise SiteError.too_large(feature.site, "features", f"a strength of {feature.strength:g}")
             if feature.strength == 0.0:
@@ -368,21 +394,24 @@ def _check_counts(site: Site, ops: Sequence[Op]) -> None:
         raise SiteError(site, "vectors", f"{len(ops):,} operations", expected, "use fewer modules there")
 
 
-def _check_width(part: Part, field: str, hidden_size: int) -> None:
-    check_width(part.width, hidden_size, f"{field}.{part.hook}.{part.layer}")
+def _check_width(part: Part, field: str, rows: _Rows) -> None:
+    if not getattr(part, "index", ()):
+        rows.check(part, f"{field}.{part.hook}.{part.layer}")
 
 
-def _sums(hidden_size: int, vectors: Iterable[SteeringVector]) -> dict[Site, Row]:
+def _sums(rows: _Rows, vectors: Iterable[SteeringVector]) -> dict[Site, Row]:
     """Return the sum of the vectors at each site where it is not zero."""
     at: dict[Site, list[SteeringVector]] = {}
     for vector in vectors:
-        _check_width(vector, "steering_vectors", hidden_size)
+        _check_width(vector, "steering_vectors", rows)
         if vector.scale != 0.0:
             at.setdefault(vector.site, []).append(vector)
-    sums = np.empty((len(at), hidden_size), np.float32)
+    sums = np.zeros((len(at), rows.width), np.float32)
     with np.errstate(over="ignore"):
         for total, some in zip(sums, at.values(), strict=True):
-            total[:] = some[0].array() if len(some) == 1 else np.sum([v.array(np.float64) for v in some], axis=0)
+            total[: int(some[0].width)] = (
+                some[0].array() if len(some) == 1 else np.sum([v.array(np.float64) for v in some], axis=0)
+            )
     # NaN where a sum holds one.
     largest = np.maximum(sums.max(axis=1), -sums.min(axis=1))
     for site, size in zip(at, largest, strict=True):
@@ -394,18 +423,21 @@ def _sums(hidden_size: int, vectors: Iterable[SteeringVector]) -> dict[Site, Row
 
 
 def with_vectors(
-    program: SteeringProgram | None, hidden_size: int, vectors: Sequence[SteeringVector]
+    program: SteeringProgram | None, model: ModelInfo | int, vectors: Sequence[SteeringVector]
 ) -> SteeringProgram | None:
     """Return a program that also adds vectors at generated positions, after its own vectors and before its clamps.
 
     Relative vectors are added before the others, relative to the stream as it reaches the site.
+
+    model: the model, or the width of all its rows.
     """
-    sums = _sums(hidden_size, [vector for vector in vectors if not vector.relative])
-    relative = _sums(hidden_size, [vector for vector in vectors if vector.relative])
+    rows = _Rows(model, program)
+    sums = _sums(rows, [vector for vector in vectors if not vector.relative])
+    relative = _sums(rows, [vector for vector in vectors if vector.relative])
     if not sums and not relative:
         return program
-    old = program or SteeringProgram(hidden_size, b"", ())
-    given, rows = old.array(), _Rows(old)
+    old = program or SteeringProgram(rows.width, b"", ())
+    given = old.array()
     more = {site: Op(ADD, rows.number(total)) for site, total in sums.items()}
     decode = {Site(layer, hook): ops for layer, hook, ops in old.decode}
     for site, total in relative.items():
@@ -418,10 +450,10 @@ def with_vectors(
         decode[site] = (*rest[:begins], Op(RELATIVE, number), *rest[begins:])
     for site, add in more.items():
         ops = decode.get(site, ())
-        begins = next((n for n, op in enumerate(ops) if op.kind in (ENCODE, CLAMP)), len(ops))
+        begins = next((n for n, op in enumerate(ops) if op.kind in (ENCODE, PATCH, CLAMP)), len(ops))
         decode[site] = (*ops[:begins], add, *ops[begins:])
     return SteeringProgram(
-        hidden_size,
+        rows.width,
         rows.content(),
         rows.digests,
         old.prefill,
@@ -430,3 +462,23 @@ def with_vectors(
         old.gates,
         old.owners,
     )
+
+
+def with_clamps(
+    program: SteeringProgram | None, model: ModelInfo | int, clamps: Sequence[Clamp], gain: float = 1.0
+) -> SteeringProgram | None:
+    """Return a program that also clamps generated positions, after everything else at each site.
+
+    model: the model, or the width of all its rows.
+    """
+    clamps = [clamp for clamp in clamps if clamp.strength * gain]
+    if not clamps:
+        return program
+    rows = _Rows(model, program)
+    old = program or SteeringProgram(rows.width, b"", ())
+    decode = {Site(layer, hook): ops for layer, hook, ops in old.decode}
+    for clamp in clamps:
+        _check_width(clamp, "steering_clamps", rows)
+        decode[clamp.site] = (*decode.get(clamp.site, ()), *_clamping(clamp, rows, clamp.strength * gain))
+    sites = tuple(SiteOps(*site, ops) for site, ops in sorted(decode.items()))
+    return msgspec.structs.replace(old, rows=rows.content(), digests=rows.digests, decode=sites)

@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
-import numpy as np
 
 from capflow import limits
 from capflow.errors import UsageError, explain
-from capflow.steering.clamp import Clamp
 from capflow.steering.program import (
     ADD,
     CLAMP,
@@ -26,7 +24,6 @@ from capflow.steering.program import (
     ProgramGate,
     SiteOps,
     SteeringProgram,
-    digest,
 )
 
 _OWN, _CONTROLLER = "request", "controller "
@@ -121,28 +118,6 @@ def _changed(gate: ProgramGate, threshold: float | None, sharpness: float | None
     )
 
 
-def with_clamps(
-    program: SteeringProgram | None, hidden_size: int, clamps: Sequence[Clamp], gain: float = 1.0
-) -> SteeringProgram | None:
-    """Return a program that also clamps generated positions, after everything else at each site."""
-    clamps = [clamp for clamp in clamps if clamp.strength * gain]
-    if not clamps:
-        return program
-    old = program or SteeringProgram(hidden_size, b"", ())
-    numbers = {name: number for number, name in enumerate(old.digests)}
-    rows = [old.rows]
-    decode = {(layer, hook): ops for layer, hook, ops in old.decode}
-    for clamp in clamps:
-        row = np.frombuffer(clamp.data, np.float32).tobytes()
-        number = numbers.setdefault(digest(row), len(numbers))
-        if number == len(rows) - 1 + len(old.digests):
-            rows.append(row)
-        op = Op(CLAMP, number, clamp.strength * gain, clamp.low, clamp.high)
-        decode[clamp.layer, clamp.hook] = (*decode.get((clamp.layer, clamp.hook), ()), op)
-    sites = tuple(SiteOps(layer, hook, ops) for (layer, hook), ops in sorted(decode.items()))
-    return msgspec.structs.replace(old, rows=b"".join(rows), digests=tuple(numbers), decode=sites)
-
-
 def merged(program: SteeringProgram | None, other: SteeringProgram) -> SteeringProgram:
     """Return a program that also does what another one does, after the same kind of operations at each site.
 
@@ -210,8 +185,8 @@ def _order(op: Op) -> tuple[int, int]:
     return kind, op.gate if op.kind in (ADD, RELATIVE) else 0
 
 
-_KINDS = {PATCH: 1, RELATIVE: 2, ADD: 3, ENCODE: 4, SET: 5, CLAMP: 6}
-"""The order of operations after the scores."""
+_KINDS = {RELATIVE: 1, ADD: 2, ENCODE: 3, SET: 4, PATCH: 5, CLAMP: 5}
+"""The order of operations after the scores. A patch is that of a clamp of entries; those of positions stand alone."""
 
 
 def fits(program: SteeringProgram | None) -> bool:

@@ -75,17 +75,17 @@ class SetFeature(AtSite, frozen=True, forbid_unknown_fields=True):
     strength: float = 1.0
     gate: str = ""
 
-    def check(self, sites: Collection[Site], hidden_size: int, *, where: str = "steering_features") -> None:
-        """Raise UsageError unless the feature fits a model with these tapped sites and this width.
+    def check(self, sites: Collection[Site], row: int | tuple[int, ...], *, where: str = "steering_features") -> None:
+        """Raise UsageError unless the feature fits a model with these tapped sites and rows of this width or shape.
 
         where: the field that holds the features.
         """
         field = f"{where}.{self.hook}.{self.layer}"
         self.site.check_tapped(sites, field)
-        plain.check_width(self.width, hidden_size, field)
-        plain.check_width(len(self.encoder) / 4, hidden_size, field)
-        for row in (self.encoder, self.data):
-            plain.check_finite(np.frombuffer(row, np.float32), field)
+        plain.check_width(self.width, row, field)
+        plain.check_width(len(self.encoder) / 4, row, field)
+        for each in (self.encoder, self.data):
+            plain.check_finite(np.frombuffer(each, np.float32), field)
         numbers = (self.bias, self.threshold, self.value, self.strength)
         if not all(math.isfinite(number) and abs(number) <= plain.NUMBER_MAX for number in numbers):
             got = f"bias, threshold, value and strength {', '.join(f'{number:g}' for number in numbers)}"

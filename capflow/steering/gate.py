@@ -86,15 +86,15 @@ class SteeringGate(AtSite, frozen=True, forbid_unknown_fields=True):
         """
         return self.site.precedes(site) or (site == self.site and not self.latch)
 
-    def check(self, sites: Collection[Site], hidden_size: int, *, where: str = "steering_gates") -> None:
-        """Raise UsageError unless the gate fits a model with these tapped sites and this width.
+    def check(self, sites: Collection[Site], row: int | tuple[int, ...], *, where: str = "steering_gates") -> None:
+        """Raise UsageError unless the gate fits a model with these tapped sites and rows of this width or shape.
 
         where: the field that holds the gates.
         """
         field = f"{where}.{self.name}"
         self.check_values(field)
         self.site.check_tapped(sites, field)
-        plain.check_width(self.width, hidden_size, f"{field}.vector")
+        plain.check_width(self.width, row, f"{field}.vector")
 
     def check_values(self, field: str) -> None:
         """Raise UsageError for a value that no model's gate can have.

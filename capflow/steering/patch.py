@@ -15,7 +15,7 @@ from capflow.steering import plain
 from capflow.steering.packed import FIELDS, Packed
 from capflow.steering.vector import AtSite
 
-_KEYS = ("positions", "vector", "amount", "gate")
+_KEYS = ("positions", "vector", "amount", "gate", "index")
 _EXAMPLE = '{"post_block": {12: {"positions": [3, -1], "vector": [0.1, …]}}}'
 
 
@@ -23,9 +23,12 @@ class Patch(AtSite, frozen=True, forbid_unknown_fields=True):
     """Rows for positions of one site: `x ← x + amount · (row - x)`; an amount of 1 replaces `x`.
 
     positions: counted from the start of the prompt, or from its end if negative (-1 is its last token).
-    data: `[positions, hidden_size]` float32 little-endian, a row for each position.
+    data: `[positions, hidden_size]` float32 little-endian, a row for each position. With an index, the values of the
+        entries in the place of a row, as `entries_row` takes them.
     amount: how far `x` moves towards the row.
     gate: the name of the gate that multiplies the amount; empty without one.
+    index: the entries of the row that are replaced: heads where the rows have heads, else single numbers; empty for
+        all.
     """
 
     layer: int
@@ -34,20 +37,35 @@ class Patch(AtSite, frozen=True, forbid_unknown_fields=True):
     data: bytes
     amount: float = 1.0
     gate: str = ""
+    index: tuple[int, ...] = ()
 
     @property
     def _element_bytes(self) -> int:
         return 4 * len(self.positions) or 1
 
-    def check(self, sites: Collection[Site], hidden_size: int, *, where: str = "steering_patches") -> None:
-        """Raise UsageError unless the patch fits a model with these tapped sites and this width.
+    def rows(self, shape: tuple[int, ...], width: int) -> npt.NDArray[np.float32]:
+        """Return a row for each position, `[positions, width]`; NaN where it leaves the model's number.
+
+        shape: that of the site's rows.
+        """
+        given = np.frombuffer(self.data, np.float32).reshape(len(self.positions), -1)
+        if self.index:
+            return np.stack([plain.entries_row(self.index, values, shape, width) for values in given])
+        return np.pad(given, ((0, 0), (0, width - given.shape[1])))
+
+    def check(self, sites: Collection[Site], row: int | tuple[int, ...], *, where: str = "steering_patches") -> None:
+        """Raise UsageError unless the patch fits a model with these tapped sites and rows of this width or shape.
 
         where: the field that holds the patches.
         """
         field = f"{where}.{self.hook}.{self.layer}"
         self.site.check_tapped(sites, field)
         read_positions(list(self.positions), f"{field}.positions")
-        plain.check_width(self.width, hidden_size, field)
+        if self.index:
+            shape = (row,) if isinstance(row, int) else row
+            plain.check_index(self.index, int(self.width) if self.width.is_integer() else -1, shape, field)
+        else:
+            plain.check_width(self.width, row, field)
         plain.check_finite(np.frombuffer(self.data, np.float32), field)
         plain.number(self.amount, f"{field}.amount")
 
@@ -57,7 +75,8 @@ def parse_patches(value: Any, *, where: str = "steering_patches") -> tuple[Patch
 
     A patch is `{"positions": [whole numbers], "vector": rows, "amount": 1.0, "gate": name}`. Rows are `[hidden_size]`,
     one row for all positions, or `[positions, hidden_size]`: lists, an array, a tensor, or packed as `{"dtype",
-    "shape", "data"}` (see `capflow.steering.packed`). A position occurs at most once at a site.
+    "shape", "data"}` (see `capflow.steering.packed`). A position occurs at most once at a site. With `index`, a number
+    or a list, a row has the values of these entries alone: heads where the site's rows have heads, else single numbers.
 
     Raises UsageError with the field first. Parsed patches are returned unchanged.
     """
@@ -68,11 +87,12 @@ def parse_patches(value: Any, *, where: str = "steering_patches") -> tuple[Patch
         for site, field, entry in plain.by_layer(layers, f"{where}.{hook}", hook, "patch"):
             seen: set[int] = set()
             for one, patch in plain.one_or_several(entry, field, "a patch"):
-                plain.check_keys(patch, one, _KEYS, _KEYS[:2])
+                plain.check_keys(patch, one, _KEYS, ("positions", "vector"))
                 positions = read_positions(patch["positions"], f"{one}.positions", seen)
                 rows = _rows(patch["vector"], f"{one}.vector", len(positions))
                 amount = plain.number(patch.get("amount", 1.0), f"{one}.amount")
-                patches.append(Patch(*site, positions, rows.tobytes(), amount, plain.gate_name(patch, one)))
+                index = plain.read_index(patch["index"], f"{one}.index") if "index" in patch else ()
+                patches.append(Patch(*site, positions, rows.tobytes(), amount, plain.gate_name(patch, one), index))
     return tuple(patches)
 
 

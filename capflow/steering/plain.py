@@ -6,6 +6,7 @@ field first. A bool is not a number. Every number must be in float32's range, be
 
 from __future__ import annotations
 
+import math
 import reprlib
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -79,10 +80,15 @@ def whole(value: Any, field: str, low: int, high: int, noun: str) -> int:
     return plain
 
 
-def check_width(width: float, hidden_size: int, field: str) -> None:
-    """Raise UsageError unless a vector has the width of the model's rows."""
-    if width != hidden_size:
-        raise UsageError(explain(field, got=f"{width:g} numbers", expected=f"{hidden_size}, the model's width"))
+def check_width(width: float, row: int | tuple[int, ...], field: str) -> None:
+    """Raise UsageError unless a vector has the width of a row.
+
+    row: the width of the stream, or the shape of a row at the site.
+    """
+    shape = (row,) if isinstance(row, int) else row
+    if width != math.prod(shape):
+        own = "the model's width" if len(shape) == 1 else f"{shape[0]} heads of {shape[1]}"
+        raise UsageError(explain(field, got=f"{width:g} numbers", expected=f"{math.prod(shape)}, {own}"))
 
 
 def layer_number(value: Any, field: str) -> int:
@@ -202,3 +208,55 @@ def array(value: Any, field: str) -> npt.NDArray[np.float64]:
         got = f"an array of {values.dtype}" if isinstance(value, np.ndarray) else reprlib.repr(value)
         raise UsageError(explain(field, got=got, expected="a list of numbers"))
     return values.astype(np.float64)
+
+
+# --- entries of a row: heads where a row has heads, else single numbers such as neurons or experts ---
+
+
+def read_index(value: Any, field: str) -> tuple[int, ...]:
+    """Return the entries that a whole number, or a list of different ones, names; raise UsageError."""
+    given = value.tolist() if isinstance(value, np.ndarray) else value
+    given = [given] if isinstance(given, int) else given
+    most = limits.ENTRIES_MAX
+    if not isinstance(given, list | tuple) or not 0 < len(given) <= most:
+        got = f"{len(given)} numbers" if isinstance(given, list | tuple) else repr(given)
+        raise UsageError(explain(field, got=got, expected=f"a whole number, or a list of 1..{most}"))
+    index = tuple(whole(each, field, 0, limits.HIDDEN_SIZE_MAX - 1, "an index") for each in given)
+    if len(set(index)) != len(index):
+        twice = next(each for each in index if index.count(each) > 1)
+        raise UsageError(explain(field, got=f"{twice} twice", expected="each index once"))
+    return index
+
+
+def unit_of(shape: tuple[int, ...]) -> int:
+    """Return how many numbers an entry of a row has: `head_dim`, or 1."""
+    return shape[1] if len(shape) == 2 else 1
+
+
+def check_index(index: tuple[int, ...], values: int, shape: tuple[int, ...], field: str) -> None:
+    """Raise UsageError unless a row of this shape has the entries, and the values are as many as they need.
+
+    values: how many there are.
+    """
+    noun = "head" if len(shape) == 2 else "number"
+    if (largest := max(index)) >= shape[0]:
+        raise UsageError(explain(f"{field}.index", got=largest, expected=f"a {noun} of 0..{shape[0] - 1}"))
+    unit = unit_of(shape)
+    if values not in (1, unit, unit * len(index)):
+        expected = " or ".join(map(str, sorted({1, unit, unit * len(index)})))
+        raise UsageError(explain(f"{field}.value", got=f"{values} numbers", expected=expected))
+
+
+def entries_row(
+    index: tuple[int, ...], values: npt.NDArray[np.float32], shape: tuple[int, ...], width: int
+) -> npt.NDArray[np.float32]:
+    """Return a row that sets entries and leaves the others, `[width]`.
+
+    values: one number for all, one entry for all, or all entries, one after another.
+    shape: that of the site's rows; further numbers of the row are left.
+    """
+    unit = unit_of(shape)
+    row = np.full(width, np.nan, np.float32)
+    entries = row[: math.prod(shape)].reshape(shape[0], unit)
+    entries[list(index)] = values if values.size in (1, unit) else values.reshape(len(index), unit)
+    return row

@@ -119,7 +119,8 @@ class SiteOps(NamedTuple):
 class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The operations of one request.
 
-    rows: `[n, hidden_size]` float32 little-endian; all rows differ.
+    width: how many numbers a row has: at least those of every row that it steers. What a site's row lacks is 0.
+    rows: `[n, width]` float32 little-endian; all rows differ.
     digests: the digest of each row, `DIGEST_BYTES` long.
     prefill, decode: the operations at each prompt position and at each generated one.
     patched: the patches and scores of single positions, which come before these; negative positions count from the end
@@ -128,7 +129,7 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     owners: the names of the owners of operations: `request`, `global` or `module NAME`. They are not part of a key.
     """
 
-    hidden_size: int
+    width: int
     rows: bytes
     digests: tuple[bytes, ...]
     prefill: tuple[SiteOps, ...] = ()
@@ -140,8 +141,8 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     __repr__ = brief
 
     def array(self) -> Row:
-        """Return the rows, `[n, hidden_size]` float32."""
-        return np.frombuffer(self.rows, np.float32).reshape(-1, self.hidden_size)
+        """Return the rows, `[n, width]` float32."""
+        return np.frombuffer(self.rows, np.float32).reshape(-1, self.width)
 
     @property
     def content_key(self) -> int:
@@ -263,8 +264,8 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
     def check(self, info: ModelInfo) -> None:
         """Raise UsageError unless the program fits this model and its sites are tapped."""
-        check_width(self.hidden_size, info.hidden_size, "steering")
-        if len(self.rows) != 4 * self.hidden_size * len(self.digests):
+        check_width(self.width, info.steered_width, "steering")
+        if len(self.rows) != 4 * self.width * len(self.digests):
             raise UsageError(explain("steering", got=f"{len(self.rows)} bytes", expected=f"{len(self.digests)} rows"))
         sites = [site for ops in self._phases for site in ops]
         if not all(0 <= op.row < len(self.digests) for site in sites for op in site.ops):
@@ -329,7 +330,7 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
         patched = [(position, content(ops)) for position, ops in self.patched]
         # The digests stand for the rows.
-        return _id((self.hidden_size, b"", self.digests, content(self.prefill), content(self.decode), patched))
+        return _id((self.width, b"", self.digests, content(self.prefill), content(self.decode), patched))
 
     @property
     def _phases(self) -> tuple[tuple[SiteOps, ...], ...]:

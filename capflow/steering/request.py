@@ -21,7 +21,7 @@ import msgspec
 
 from capflow import limits
 from capflow.capture.model import ModelInfo
-from capflow.capture.site import Site, refusal_of_fixed
+from capflow.capture.site import SHAPED_HOOKS, Site, refusal_of_fixed
 from capflow.errors import UsageError, explain
 from capflow.steering import plain
 from capflow.steering.clamp import Clamp, parse_clamps
@@ -169,7 +169,7 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if not 0 <= part.layer < info.num_layers:
                 at = f"{field}.{part.hook}.{part.layer}"
                 raise UsageError(explain(at, got=f"layer {part.layer}", expected=f"0..{info.num_layers - 1}"))
-            part.check(sites, info.hidden_size, where=field)
+            part.check(sites, info.shape_of(part.site), where=field)
             if part.site in info.fixed:
                 raise UsageError(refusal_of_fixed(f"{field}.{part.hook}.{part.layer}", part.site))
         self._check_probes(info, f"{where}." if where else "")
@@ -182,7 +182,7 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if not 0 <= gate.layer < info.num_layers:
                 at = f"{where}.{gate.name}.layer"
                 raise UsageError(explain(at, got=f"layer {gate.layer}", expected=f"0..{info.num_layers - 1}"))
-            gate.check(frozenset(info.sites), info.hidden_size, where=where)
+            gate.check(frozenset(info.sites), info.shape_of(gate.site), where=where)
             if gate.site in info.fixed:
                 raise UsageError(refusal_of_fixed(f"{where}.{gate.name}", gate.site, "score"))
 
@@ -218,15 +218,17 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise UsageError(explain(at, got=got, expected="a gate that can act there", do=reason))
 
     def _check_widths(self, before: str) -> None:
-        """Raise UsageError if two parts differ in width."""
-        first: tuple[str, float] | None = None
-        probes = ((f"{before}steering_gates.{gate.name}.vector", gate.width) for gate in self.gates)
-        parts = ((f"{field}.{part.hook}.{part.layer}", part.width) for field, part in self.parts(before))
-        for at, width in (*parts, *probes):
-            first = first or (at, width)
-            if width != first[1]:
-                expected = f"{first[1]:g}, as in {first[0]}"
-                raise UsageError(explain(at, got=f"{width:g} numbers", expected=expected))
+        """Raise UsageError if two parts differ in width whose sites have rows of one width."""
+        first: dict[Site | None, tuple[str, float]] = {}
+        probes = ((f"{before}steering_gates.{gate.name}.vector", gate) for gate in self.gates)
+        parts = ((f"{field}.{part.hook}.{part.layer}", part) for field, part in self.parts(before))
+        for at, part in (*parts, *probes):
+            if getattr(part, "index", ()):
+                continue
+            alike = part.site if part.hook in SHAPED_HOOKS else None
+            other, width = first.setdefault(alike, (at, part.width))
+            if part.width != width:
+                raise UsageError(explain(at, got=f"{part.width:g} numbers", expected=f"{width:g}, as in {other}"))
 
     def field_at(self, site: Site, kind: str) -> str | None:
         """Return the full path of the field with the most entries at a site; None if it has none.

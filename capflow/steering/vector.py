@@ -125,13 +125,13 @@ class SteeringVector(AtSite, frozen=True, forbid_unknown_fields=True):
         times = plain.number(scale, f"{field}.scale")
         return cls(site.layer, site.hook, values.tobytes(), "float32", times, relative, gate)
 
-    def check(self, sites: Collection[Site], hidden_size: int, *, where: str = "steering") -> None:
-        """Raise UsageError unless the vector fits a model with these tapped sites and this width."""
+    def check(self, sites: Collection[Site], row: int | tuple[int, ...], *, where: str = "steering") -> None:
+        """Raise UsageError unless the vector fits a model with these tapped sites and rows of this width or shape."""
         field = f"{where}.{self.hook}.{self.layer}"
         if self.dtype not in VECTOR_DTYPES:
             raise UsageError(explain(f"{field}.dtype", got=self.dtype, expected=f"one of {', '.join(VECTOR_DTYPES)}"))
         self.site.check_tapped(sites, field)
-        plain.check_width(self.width, hidden_size, field)
+        plain.check_width(self.width, row, field)
         if self.relative and not self._stored().any():
             raise UsageError(explain(field, got="a zero vector", expected="a direction, since it is relative"))
         if not self._finite():

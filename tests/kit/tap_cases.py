@@ -56,7 +56,8 @@ def make(case, seed, device=CPU, kinds=3, features=False):
     rng = np.random.default_rng(seed)
     planner = Planner(sites)
     index = {Site(n, "post_block"): n for n in range(sites)}
-    bank = Bank(Size(256, 2048, 256), index, width, device)
+    wider = width + 7 * (seed % 2)  # other sites may have wider rows
+    bank = Bank(Size(256, 2048, 256), index, wider, device)
     batch, row, steering = [], 0, {}
     sets = [Positions.ALL, Positions.ALL_PROMPT, Positions.LAST_PROMPT, Positions.ALL_GENERATED, Positions.NONE]
     for number, length in enumerate(lengths):
@@ -71,7 +72,7 @@ def make(case, seed, device=CPU, kinds=3, features=False):
             planner.program(view),
         )
         if rng.random() < 0.6:
-            program = random_program(rng, sites, width, kinds, features)
+            program = random_program(rng, sites, width, kinds, features, wider)
             request.steered = [SlotRange(0, request.prompt_length, bank.acquire(program, request.prompt_length))]
             for position in range(start, start + length):
                 steering[row + position - start] = (program, operations(program, position, request.prompt_length))
@@ -88,15 +89,22 @@ def exact(rng, shape, limit, dtype):
     return torch.from_numpy(rng.integers(-4 * limit, 4 * limit, shape) / 4).to(dtype)
 
 
-def random_program(rng, sites, width, kinds=3, features=False):
-    """Return a program of additions, clamps and patches; its directions have few numbers, so their sums stay exact."""
+def random_program(rng, sites, width, kinds=3, features=False, wider=0):
+    """Return a program of additions, clamps and patches; its directions have few numbers, so their sums stay exact.
 
-    def row():
-        values = np.zeros(width, np.float32)
+    Some patches leave most numbers of a row.
+
+    wider: the width of its rows, if it is not that of the sites; what the sites lack is poisoned.
+    """
+    wider = wider or width
+
+    def row(others=0.0):
+        values = np.full(wider, others, np.float32)
         values[rng.integers(0, width, 6)] = rng.choice([-1, -0.5, 0.5, 1], 6)
+        values[width:] = POISON
         return values
 
-    rows = [row() for _ in range(4)]
+    rows = [*(row() for _ in range(4)), row(np.nan)]
 
     def ops():
         count = int(rng.integers(0, 4))
@@ -105,14 +113,14 @@ def random_program(rng, sites, width, kinds=3, features=False):
             low, high = sorted(float(n) for n in rng.integers(-6, 6, 2))
             if rng.random() < 0.3:
                 low = -math.inf
-            yield Op(kind, int(rng.integers(4)), float(rng.choice([-2, 0.5, 1])), low, high)
+            yield Op(kind, int(rng.integers(4 + (kind == PATCH))), float(rng.choice([-2, 0.5, 1])), low, high)
 
     def phase():
         every = ((site, with_pairs(rng, list(ops())) if features else tuple(ops())) for site in range(sites))
         return tuple(SiteOps(site, "post_block", some) for site, some in every if some)
 
     return SteeringProgram(
-        width,
+        wider,
         b"".join(row.tobytes() for row in rows),
         tuple(digest(row.tobytes()) for row in rows),
         phase(),
@@ -172,7 +180,7 @@ def reference(made, sites, truncate):
                 at = block.base + place * block.rows + run.target
                 rows[at : at + run.length] = stream[run.source : run.source + run.length]
     for token, (program, by_site) in made.steering.items():
-        given = torch.from_numpy(program.array().copy()).double()
+        given = torch.from_numpy(program.array()[:, : h.shape[1]].copy()).double()
         for site, ops in by_site.items():
             x = stream[token].clone()
             norm, active = None, []
@@ -180,7 +188,7 @@ def reference(made, sites, truncate):
                 kind, number, amount, low, high, *_ = op
                 row = given[number]
                 if kind == PATCH:
-                    x += amount * (row - x)
+                    x = torch.where(row.isnan(), x, x + amount * (row - x))
                 elif kind == ADD:
                     x += amount * row
                 elif kind == RELATIVE:

@@ -678,7 +678,7 @@ def from_first_rank(data: bytes) -> bytes:
 
 
 def to_first_rank(part: Any) -> Any:
-    """Return the tensors `[n, m]` of this pipeline stage's tensor-parallel ranks, `[ranks * n, m]`, on the first of them.
+    """Return the tensors `[n, m]` of this stage's tensor-parallel ranks, `[ranks * n, m]`, on the first of them.
 
     Returns None on the others. Every rank of the stage must call it, with a tensor of one shape.
 

@@ -154,7 +154,7 @@ def _added(
     from capflow_engine.request.reach import check_added
 
     config = engine.vllm_config
-    fit = Fit(info, Size.of(job.steering_bank_bytes, info.hidden_size, config.scheduler_config.max_num_seqs), saes)
+    fit = Fit(info, Size.of(job.steering_bank_bytes, info.steered_width, config.scheduler_config.max_num_seqs), saes)
     check_added(engine, config.model_config.max_model_len)
     prepared = {}
     for prompt in job.prompts:

@@ -128,7 +128,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         self._numbers = itertools.count()
         self._running = set()
         requests_max = self.vllm_config.scheduler_config.max_num_seqs
-        size = Size.of(steering_bank_bytes, self.capflow_model.hidden_size, requests_max)
+        size = Size.of(steering_bank_bytes, self.capflow_model.steered_width, requests_max)
         self._fit = Fit(self.capflow_model, size, armed.saes)
         self.steering = SteeringStore(check=self._fit.check, resolve=self._fit.resolved)
         self._sharing = Sharing.start(armed.settings, self.steering)

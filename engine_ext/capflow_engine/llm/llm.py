@@ -140,7 +140,7 @@ class LLM(VLLM):  # type: ignore[misc]
             config = self.llm_engine.vllm_config
             self.capflow_model = compat.model_info(config)
             requests_max = config.scheduler_config.max_num_seqs
-            size = Size.of(steering_bank_bytes, self.capflow_model.hidden_size, requests_max)
+            size = Size.of(steering_bank_bytes, self.capflow_model.steered_width, requests_max)
             self._fit = Fit(self.capflow_model, size, armed.saes)
             self.steering = SteeringStore(check=self._fit.check, resolve=self._fit.resolved)
             self._sharing = Sharing.start(settings, self.steering)

@@ -173,7 +173,7 @@ class EngineActions:
         if program is None or not (self.gains or self.frozen):
             return program
         timeline = self._timelines[key] = Timeline(self.gains, frozen=self.frozen)
-        return composed(program, timeline.parts[0].live, self._info.hidden_size)
+        return composed(program, timeline.parts[0].live, self._info)
 
     def end(self, key: str, name: str | None) -> None:
         """Forget a request that ended, and reject the actions on it that no step took."""
@@ -415,7 +415,7 @@ class EngineActions:
         needs: dict[str, Need] = {}
         for part in parts:
             if part.first >= since:
-                program = composed(running.program, part.live, self._info.hidden_size)
+                program = composed(running.program, part.live, self._info)
                 if not fits(program):
                     do = "add fewer clamps or vectors there"
                     raise UsageError(explain("action", got="too many operations at one site", expected="fewer", do=do))

@@ -107,7 +107,7 @@ class Admission:
         # The options of each running request, with its steering compiled.
         self._options: dict[str, RequestOptions] = {}
         requests = vllm_config.scheduler_config.max_num_seqs
-        self._fit = Fit(self.info, Size.of(self.settings.steering_bank_bytes, self.info.hidden_size, requests))
+        self._fit = Fit(self.info, Size.of(self.settings.steering_bank_bytes, self.info.steered_width, requests))
         self._held = Holdings(self._fit.size)
         # The needs of each request that waits for room in the steering bank.
         self._waiting: dict[str, tuple[Need, ...]] = {}

@@ -52,7 +52,7 @@ class HubSteering:
             if steering.patches or steering.modules:
                 self._note(spec.label, "no request gets its steering, which has patches or modules")
                 return
-            program = program_of(self._fit.info.hidden_size, [steering], [controller_owner(spec.label)])
+            program = program_of(self._fit.info, [steering], [controller_owner(spec.label)])
             if program is not None:
                 program.check(self._fit.info)
                 self._fit.size.check(program, asked=steering)

@@ -45,7 +45,7 @@ class Front:
         self.settings: Settings = vllm_config.additional_config
         self.info = compat.model_info(vllm_config)
         requests_max = vllm_config.scheduler_config.max_num_seqs
-        size = Size.of(self.settings.steering_bank_bytes, self.info.hidden_size, requests_max)
+        size = Size.of(self.settings.steering_bank_bytes, self.info.steered_width, requests_max)
         self.fit = Fit(self.info, size, load_again(serving.saes, self.info, serving.saes_digest, SAE))
         self.store = SteeringStore(serving.directory, self.fit.check, self.fit.resolved)
         self.sharing = Sharing.start(self.settings, self.store)

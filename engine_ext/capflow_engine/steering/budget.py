@@ -21,7 +21,7 @@ from capflow.steering.request import NOTHING, Steering
 class Size(NamedTuple):
     """The capacity of a bank.
 
-    rows: the number of rows of `hidden_size` float32.
+    rows: the number of rows of `width` float32.
     ops: the number of operations.
     slots: the number of configurations.
     """
@@ -31,9 +31,9 @@ class Size(NamedTuple):
     slots: int
 
     @classmethod
-    def of(cls, bank_bytes: int, hidden_size: int, requests_max: int) -> Size:
+    def of(cls, bank_bytes: int, width: int, requests_max: int) -> Size:
         """Return the size of a bank whose rows take `bank_bytes` bytes; operations and slots are small beside them."""
-        rows = max(1, min(bank_bytes // (4 * hidden_size), _ROWS_MAX))
+        rows = max(1, min(bank_bytes // (4 * width), _ROWS_MAX))
         return cls(rows, max(_OPS_PER_ROW * rows, _OPS_MIN), max(_SLOTS_MIN, _SLOTS_PER_REQUEST * requests_max))
 
     @property
@@ -66,11 +66,11 @@ class Size(NamedTuple):
         needs = needs_of(program, prompt_length)
         part = Holdings(self).lacking(needs)
         if part is not None:
-            got, expected, do = self._refusal(part, needs, program.hidden_size)
+            got, expected, do = self._refusal(part, needs, program.width)
             raise UsageError(explain(asked.largest_field, got=got, expected=expected, do=do))
         return needs
 
-    def _refusal(self, part: str, needs: Sequence[Need], hidden_size: int) -> tuple[str, str, str]:
+    def _refusal(self, part: str, needs: Sequence[Need], width: int) -> tuple[str, str, str]:
         """Return the error's `got`, `expected` and `do` for the part of the bank that is too small."""
         expected = f"at most {getattr(self, part):,}, the size of this steering bank"
         if part == "slots":
@@ -87,7 +87,7 @@ class Size(NamedTuple):
                 "use fewer vectors",
             )
             rows = count
-        bank_bytes = 4 * hidden_size * rows
+        bank_bytes = 4 * width * rows
         if rows <= _ROWS_MAX and bank_bytes <= BANK_BYTES_MAX:
             do = f"{do}, or start the engine with --steering-bank-bytes {bank_bytes} or more"
         else:

@@ -44,7 +44,7 @@ class Fit(msgspec.Struct, frozen=True):
         """
         asked = self.resolved(asked)
         asked.check(self.info)
-        self._checked(lambda: program_of(self.info.hidden_size, [self.resolved(steering)]), asked)
+        self._checked(lambda: program_of(self.info, [self.resolved(steering)]), asked)
 
     def program(self, asked: Steering | None, store: SteeringStore) -> SteeringProgram | None:
         """Return the program of a request: the global state, its modules and its own vectors; None if there are none.
@@ -55,7 +55,7 @@ class Fit(msgspec.Struct, frozen=True):
         """
         asked = asked and self.resolved(asked)
         field = "steering_name" if asked and asked.modules else ""
-        return self._checked(lambda: store.resolve(asked, self.info.hidden_size), asked or NOTHING, field)
+        return self._checked(lambda: store.resolve(asked, self.info), asked or NOTHING, field)
 
     def _checked(
         self, make: Callable[[], SteeringProgram | None], asked: Steering, field: str = ""

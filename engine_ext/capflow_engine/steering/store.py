@@ -31,6 +31,7 @@ from pathlib import Path
 import msgspec
 
 from capflow import limits
+from capflow.capture.model import ModelInfo
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.files import write_whole
 from capflow.protocol.message import Version
@@ -182,7 +183,7 @@ class SteeringStore:
         """Return a module; raise UnknownModuleError if there is none of this name."""
         return self.held.module(name)
 
-    def resolve(self, asked: Steering | None, hidden_size: int) -> SteeringProgram | None:
+    def resolve(self, asked: Steering | None, model: ModelInfo | int) -> SteeringProgram | None:
         """Return the program of a request; None if neither the request nor the global state steers.
 
         Later changes of modules or of the global state do not change the program.
@@ -198,12 +199,12 @@ class SteeringStore:
             return None
         owners, parts = zip(*owned, strict=True)
         if msgspec.structs.replace(asked, modules=()) != NOTHING:  # a request's own vectors rarely come again
-            return program_of(hidden_size, parts, owners)
+            return program_of(model, parts, owners)
         generation, programs = self._programs
         if generation != held.generation or len(programs) >= _PROGRAMS_KEPT_MAX:
             self._programs = held.generation, (programs := {})
         if asked.modules not in programs:
-            programs[asked.modules] = program_of(hidden_size, parts, owners)
+            programs[asked.modules] = program_of(model, parts, owners)
         return programs[asked.modules]
 
     def register(self, name: str, module: Steering) -> None:

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from capflow.capture.model import ModelInfo
 from capflow.errors import UsageError, explain
 from capflow.steering.action import Gain, Leased, SetGate, Steer, Unsteer
 from capflow.steering.clamp import Clamp
-from capflow.steering.compiler import with_vectors
-from capflow.steering.compose import own, scaled, with_clamps, with_gate
+from capflow.steering.compiler import with_clamps, with_vectors
+from capflow.steering.compose import own, scaled, with_gate
 from capflow.steering.program import SteeringProgram
 from capflow.steering.vector import SteeringVector
 
@@ -154,7 +155,7 @@ def entry_of(action: Steer | Unsteer | Gain | SetGate, owner: Owner, first: int)
     return SlotEntry(first, until, value, owner)
 
 
-def composed(program: SteeringProgram | None, live: Live, hidden_size: int) -> SteeringProgram | None:
+def composed(program: SteeringProgram | None, live: Live, info: ModelInfo) -> SteeringProgram | None:
     """Return a request's program with what applies to it.
 
     Raises UsageError for vectors of another width or beyond float32.
@@ -172,8 +173,8 @@ def composed(program: SteeringProgram | None, live: Live, hidden_size: int) -> S
         if slot.kind == "steer":
             added, gain = live[slot], live[slot].gain * gains.get(slot.owner.gain_name, 1.0)
             vectors = added.vectors if gain == 1.0 else tuple(replace(v, scale=v.scale * gain) for v in added.vectors)
-            program = with_vectors(program, hidden_size, vectors)
-            program = with_clamps(program, hidden_size, added.clamps, gain)
+            program = with_vectors(program, info, vectors)
+            program = with_clamps(program, info, added.clamps, gain)
     return program
 
 

@@ -4,7 +4,7 @@ Taps read these tensors, which never move:
 
 | tensor | shape | meaning |
 |---|---|---|
-| rows | float32 [rows, hidden] | vectors, directions and patches |
+| rows | float32 [rows, width] | vectors, directions and patches; NaN where a patch leaves the number that is there |
 | heads | int32 [slots, sites] | the first operation of a configuration at each site; -1: none |
 | op_ints | int32 [ops, 4] | per operation: its kind, its row, the next operation (-1: none), its gate code (-1: none) |
 | op_floats | float32 [ops, 4] | per operation: its amount, its lower and its upper bound, the sharpness of its gate |
@@ -72,12 +72,13 @@ class Bank:
     """The bank of one worker.
 
     index: the index of each tapped site.
+    width: how many numbers the widest row has that is steered. Those that a site's rows lack are not read there.
     device: where the tensors are. A copy to a GPU runs after the steps that were launched before it.
     """
 
-    def __init__(self, size: Size, index: Mapping[Site, int], hidden: int, device: torch.device) -> None:
+    def __init__(self, size: Size, index: Mapping[Site, int], width: int, device: torch.device) -> None:
         self.size = size
-        self.rows = torch.empty((size.rows, hidden), dtype=torch.float32, device=device)
+        self.rows = torch.empty((size.rows, width), dtype=torch.float32, device=device)
         self.heads = torch.full((size.slots, max(len(index), 1)), NONE, dtype=torch.int32, device=device)
         self.op_ints = torch.empty((size.ops, OP_WIDTH), dtype=torch.int32, device=device)
         self.op_floats = torch.empty((size.ops, OP_WIDTH), dtype=torch.float32, device=device)
@@ -119,6 +120,11 @@ class Bank:
             for number in taken:
                 self._release(number)
             raise
+
+    def rows_at(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the rows as wide as those of `hidden`, `[rows, hidden.shape[1]]`."""
+        width = hidden.shape[1]
+        return self.rows if width == self.rows.shape[1] else self.rows[:, :width]
 
     def share(self, steered: Steered) -> None:
         """Add one reference to the slots of an `acquire`."""

@@ -85,7 +85,7 @@ def _do_next(
     token_rows: the row of each token of `stream` in the model's tensors.
     """
     kinds, numbers, _, codes = bank.op_ints.numpy()[ops].T
-    rows = bank.rows.index_select(0, torch.from_numpy(numbers.copy()))
+    rows = bank.rows_at(stream).index_select(0, torch.from_numpy(numbers.copy()))
     amount, low, high, sharpness = torch.from_numpy(bank.op_floats.numpy()[ops]).unsqueeze(2).unbind(1)
     if gating is not None and (codes >= 0).any():
         places = token_rows if tokens is None else token_rows[tokens]
@@ -106,7 +106,8 @@ def _do_next(
         if (kinds == kind).any():
             amount = _paired(kind, kinds, x, rows, amount, low, high, active, tokens)
     if (kinds == PATCH).any():
-        rows.sub_(x * torch.from_numpy(kinds == PATCH).unsqueeze(1))
+        left = rows.isnan()
+        rows.sub_(x * torch.from_numpy(kinds == PATCH).unsqueeze(1)).masked_fill_(left, 0.0)
     rows.mul_(amount)
     for target in (stream, change):
         if tokens is None:
@@ -159,15 +160,16 @@ def _do_chain(
     active: the activations of each row, by the number of their pair.
     token_rows: the row of each token in the model's tensors.
     """
-    ints, floats = bank.op_ints.numpy(), bank.op_floats.numpy()
+    ints, floats, rows = bank.op_ints.numpy(), bank.op_floats.numpy(), bank.rows_at(stream)
     vectors, times = [], []  # the rows that were added, and the factor of each token
     while op >= 0:
         amount, low, high, sharpness = floats[op].tolist()
         kind, number, op, code = ints[op].tolist()
-        row = bank.rows[number]
+        row = rows[number]
         value = None if gating is None or code < 0 else gating.value(code, sharpness)[token_rows]
         if kind == PATCH:
-            moved = (row - stream).mul_(amount if value is None else (value * amount).unsqueeze(1))
+            moved = (row - stream).masked_fill_(row.isnan(), 0.0)
+            moved.mul_(amount if value is None else (value * amount).unsqueeze(1))
             stream.add_(moved)
             change.add_(moved)
         elif kind == ADD and value is None:

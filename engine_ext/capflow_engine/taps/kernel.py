@@ -141,6 +141,7 @@ def _steer(
     tokens_max,
     latches_max,
     width: tl.constexpr,
+    rows_width: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
     SCALED: tl.constexpr,
@@ -179,7 +180,7 @@ def _steer(
         high = tl.load(op_floats + op * OP_COLUMNS + 2)
         sharpness = tl.load(op_floats + op * OP_COLUMNS + 3)
         stream = _stream(half_of_row, other_half, inside, scale, SPLIT, SCALED)
-        vector = tl.load(rows + row * width + columns, mask=inside, other=0.0)
+        vector = tl.load(rows + row * rows_width + columns, mask=inside, other=0.0)
         steered = tl.where(inside, stream + change, 0.0)
         projection = tl.sum(steered * tl.where(kind == RELATIVES, steered, vector), axis=0)
         square = tl.where((kind == RELATIVES) & (square < 0.0), projection, square)
@@ -212,7 +213,9 @@ def _steer(
             held = tl.sum(tl.where(tl.arange(0, FEATURES) == high, active, 0.0), axis=0)
             times = tl.where(kind == SETS, low - held, times)
             along = tl.where(kind == RELATIVES, tl.sqrt(tl.abs(square)), times) * vector
-            change += amount * tl.where(kind == PATCHES, vector - steered, along)
+            # NaN leaves the number that is there.
+            patched = tl.where((vector >= 0.0) | (vector < 0.0), vector - steered, 0.0)
+            change += amount * tl.where(kind == PATCHES, patched, along)
         op = following
         done += 1
     if SCALED:
@@ -246,6 +249,7 @@ def _tap_kernel(
     tokens_max,
     latches_max,
     width: tl.constexpr,
+    rows_width: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
     SCALED: tl.constexpr,
@@ -313,6 +317,7 @@ def _tap_kernel(
                 tokens_max,
                 latches_max,
                 width,
+                rows_width,
                 BLOCK,
                 SPLIT,
                 SCALED,
@@ -369,7 +374,7 @@ def launch(
     assert hidden.stride(1) == 1
     assert residual is None or (residual.shape == hidden.shape and residual.stride(1) == 1)
     sites = heads.shape[1]
-    assert staging.shape[1] == rows.shape[1] == width
+    assert staging.shape[1] == width <= rows.shape[1]
     assert staging.is_contiguous()
     assert rows.is_contiguous()
     assert site_line.shape == site_base.shape == (CHANNELS, sites)
@@ -405,6 +410,7 @@ def launch(
         token_steer.shape[0],
         carried.shape[1],
         width=width,
+        rows_width=rows.shape[1],
         BLOCK=triton.next_power_of_2(width),
         SPLIT=residual is not None,
         SCALED=scale != 1.0,

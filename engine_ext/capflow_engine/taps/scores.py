@@ -41,8 +41,9 @@ class Score(NamedTuple):
         self, hidden: torch.Tensor, residual: torch.Tensor | None, scale: float, bank: Bank, gating: Gating
     ) -> None:
         """Score the tokens; the stream is `scale` times the sum of `hidden` and `residual`."""
+        rows = bank.rows_at(hidden)
         if self.kind == SCORE_DOT and isinstance(self.row, int) and hidden.dtype == torch.float32:
-            probe = bank.rows[self.row]
+            probe = rows[self.row]
             scores = _rows(hidden, self.tokens).mv(probe)
             if residual is not None:
                 scores.add_(_rows(residual, self.tokens).mv(probe))
@@ -52,7 +53,7 @@ class Score(NamedTuple):
             stream = _rows(hidden, self.tokens).float()
             if residual is not None:
                 stream = stream + _rows(residual, self.tokens)
-            probes = bank.rows[self.row] if isinstance(self.row, int) else bank.rows.index_select(0, self.row)
+            probes = rows[self.row] if isinstance(self.row, int) else rows.index_select(0, self.row)
             scores = _scores(self.kind, stream if scale == 1.0 else stream * scale, probes)
         gating.put(self.gate, self.tokens, scores.add_(self.amount))
 

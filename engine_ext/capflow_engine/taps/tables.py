@@ -8,7 +8,7 @@ All tensors are allocated once, before CUDA graphs are captured, and never move.
 | site_base | int32 [2, sites] | the number that each site adds to the entries of that line, per channel |
 | token_row | int32 [2, lines, tokens] | the staging row of each token minus `site_base` of the site; -1: not wanted |
 | token_steer | int32 [tokens] | the slot of the bank that steers each token; -1: none |
-| staging | [rows, part] | the rows of the step at sites of a width class, in the order of the plan; one for each class |
+| staging | [rows, part] | of each width class: the rows of the step, in the order of the plan |
 | margins | float32 [gates, tokens] | the margin of each gate at each token; -inf: not scored |
 | first | int32 [tokens] | the first token row of the token's request |
 | token_latch | int32 [tokens] | the column of `carried` of the token's request; -1: none |
@@ -105,8 +105,8 @@ class Tables:
 
     def device_tensors(self, width_class: int = 0) -> dict[str, torch.Tensor]:
         """Return the tensors that a tap holds at a site of a class, by the names of the op's arguments."""
-        names = ("site_line", "site_base", "token_row", "token_steer", *_GATE_TABLES)
-        return {**{name: getattr(self, name) for name in names}, "staging": self.stagings[width_class]}
+        names = ("site_line", "site_base", "token_row", "token_steer", "staging", *_GATE_TABLES)
+        return {name: getattr(self, name) for name in names} | {"staging": self.stagings[width_class]}
 
     def load(
         self,

@@ -43,13 +43,13 @@ class _Run(NamedTuple):
         scale: the stream is `scale` times a sum of which `hidden` is one part.
         value: the value of each token's gate; None if there are no gates.
         """
-        row = bank.rows[self.row]
+        row = bank.rows_at(hidden)[self.row]
         vector = row if self.amount == scale else row * self.amount / scale
         tokens = hidden[self.begin : self.end]
         if tokens.dtype == torch.float32:
             _add(tokens, vector, value)
         else:  # otherwise torch allocates memory for each sum, and the system spends time on clearing it
-            wide = self.wide[: self.end - self.begin].copy_(tokens)
+            wide = self.wide[: self.end - self.begin, : hidden.shape[1]].copy_(tokens)
             _add(wide, vector, value)
             tokens.copy_(wide)
 
@@ -78,7 +78,7 @@ class _Gathered(NamedTuple):
 
     def add_to(self, hidden: torch.Tensor, bank: Bank, scale: float, value: torch.Tensor | None) -> None:
         """Add them as `_Run.add_to` does."""
-        change = bank.rows.index_select(0, self.rows)
+        change = bank.rows_at(hidden).index_select(0, self.rows)
         if value is not None:
             change.mul_(value.unsqueeze(1))
         if self.amounts is not None:

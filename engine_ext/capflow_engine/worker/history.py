@@ -299,9 +299,9 @@ class Histories:
 
     def _change(self, history: _History, first: int, live: Live, ordered: Live) -> _Change:
         """Return the steering of a request from position `first` on."""
-        tracked, hidden = history.tracked, self._info.hidden_size
-        program = composed(history.program, live, hidden)
-        shared = program if live == ordered else composed(history.program, ordered, hidden)
+        tracked, info = history.tracked, self._info
+        program = composed(history.program, live, info)
+        shared = program if live == ordered else composed(history.program, ordered, info)
         needs: tuple[Need, ...] = ()
         if program is not None and live != ordered:
             needs = _beside(program, shared, tracked.steered_from)

@@ -113,8 +113,8 @@ class WorkerCapture:
         self.memory = RowMemory(self.widths, self.dtype, self._ranks)
         requests = worker.scheduler_config.max_num_seqs
         self.tables = self._make_tables(worker.scheduler_config.max_num_batched_tokens, requests)
-        size = Size.of(self.settings.steering_bank_bytes, self.info.hidden_size, requests)
-        self.bank = Bank(size.plus(size.reserve), self.index, self.info.hidden_size, self.device)
+        size = Size.of(self.settings.steering_bank_bytes, self.info.steered_width, requests)
+        self.bank = Bank(size.plus(size.reserve), self.index, self.info.steered_width, self.device)
         self.histories = Histories(self.bank, size.reserve, self.info)
         self._install(owned)
         # A stage without taps sends too: its part of a request ends like that of any other stage.
@@ -425,7 +425,7 @@ class WorkerCapture:
         return buffer, (None if buffer is not None else self.outlets.give_up())
 
     def _rows_copied(self, plan: Plan) -> int:
-        """Return how many of a plan's rows of class 0 come to the host: those that are only scored stay on the device."""
+        """Return how many of a plan's rows of class 0 come to the host: scored ones stay on the device."""
         if self.tables.resident and not any(controllers.reads_rows for controllers in self.controllers):
             return plan.ship_rows
         return plan.rows
