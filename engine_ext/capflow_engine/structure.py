@@ -17,6 +17,7 @@ the residual that it is given. So the model may lie on the meta device.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import math
 import operator
@@ -28,24 +29,14 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from capflow_engine import inside
+from capflow_engine.dryrun import Norm, Part, Parts, Slot
+
 Mixes = Callable[[nn.Module], bool]
 """Returns whether a module mixes tokens: an attention or state-space core of vLLM."""
 
 Divisor = Callable[[nn.Module], float]
 """Returns the number by which a module divides its output in the model's dtype and not in float32."""
-
-
-class Slot(NamedTuple):
-    """An argument of a module's forward: its position, None if it is given by name, and its name."""
-
-    position: int | None
-    name: str | None
-
-    def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the argument of a call; None if the call leaves it out."""
-        if self.name is not None and self.name in kwargs:
-            return kwargs[self.name]
-        return args[self.position] if self.position is not None and self.position < len(args) else None
 
 
 @dataclass(frozen=True)
@@ -110,18 +101,46 @@ class _NoSumError(UnclearError):
     """A layer returns something else than its input plus what its modules add."""
 
 
-def resolve(layer: nn.Module, dtype: torch.dtype, mixes: Mixes, divisor: Divisor = lambda _: 1.0) -> Structure:
+def resolve(
+    layer: nn.Module,
+    dtype: torch.dtype,
+    mixes: Mixes,
+    divisor: Divisor = lambda _: 1.0,
+    parts: Parts | None = None,
+) -> Structure:
     """Return the structure of a decoder layer of a model that computes in `dtype`.
 
     A layer that returns something else than its input plus what its modules add has only what it takes and returns.
 
+    parts: what the layer's modules are, for hooks inside attention and the MLP; without it there are none.
     Raises UnclearError if the layer's residual stream cannot be located.
     """
     reading = _read(layer, dtype, mixes)
+    structure = _resolve(reading, dtype, mixes, divisor)
+    if parts is not None:
+        stream = (reading.stream_name, _RESIDUAL)
+        _look_inside(structure, inside.find(layer, dtype, stream, functools.partial(_part_or_norm, parts)))
+    return structure
+
+
+def _part_or_norm(parts: Parts, module: nn.Module) -> Part | None:
+    return parts(module) or (Norm() if is_norm(module) else None)
+
+
+def _look_inside(structure: Structure, proof: inside.Inside) -> None:
+    """Add the hook points inside attention and the MLP to a structure."""
+    for hook, (module, slot) in proof.places.items():
+        structure.places[hook] = HookPlace(module, () if slot is None else (slot,))
+    structure.missing.update(proof.missing)
+    structure.fixed.update(proof.fixed)
+    structure.shapes.update(proof.shapes)
+
+
+def _resolve(reading: _Reading, dtype: torch.dtype, mixes: Mixes, divisor: Divisor) -> Structure:
     try:
         if dtype == torch.float32:
             return reading.structure()
-        taken, gain = reading.scales(_read(layer, torch.float32, mixes), divisor)
+        taken, gain = reading.scales(_read(reading.layer, torch.float32, mixes), divisor)
         return _unscaled(reading.structure(gain), taken, gain)
     except _NoSumError as e:
         return reading.ends(str(e))
@@ -193,6 +212,9 @@ class _Shape:
     def __getitem__(self, dimension: Any) -> Any:
         part = self.whole[dimension]
         return _Rows(part.node, part.tracer) if dimension == 0 else part
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError("how many dimensions a symbol has is unknown")
 
 
 class _Rows(fx.Proxy):

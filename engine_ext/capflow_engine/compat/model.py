@@ -21,6 +21,8 @@ from capflow.capture.site import HOOKS, Site
 from capflow.errors import CapflowError, UsageError, explain
 from capflow_engine.compat import child, connectors, launch
 from capflow_engine.compat import engine as compat
+from capflow_engine.dryrun import Core, Experts, Linear, Mixer, Part
+from capflow_engine.inside import ATTENTION_HOOKS
 from capflow_engine.passage import final_place, returned_places
 from capflow_engine.settings import Tapped
 from capflow_engine.structure import HookPlace, Structure, UnclearError, large_on_meta, resolve
@@ -236,13 +238,62 @@ def divided_by(module: Any) -> float:
     return float(next((r.routed_scaling_factor for r in runners if r.shared_experts is not None), 1.0))
 
 
+def part_of(module: Any) -> Part | None:
+    """Return what a module of vLLM is in its layer: a projection, attention's core, experts; None for all else."""
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+    from vllm.model_executor.layers.linear import LinearBase
+
+    module = getattr(module, "base_layer", module)  # what an adapter wraps
+    if isinstance(module, LinearBase):
+        return _linear(module)
+    if mixes_tokens(module):
+        return _core(module)
+    if isinstance(module, MoERunner):
+        merged = module.gate is not None and module.shared_expert_gate is not None
+        return Experts(module.gate, "one product computes the router's logits and the gate of shared experts" * merged)
+    return None
+
+
+def _linear(module: Any) -> Linear:
+    from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+
+    divided = isinstance(module, ColumnParallelLinear) and not module.gather_output
+    return Linear(
+        inputs=module.input_size,
+        outputs=module.output_size_per_partition if divided else module.output_size,
+        down=isinstance(module, RowParallelLinear),
+        pair=module.return_bias,
+        kv_heads=module.total_num_kv_heads if isinstance(module, QKVParallelLinear) else None,
+        dtype=getattr(module, "out_dtype", None),
+    )
+
+
+def _core(module: Any) -> Core | Mixer:
+    from vllm.model_executor.layers.attention.attention import Attention
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+    from vllm.v1.attention.backend import AttentionType
+
+    if isinstance(module, MLAAttention):
+        lacks = dict.fromkeys(("q", "k", "v"), "attention keeps one compressed vector instead of keys and values")
+        return Core(module.num_heads, module.num_heads, module.qk_head_dim, module.v_head_dim, lacks)
+    if not isinstance(module, Attention):
+        return Mixer()
+    lacks = {}
+    if module.kv_sharing_target_layer_name is not None:
+        lacks = dict.fromkeys(("k", "v"), "attention reads the keys and values of another layer")
+    if module.attn_type != AttentionType.DECODER:
+        lacks = dict.fromkeys(ATTENTION_HOOKS, "attention reads an encoder's output")
+    return Core(module.num_heads, module.num_kv_heads, module.head_size, module.head_size_v, lacks)
+
+
 def structure_of(layer: Any, dtype: Any) -> Structure:
     """Return the structure of a decoder layer; raise CapflowError, which names its class, if it cannot be followed."""
     import torch
 
     try:
         with _native_operations():
-            return resolve(layer, dtype, mixes_tokens, divided_by if dtype == torch.float16 else lambda _: 1.0)
+            divisor = divided_by if dtype == torch.float16 else lambda _: 1.0
+            return resolve(layer, dtype, mixes_tokens, divisor, part_of)
     except UnclearError as e:
         raise CapflowError(explain(f"{type(layer).__name__}: unknown structure of a decoder layer", got=str(e))) from e
 
