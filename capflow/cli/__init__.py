@@ -52,7 +52,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "act": ("capflow.cli.hub.act", "Send several actions on running requests."),
     },
     "Do research": {
-        "vectors": ("capflow.cli.engine.vectors", "Make steering vectors from pairs of prompts."),
+        "vectors": ("capflow.cli.engine.vectors", "Make steering vectors, and compare them."),
         "rollouts": ("capflow.cli.engine.rollouts", "Answer prompts under vectors and scales."),
         "experiment": ("capflow.cli.engine.experiment", "Compare ways to steer on the same prompts."),
         "sweep": ("capflow.cli.engine.sweep", "Patch or ablate each chosen place of a model."),

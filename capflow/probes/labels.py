@@ -25,6 +25,26 @@ def read_labels(path: Path, positive: str | None, *, where: str = "--labels") ->
 
     where: the option that names the file, for errors.
     """
+    labels = read_groups(path, where=where)
+    different = sorted(set(labels.values()))
+    if len(different) < 2:
+        raise _wrong(f"{path}: labels", ", ".join(different[:8]) or "none", "two different ones or more")
+    wanted = positive.lower() if positive is not None else None
+    if positive is None and len(different) == 2:
+        wanted = next((name for name in different if name in _POSITIVE), None)
+    if wanted not in different:
+        do = f"name what the probe is to fire on: --positive {different[0]}"
+        raise UsageError(
+            explain("--positive", got=positive or "nothing", expected=f"one of {_named(different)}", do=do)
+        )
+    return {request: label == wanted for request, label in labels.items()}
+
+
+def read_groups(path: Path, *, where: str = "--labels") -> dict[str, str]:
+    """Return the label of each request, in lower case. Raises UsageError with the file and the line.
+
+    where: the option that names the file, for errors.
+    """
     labels: dict[str, str] = {}
     for number, entry in _lines(path, where):
         request, label = (
@@ -38,18 +58,7 @@ def read_labels(path: Path, positive: str | None, *, where: str = "--labels") ->
             raise _wrong(f"{path}: line {number}", entry, _EXPECTED)
         if labels.setdefault(request, str(label).lower()) != str(label).lower():
             raise _wrong(f"{path}: line {number}", f"another label of {request}", "one label for each request")
-    different = sorted(set(labels.values()))
-    if len(different) < 2:
-        raise _wrong(f"{path}: labels", ", ".join(different[:8]) or "none", "two different ones or more")
-    wanted = positive.lower() if positive is not None else None
-    if positive is None and len(different) == 2:
-        wanted = next((name for name in different if name in _POSITIVE), None)
-    if wanted not in different:
-        do = f"name what the probe is to fire on: --positive {different[0]}"
-        raise UsageError(
-            explain("--positive", got=positive or "nothing", expected=f"one of {_named(different)}", do=do)
-        )
-    return {request: label == wanted for request, label in labels.items()}
+    return labels
 
 
 def _named(labels: list[str]) -> str:

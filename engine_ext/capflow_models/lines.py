@@ -53,6 +53,31 @@ def numbered_lines(content: bytes, path: Path, option: str, kind: type[T]) -> li
     return objects
 
 
+class TextLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One line of a file of texts: `{"text": "…"}`."""
+
+    text: str
+
+
+def read_texts(path: Path) -> tuple[bytes, list[str]]:
+    """Return the content of a file, and its texts: lines of a .txt file, or JSON Lines.
+
+    Raises UsageError for a file that cannot be read, an invalid line, and a file without texts.
+    """
+    if path.suffix != ".txt":
+        texts = [line.text for line in read_lines(path, "--texts", TextLine)]
+        return path.read_bytes(), texts
+    try:
+        content = path.read_bytes()
+        texts = [line for line in content.decode().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as e:
+        got = e.strerror if isinstance(e, OSError) else str(e)
+        raise UsageError(explain(f"--texts {path}", got=got, expected="a readable file of UTF-8 text")) from e
+    if not texts:
+        raise UsageError(explain(f"--texts {path}", got="no lines", expected="one text a line"))
+    return content, texts
+
+
 class LineFile:
     """A file to which one process at a time adds lines.
 

@@ -144,7 +144,7 @@ def test_snippets_that_need_a_model_run(page, tmp_path):
         "install": ["A small capture … works: "],
         "lenses": ["post_block:17  ' the' 0.1", "rank 3 0.08", "leads_from", "17 [' dog', "],
         "saes": ["\n6000.0 ", "\n{'set': 9000.0} ", "{'post_block:9': 2}"],
-        "steerable": ["plain: ", "glad: ", "sad: ", "none 0.0 ", "glad 2.0 ", "glad -2.0 "],
+        "steerable": ["plain: ", "glad: ", "sad: ", "none 0.0 ", "glad 2.0 ", "glad -2.0 ", "positive     2  16"],
         "steering": ["+0.0 ", "+2.0 ", "-2.0 ", "patched 0.0:", "patched 1.0:  Paris", "asyncio: "],
         "sweeps": ["364 runs", "<SweepResult: 1 pair, 24 patches, denoise, noise"],
         "tutorial": ['"request": "fox"', '"position": '],

@@ -14,8 +14,8 @@ from capflow.extras import require
 def become(module: str, job: dict[str, Any]) -> NoReturn:
     """Run a module, given a job as JSON, in the place of this process.
 
-    Raises UsageError when the job's back end is not installed.
+    Raises UsageError when the job's back end is not installed. A job without one needs none.
     """
-    backend = job["backend"]
-    require("vllm", f"--backend {backend}", backend, "torch")
+    if backend := job.get("backend"):
+        require("vllm", f"--backend {backend}", backend, "torch")
     os.execv(sys.executable, [sys.executable, "-m", module, msgspec.json.encode(job).decode()])  # noqa: S606

@@ -23,7 +23,7 @@ from capflow.lenses.unembedding import Unembedding
 from capflow.version import __version__
 from capflow_models.backends import resolved_model
 from capflow_models.jobs.ending import run_program
-from capflow_models.lines import read_lines
+from capflow_models.lines import read_texts
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 """In which a model can be computed."""
@@ -56,12 +56,6 @@ class LensJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: str = ""
     other_weights: bool = False
     backend: str = "transformers"
-
-
-class TextLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One line of a file of texts: `{"text": "…"}`."""
-
-    text: str
 
 
 def work(job: LensJob) -> None:
@@ -159,25 +153,6 @@ def fit_jacobian(job: LensJob) -> None:
         print(f"capflow: {len(ids) - len(kept)} of {len(ids)} texts are too short and do not count", file=sys.stderr)
     count = f"{fit.texts} texts, {fit.positions} positions"
     print(f"capflow: {job.out}, a Jacobian lens of {len(matrices)} layers, fitted on {count}", file=sys.stderr)
-
-
-def read_texts(path: Path) -> tuple[bytes, list[str]]:
-    """Return the content of a file, and its texts: lines of a .txt file, or JSON Lines.
-
-    Raises UsageError for a file that cannot be read, an invalid line, and a file without texts.
-    """
-    if path.suffix != ".txt":
-        texts = [line.text for line in read_lines(path, "--texts", TextLine)]
-        return path.read_bytes(), texts
-    try:
-        content = path.read_bytes()
-        texts = [line for line in content.decode().splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as e:
-        got = e.strerror if isinstance(e, OSError) else str(e)
-        raise UsageError(explain(f"--texts {path}", got=got, expected="a readable file of UTF-8 text")) from e
-    if not texts:
-        raise UsageError(explain(f"--texts {path}", got="no lines", expected="one text a line"))
-    return content, texts
 
 
 def _load(name: str, job: LensJob) -> tuple[Any, Any]:
