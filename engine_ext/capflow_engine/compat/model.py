@@ -42,6 +42,18 @@ def check_model(engine_args: Any, patterns: Iterable[str], steered: Sequence[str
     return Tapped.of(patterns, structures(engine_args), steered)
 
 
+def info_of(engine_args: Any, tapped: Tapped) -> ModelInfo:
+    """Return the description of a model that has not started, from its configuration alone; the dtype is left empty.
+
+    Raises UsageError if vLLM refuses the configuration.
+    """
+    with explaining(engine_args.model):
+        width = engine_args.create_model_config().get_hidden_size()
+    return ModelInfo(
+        engine_args.model, tapped.num_layers, width, "", tapped.sites, fixed=tapped.fixed, shapes=tapped.shapes
+    )
+
+
 def structures(engine_args: Any) -> tuple[Structure, ...]:
     """Return the structure of each decoder layer of a model, from its configuration alone.
 

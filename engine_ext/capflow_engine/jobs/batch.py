@@ -6,6 +6,7 @@ before `ready`, then `model`, `ready`, `done` for each finished request, and `en
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -63,8 +64,9 @@ def run(job: JobRequest, tell: Tell) -> None:
     tell("model", num_layers=tapped.num_layers, sites=tapped.sites)
     if slow := processor.advice(arguments, "--engine-arg dtype=float32"):
         tell("notice", message=slow)
-    saes = load_for(job.saes, arguments, tapped, "--sae")
-    store = store_for(job, arguments, tapped, saes)
+    described = functools.cache(functools.partial(compat_model.info_of, arguments, tapped))
+    saes = load_for(job.saes, described, "--sae")
+    store = store_for(job, described, saes)
     hubs = hubs_at([job.hub], job.key, insecure=True)
     outbound = Outbound.of(job.policy, job.spool_dir, job.spool_bytes, job.spill_fallback)
     settings = Settings(

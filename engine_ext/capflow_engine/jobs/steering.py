@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
 
 from capflow.capture.model import ModelInfo
 from capflow.errors import UsageError, explain
 from capflow.saes.sae import Sae
 from capflow.steering.request import NOTHING, Steering
 from capflow_engine.jobs.job import JobRequest
-from capflow_engine.settings import Tapped
 from capflow_engine.steering.budget import Size
 from capflow_engine.steering.fit import Fit
 from capflow_engine.steering.module import load_module, load_modules, of_file
 from capflow_engine.steering.store import SteeringStore
 
 
-def store_for(job: JobRequest, engine_args: Any, tapped: Tapped, saes: Mapping[str, Sae]) -> SteeringStore:
+def store_for(job: JobRequest, info: Callable[[], ModelInfo], saes: Mapping[str, Sae]) -> SteeringStore:
     """Return the modules that a job's prompts may name, and the global state, which steers all prompts.
 
+    info: returns the description of the model; called if there is steering.
     saes: the autoencoders that these may name.
 
     Everything is checked against the model's configuration before the weights are loaded.
@@ -31,7 +30,7 @@ def store_for(job: JobRequest, engine_args: Any, tapped: Tapped, saes: Mapping[s
     store = SteeringStore()
     if not (job.steering or job.steering_modules or saes or any(prompt.steering for prompt in job.prompts)):
         return store
-    fit = _fit(engine_args, tapped, job.steering_bank_bytes, saes)
+    fit = _fit(info(), job.steering_bank_bytes, saes)
     for name, module in load_modules(job.steering_modules, fit).items():
         store.register(name, module)
     if job.steering is not None:
@@ -46,11 +45,9 @@ def store_for(job: JobRequest, engine_args: Any, tapped: Tapped, saes: Mapping[s
     return store
 
 
-def _fit(engine_args: Any, tapped: Tapped, bank_bytes: int, saes: Mapping[str, Sae]) -> Fit:
+def _fit(info: ModelInfo, bank_bytes: int, saes: Mapping[str, Sae]) -> Fit:
     """Return the sizes of the model and the bank. The number of slots is unknown here: only the engine knows it."""
-    width = engine_args.create_model_config().get_hidden_size()
-    info = ModelInfo(engine_args.model, tapped.num_layers, width, "", tapped.sites, fixed=tapped.fixed)
-    return Fit(info, Size.of(bank_bytes, width, 0)._replace(slots=sys.maxsize), saes)
+    return Fit(info, Size.of(bank_bytes, info.hidden_size, 0)._replace(slots=sys.maxsize), saes)
 
 
 def _check(steering: Steering, store: SteeringStore, fit: Fit) -> None:

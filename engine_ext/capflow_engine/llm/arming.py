@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,7 +88,7 @@ def arm(
         do = "start a hub with `capflow run`, and name it with hub"
         raise UsageError(explain("consumers", got=got, expected="one hub, which every process reaches", do=do))
     tapped = compat_model.check_model(engine_args, sites, steer_sites)
-    loaded = load_for(saes, engine_args, tapped, "saes")
+    loaded = load_for(saes, functools.partial(compat_model.info_of, engine_args, tapped), "saes")
     process = None
     if consumers:
         process = HubProcess(consumers)

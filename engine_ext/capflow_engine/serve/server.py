@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -22,7 +23,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from capflow import limits
-from capflow.capture.model import ModelInfo
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.saes.named import digest_of
 from capflow.serve_options import GRPC_PORT, SAE, engine_options, flags
@@ -110,7 +110,8 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
     # vLLM's timeout is for the whole end; then it kills. capflow ends the requests before.
     args.shutdown_timeout = math.ceil(running_s + limits.ANSWERS_S + limits.GIVE_UP_S + limits.ENGINE_END_S_MAX)
     ending.running_s = running_s
-    saes = load_for(mine.sae, engine_args, tapped, SAE)
+    described = functools.cache(functools.partial(compat_model.info_of, engine_args, tapped))
+    saes = load_for(mine.sae, described, SAE)
     args.capflow = Serving(
         keys=api_keys.Keys(secrets, open=within or mine.insecure),
         body_bytes_max=mine.steering_body_bytes_max,
@@ -121,10 +122,8 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
     )
     modules = {}
     if mine.steering_modules:
-        width = engine_args.create_model_config().get_hidden_size()
-        info = ModelInfo(args.model, tapped.num_layers, width, "", tapped.sites, fixed=tapped.fixed)
-        size = Size.of(bank_bytes, width, engine_args.max_num_seqs or 0)
-        modules = load_modules(mine.steering_modules, Fit(info, size, saes))
+        size = Size.of(bank_bytes, described().hidden_size, engine_args.max_num_seqs or 0)
+        modules = load_modules(mine.steering_modules, Fit(described(), size, saes))
     return serve, args, modules
 
 

@@ -5,22 +5,20 @@ Each API server loads them again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from capflow.capture.model import ModelInfo
 from capflow.errors import UsageError, explain
 from capflow.saes.named import digest_of, load_saes
 from capflow.saes.resolve import check_steers
 from capflow.saes.sae import Sae
-from capflow_engine.settings import Tapped
 
 
-def load_for(given: Sequence[str], engine_args: Any, tapped: Tapped, where: str) -> dict[str, Sae]:
+def load_for(given: Sequence[str], info: Callable[[], ModelInfo], where: str) -> dict[str, Sae]:
     """Return autoencoders by name.
 
     given: for each `[NAME=]PATH[@SITE]`.
-    engine_args: vLLM's arguments of the engine.
+    info: returns the description of the model; called if an autoencoder is given.
     where: the option that has them, for errors.
 
     Raises UsageError for files that are no autoencoder, and for one that does not fit the model or its taps.
@@ -28,9 +26,7 @@ def load_for(given: Sequence[str], engine_args: Any, tapped: Tapped, where: str)
     if not given:
         return {}
     saes = load_saes(given, where)
-    width = engine_args.create_model_config().get_hidden_size()
-    info = ModelInfo(engine_args.model, tapped.num_layers, width, "", tapped.sites, fixed=tapped.fixed)
-    check_steers(saes, info)
+    check_steers(saes, info())
     return saes
 
 
