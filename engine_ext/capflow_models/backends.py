@@ -1,7 +1,10 @@
-"""Opens a model of a back end by the back end's name."""
+"""Opens a model of a back end by the back end's name; reads what identifies a model."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from capflow.errors import UsageError, explain
@@ -12,18 +15,48 @@ from capflow_models.model import SteerableModel
 Backend = Literal["vllm", "transformers"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 
+_FILES = {".bin", ".gguf", ".jinja", ".json", ".model", ".pt", ".pth", ".safetensors"}
+"""The suffixes of weights, configurations and tokenizers."""
+
 
 def resolved_model(model: str) -> str:
     """Return the directory or the name of a model; `demo` is the demo model, which is made at its first use."""
     return demo.resolved(model)
 
 
-def layer_count(model: str, *, trust_remote_code: bool = False) -> int:
-    """Return the number of layers that a model's configuration gives."""
+def config_of(model: str, engine: Mapping[str, Any]) -> Any:
+    """Return a model's configuration, of Transformers. Raises OSError or ValueError if there is none.
+
+    engine: arguments of `vllm.LLM`.
+    """
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(resolved_model(model), trust_remote_code=trust_remote_code)
-    return int(config.get_text_config().num_hidden_layers)
+    trusts, revision = bool(engine.get("trust_remote_code")), engine.get("revision") or "main"
+    return AutoConfig.from_pretrained(resolved_model(model), trust_remote_code=trusts, revision=revision)
+
+
+def layer_count(model: str, engine: Mapping[str, Any]) -> int:
+    """Return the number of layers that a model's configuration gives.
+
+    The arguments and errors are those of `config_of`.
+    """
+    return int(config_of(model, engine).get_text_config().num_hidden_layers)
+
+
+def fingerprint(model: str, config: Any) -> str:
+    """Return what changes with a model's weights and configuration.
+
+    It is a digest of the names, sizes and times of a directory's files; the commit of a model of the hub.
+    """
+    path = Path(resolved_model(model))
+    if not path.exists():
+        return str(getattr(config, "_commit_hash", None) or "no commit")
+    files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.suffix in _FILES)
+    digest = hashlib.blake2b(digest_size=8)
+    for file in files:
+        status = file.stat()
+        digest.update(f"{file.name}/{status.st_size}/{status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
 
 
 def open_model(backend: Backend, model: str, arguments: dict[str, Any]) -> SteerableModel:

@@ -18,7 +18,7 @@ from capflow.capture.site import Site
 from capflow.errors import UsageError, explain
 from capflow.extras import require
 from capflow.files import make_directory
-from capflow_models.backends import layer_count
+from capflow_models.backends import config_of, fingerprint, layer_count
 from capflow_models.experiment import arms, gating
 from capflow_models.experiment.arms import Directions, Setting, check_layers, settings_of
 from capflow_models.experiment.directions import check_files, checked_fits, known_threshold, resolve
@@ -167,9 +167,8 @@ def _check_fitted(experiment: Experiment, settings: Sequence[Setting]) -> None:
         places += [(setting.layer_key(experiment), setting.layer) for setting in settings]
     if not places:
         return
-    trusts = bool(experiment.engine.get("trust_remote_code"))
     try:
-        count = layer_count(experiment.general.model, trust_remote_code=trusts)
+        count = layer_count(experiment.general.model, experiment.engine)
     except (OSError, ValueError):  # the start of the engine says what is wrong with the model
         return
     for key, layer in places:
@@ -210,7 +209,7 @@ def _digests(
         for probe in (directions.probe, directions.held_out)
     ]
     shared: dict[str, Any] = {
-        "model": general.model,
+        "model": [general.model, _fingerprint(experiment)],
         "engine": {name: repr(value) for name, value in experiment.engine.items()},
         "sampling": [general.max_tokens, general.temperature, general.top_p, general.ignore_eos, general.prefix_cache],
         "gate": experiment.gate,
@@ -229,6 +228,16 @@ def _digests(
             for seed in general.seeds:
                 digests[key_of(setting, prompt.id, seed)] = digest
     return digests
+
+
+def _fingerprint(experiment: Experiment) -> str:
+    """Return what changes with the weights of the experiment's model."""
+    model = experiment.general.model
+    try:
+        config = config_of(model, experiment.engine)
+    except (OSError, ValueError):  # the start of the engine says what is wrong with the model
+        config = None
+    return fingerprint(model, config)
 
 
 def _run_block(

@@ -1,7 +1,7 @@
 """The output of a run: its cells, one JSON object a line, added after each block; and the settings that made them.
 
-A cell's `digest` covers all that its values depend on: the model, the engine's arguments, the prompt, the directions
-and the sampling. A run that finds a cell with another digest refuses the directory.
+A cell's `digest` covers all that its values depend on: the model and its files, the engine's arguments, the prompt, the
+directions and the sampling. A run that finds a cell with another digest refuses the directory.
 """
 
 from __future__ import annotations
@@ -143,6 +143,7 @@ def done_of(cells: Iterable[Cell], digests: Mapping[CellKey, str], where: Path) 
         if digest != cell.digest:
             place = f"{where}: arm {cell.arm}, prompt {cell.prompt_id}, seed {cell.seed}"
             do = "choose another directory with --out, or remove this one"
-            raise UsageError(explain(place, got="a cell with other settings", expected="this file's settings", do=do))
+            got, expected = "a cell with other settings or another model's files", "this file's settings"
+            raise UsageError(explain(place, got=got, expected=expected, do=do))
         done[cell.key] = cell
     return done

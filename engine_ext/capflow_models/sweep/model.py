@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from capflow.errors import UsageError, explain
-from capflow_models.backends import resolved_model
+from capflow_models.backends import config_of, resolved_model
 from capflow_models.sweep.origin import origin_of
 
 
@@ -31,9 +31,7 @@ def inspected(model: str, engine: Mapping[str, Any]) -> Model:
 
     name, trusts = resolved_model(model), bool(engine.get("trust_remote_code"))
     try:
-        whole = transformers.AutoConfig.from_pretrained(
-            name, trust_remote_code=trusts, revision=engine.get("revision") or "main"
-        )
+        whole = config_of(model, engine)
         config = whole.get_text_config()
         layers, vocabulary = int(config.num_hidden_layers), int(config.vocab_size)
     except (OSError, ValueError, AttributeError) as e:

