@@ -508,7 +508,7 @@ def test_leases_are_renewed_while_the_page_is_open_and_then_cease(opened, steera
     [
         ("light", "none"),
         ("dark", "none"),
-        ("light", "active"),
+        pytest.param("light", "active", marks=pytest.mark.long),
         pytest.param("dark", "active", marks=pytest.mark.long),
     ],
 )

@@ -72,7 +72,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     ("status", "more"),
-    mostly_long(CASES, "async abort", "drafts", "async preempted", "async deeper dropped", "compiled"),
+    mostly_long(CASES, "async abort", "drafts", "async preempted", "async deeper dropped"),
 )
 def test_the_last_token_is_that_of_the_row_that_fired(
     tiny, reference, tmp_path_factory, threshold_at, drafter, status, more

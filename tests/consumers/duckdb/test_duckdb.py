@@ -69,10 +69,21 @@ def reordered(frame):
     return Frame(msgspec.structs.replace(frame.header, blocks=blocks), frame.payload)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_any_interleaving_of_requests_and_stages_gives_each_token_its_scores_once(data, tmp_path_factory):
-    tmp_path = tmp_path_factory.mktemp("data")
+    interleave(data, tmp_path_factory.mktemp("data"))
+
+
+@pytest.mark.long
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_many_interleavings_give_each_token_its_scores_once(data, tmp_path_factory):
+    interleave(data, tmp_path_factory.mktemp("data"))
+
+
+def interleave(data, tmp_path):
+    """Store frames of requests and stages in any order, and compare scores and tokens with the reference."""
     probes = {SITES[0]: probe_file(tmp_path, "first", SITES[0]), SITES[2]: probe_file(tmp_path, "last", SITES[2])}
     consumer = opened(tmp_path, "first", "last", batch_rows=data.draw(st.sampled_from([1, 7, 50_000])))
     ids = [f"r{n}" for n in range(data.draw(st.integers(1, 3)))]

@@ -209,6 +209,7 @@ else:
     return {(start, value): answer == "True" for start, value, answer in lines}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("start", "value", "expected"),
     [
