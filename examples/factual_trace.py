@@ -38,13 +38,14 @@ def main() -> None:
         result.heatmap("logit_diff", direction).savefig(path, dpi=110, metadata={"Software": None})
     best: dict[tuple[str, ...], dict] = {}
     for cell in result.summary.to_pylist():
-        if cell["metric"] == "logit_diff":
+        if cell["metric"] == "logit_diff" and cell["recovery"] is not None:
             moved = cell["recovery"] if cell["direction"] == "denoise" else 1 - cell["recovery"]
             key = (cell["direction"], cell["hook"], cell["place"])
             if key not in best or moved > best[key]["moved"]:
                 best[key] = cell | {"moved": moved}
     for (direction, hook, place), cell in best.items():
-        interval = f"{cell['recovery_low']:.2f} to {cell['recovery_high']:.2f}"
+        low, high = cell["recovery_low"], cell["recovery_high"]
+        interval = "one pair has no interval" if low is None else f"{low:.2f} to {high:.2f}"
         print(f"{direction:8} {hook:10} {place:14} layer {cell['layer']:2}  {cell['recovery']:5.2f}  ({interval})")
 
 

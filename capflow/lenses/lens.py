@@ -311,7 +311,10 @@ class Lens:
 
 
 def open_lens(
-    model: str | os.PathLike[str], file: str | os.PathLike[str] | None = None, *, other_weights: bool = False
+    model: str | os.PathLike[str],
+    file: str | os.PathLike[str] | LensFile | None = None,
+    *,
+    other_weights: bool = False,
 ) -> Lens:
     """Return a lens of a model: its logit lens, or the lens that a file has.
 
@@ -325,8 +328,8 @@ def open_lens(
     name = os.fspath(model)
     if file is None and name.endswith(".safetensors") and Path(name).is_file():
         file = name
-    opened = None if file is None else LensFile(file)
-    if opened is not None and name == os.fspath(file or ""):
+    opened = LensFile(file) if isinstance(file, str | os.PathLike) else file
+    if opened is not None and name == opened.where:
         name = opened.origin.model
         if not name:
             raise UsageError(explain(f"{opened.where}: model", got="none", do="name the model: open_lens(model, file)"))

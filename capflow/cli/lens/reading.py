@@ -58,9 +58,8 @@ class DatasetLens:
         self._positions = Positions.parse(positions, where="--positions")
         self._k = k
         # A lens file is checked before the model's files are looked for.
-        if file is not None:
-            LensFile(file)
-        self.lens: Lens = open_lens(model or self._model(path), file, other_weights=other_weights)
+        lens_file = None if file is None else LensFile(file)
+        self.lens: Lens = open_lens(model or self._model(path), lens_file, other_weights=other_weights)
         self._sites = None if layers is None else self._named(layers, hook)
         self._token: str | int | None = token
         if token is not None and token != NEXT:

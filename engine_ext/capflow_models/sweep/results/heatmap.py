@@ -26,7 +26,7 @@ def figure_of(summary: pa.Table, direction: str, metric: str) -> tuple[str, Any]
     """Return the heatmap of a direction and a metric as a matplotlib figure, with its caption."""
     from matplotlib.figure import Figure
 
-    rows = [row for row in summary.to_pylist() if (row["direction"], row["metric"]) == (direction, metric)]
+    rows = _rows(summary, direction, metric)
     hooks = list(dict.fromkeys(row["hook"] for row in rows))
     places = dict(sorted({row["place_number"]: _label(row) for row in rows}.items()))
     layers = sorted({row["layer"] for row in rows})
@@ -62,6 +62,14 @@ def figure_of(summary: pa.Table, direction: str, metric: str) -> tuple[str, Any]
     return f"{metric}, {direction} ({meaning}); mean over {pairs} pair{'s' * (pairs != 1)}.", figure
 
 
+def _rows(summary: pa.Table, direction: str, metric: str) -> list[dict[str, Any]]:
+    import pyarrow.compute as pc
+
+    chosen = (pc.field("direction") == direction) & (pc.field("metric") == metric)
+    rows: list[dict[str, Any]] = summary.filter(chosen).to_pylist()
+    return rows
+
+
 def png_of(figure: Any) -> bytes:
     """Return a figure as PNG."""
     stream = io.BytesIO()
@@ -85,9 +93,6 @@ def printable(token: str) -> str:
 
 def strongest(summary: pa.Table, direction: str, metric: str, count: int) -> Sequence[dict[str, Any]]:
     """Return the cells that move a metric most from the unchanged run, the strongest first."""
-    rows = [
-        row for row in summary.to_pylist()
-        if (row["direction"], row["metric"]) == (direction, metric) and row["recovery"] is not None
-    ]  # fmt: skip
+    rows = [row for row in _rows(summary, direction, metric) if row["recovery"] is not None]
     middle = UNCHANGED[direction]
     return sorted(rows, key=lambda row: -abs(row["recovery"] - middle))[:count]
