@@ -53,6 +53,9 @@ HOOKS: tuple[str, ...] = get_args(Hook)
 SHAPED_HOOKS = ("heads", "q", "k", "v", "neurons", "router")
 """The hooks whose rows have a shape of their own."""
 
+DIVIDED_HOOKS = ("heads", "q", "k", "v", "neurons")
+"""The hooks among them whose rows are divided among tensor-parallel ranks."""
+
 STREAM_HOOKS = tuple(hook for hook in HOOKS if hook not in SHAPED_HOOKS)
 """The hooks whose rows are as wide as the residual stream."""
 

@@ -7,6 +7,7 @@ module that was not run and each operation of PyTorch, with the tensors that it 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -132,9 +133,25 @@ def run(layer: nn.Module, parts: Parts, values: Mapping[str, Any]) -> list[Event
     Raises whatever the layer's Python raises when it meets a tensor without values.
     """
     recorder = _Recorder(layer, parts)
-    with torch.no_grad(), recorder, mock.patch.object(nn.Module, "__call__", recorder.call()):
+    with torch.no_grad(), _unchanged(layer), recorder, mock.patch.object(nn.Module, "__call__", recorder.call()):
         layer.forward(**values)
     return recorder.events
+
+
+@contextlib.contextmanager
+def _unchanged(layer: nn.Module) -> Iterator[None]:
+    """Give the modules of a layer their attributes back: a forward may keep a tensor, which has no values here."""
+    before = [
+        (owner, dict(owner))
+        for module in layer.modules()
+        for owner in (module.__dict__, module._parameters, module._buffers)  # noqa: SLF001 - setattr has side effects
+    ]
+    try:
+        yield
+    finally:
+        for owner, values in before:
+            owner.clear()
+            owner.update(values)
 
 
 def overlap(first: torch.Tensor, second: torch.Tensor) -> bool:

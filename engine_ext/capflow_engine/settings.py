@@ -23,7 +23,7 @@ from capflow import limits
 from capflow.buffers.policy import FALLBACKS, POLICIES_OF_WORKERS, POLICY_DEFAULT
 from capflow.buffers.spool import check_root, default_root
 from capflow.capture.model import SiteShapes, grouped
-from capflow.capture.site import HOOKS, Site, own_name
+from capflow.capture.site import DIVIDED_HOOKS, HOOKS, Site, own_name
 from capflow.divergence import ON_DIVERGENCE, ON_DIVERGENCE_DEFAULT
 from capflow.errors import UsageError, explain
 from capflow.protocol.routing import hub_of
@@ -191,25 +191,44 @@ class Tapped(NamedTuple):
     shapes: SiteShapes | msgspec.UnsetType = msgspec.UNSET
 
     @classmethod
-    def of(cls, patterns: Iterable[str], layers: Sequence[Structure], steered: Sequence[str] | None = None) -> Tapped:
+    def of(
+        cls,
+        patterns: Iterable[str],
+        layers: Sequence[Structure],
+        steered: Sequence[str] | None = None,
+        *,
+        ranks: int = 1,
+    ) -> Tapped:
         """Return the taps that patterns name in a model of these layers.
 
         Raises UsageError as `tapped_sites` does, and for a pattern of `steered` that names no site that can be steered.
 
         steered: patterns of the sites that can be steered, or `none` alone; None for all that the model allows.
+        ranks: the number of tensor-parallel ranks; what they divide cannot be steered.
         """
         sites = tapped_sites(patterns, layers)
-        steerable = {site for site in sites if site.hook not in layers[site.layer].fixed}
+        fixed = {site: reason for site in sites if (reason := layers[site.layer].fixed.get(site.hook))}
+        if ranks > 1:
+            fixed |= {site: f"{ranks} ranks divide it" for site in sites if site.hook in DIVIDED_HOOKS}
+        steerable = {site for site in sites if site not in fixed}
         if steered is not None:
-            steerable = _steered_sites([] if list(steered) == [STEER_NONE] else steered, sites, steerable, layers)
+            named = [] if list(steered) == [STEER_NONE] else steered
+            steerable = _steered_sites(named, sites, steerable, layers, fixed)
         shapes = {site: shape for site in sites if (shape := layers[site.layer].shapes.get(site.hook))}
         return cls(len(layers), sites, tuple(site for site in sites if site not in steerable), grouped(shapes))
 
 
 def _steered_sites(
-    patterns: Iterable[str], sites: Collection[Site], steerable: Collection[Site], layers: Sequence[Structure]
+    patterns: Iterable[str],
+    sites: Collection[Site],
+    steerable: Collection[Site],
+    layers: Sequence[Structure],
+    fixed: Mapping[Site, str],
 ) -> set[Site]:
-    """Return the steerable sites that patterns name. Raises UsageError for a pattern that names none."""
+    """Return the steerable sites that patterns name. Raises UsageError for a pattern that names none.
+
+    fixed: why each other site cannot be steered.
+    """
     chosen: set[Site] = set()
     for pattern in patterns:
         named = [site for site in tapped_sites([pattern], layers, "--steer-sites") if site in sites]
@@ -218,8 +237,7 @@ def _steered_sites(
             raise UsageError(explain("--steer-sites", got=pattern, expected="a tapped site", do=do))
         present = [site for site in named if site in steerable]
         if not present:
-            reason = layers[named[0].layer].fixed[named[0].hook]
-            expected = f"a site that can be steered in this model ({reason})"
+            expected = f"a site that can be steered in this model ({fixed[named[0]]})"
             raise UsageError(explain("--steer-sites", got=pattern, expected=expected))
         chosen.update(present)
     return chosen

@@ -39,7 +39,7 @@ def check_model(engine_args: Any, patterns: Iterable[str], steered: Sequence[str
     """
     compat.check_arguments(engine_args)
     connectors.check_arguments(engine_args)
-    return Tapped.of(patterns, structures(engine_args), steered)
+    return Tapped.of(patterns, structures(engine_args), steered, ranks=engine_args.tensor_parallel_size)
 
 
 def info_of(engine_args: Any, tapped: Tapped) -> ModelInfo:

@@ -13,11 +13,8 @@ from typing import NamedTuple
 import torch
 
 from capflow.capture.model import ModelInfo, width_of
-from capflow.capture.site import Site
+from capflow.capture.site import DIVIDED_HOOKS, Site
 from capflow.errors import CapflowError, explain
-
-_REPLICATED = ("router",)
-
 
 class Width(NamedTuple):
     """A width class.
@@ -74,7 +71,7 @@ class Widths(NamedTuple):
 
 def _divided(site: Site, shape: tuple[int, ...], ranks: int, hidden: int) -> Width:
     width = width_of(shape, hidden)
-    if ranks == 1 or site.hook in _REPLICATED:
+    if ranks == 1 or site.hook not in DIVIDED_HOOKS:
         return Width(shape, width, width)
     units = shape[0]
     if units % ranks == 0:
