@@ -160,7 +160,9 @@ def overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
         return False
     both = []
     for tensor in (first, second):
-        size = tensor.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        size = (
+            tensor.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        )
         cells = torch.zeros(size, dtype=torch.bool, device="cpu")
         cells.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(value=True)
         both.append(cells)

@@ -271,7 +271,9 @@ class _Reader:
             return len(given) == 1 and event.returned[0].shape == given[0].shape
         if event.func is torch.ops.aten.slice:
             (cut,) = event.returned
-            return cut.shape == given[0].shape or (heads > 0 and cut.dim() > 2 and cut.shape[:-1] == given[0].shape[:-1])
+            return cut.shape == given[0].shape or (
+                heads > 0 and cut.dim() > 2 and cut.shape[:-1] == given[0].shape[:-1]
+            )
         return False
 
     def _fix(self, hook: str, number: int, tensor: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ from capflow.capture.model import ModelInfo, width_of
 from capflow.capture.site import DIVIDED_HOOKS, Site
 from capflow.errors import CapflowError, explain
 
+
 class Width(NamedTuple):
     """A width class.
 
