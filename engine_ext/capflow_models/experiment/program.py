@@ -28,13 +28,13 @@ from capflow_models.experiment.fits import DirectionFit, Fitter, describe
 from capflow_models.experiment.prompts import LabelledPrompt, read_prompts
 from capflow_models.experiment.records import (
     CELLS,
+    ROWS,
     Cell,
     OutputLines,
     digest_of,
     done_of,
     encoded,
     read_cells,
-    remove_leftovers,
 )
 from capflow_models.experiment.results.export import export
 from capflow_models.experiment.results.judge import judged_scores
@@ -43,6 +43,7 @@ from capflow_models.experiment.results.metrics import tables_of
 from capflow_models.experiment.results.report import broken_lines, verdict, write_report
 from capflow_models.experiment.schedule import CellKey, SeedBlock, blocks, key_of
 from capflow_models.jobs.ending import check_interrupted, run_program
+from capflow_models.output import remove_leftovers
 
 if TYPE_CHECKING:  # it needs vLLM
     from capflow_models.experiment.session import ArmAnswer, Session
@@ -95,7 +96,7 @@ def run(job: ExperimentJob) -> None:
     start = time.monotonic()
     make_directory(out)
     with OutputLines(out / CELLS) as file:
-        remove_leftovers(out)
+        remove_leftovers(out, ROWS)
         directions, files, fits = _directions(experiment, settings, out, console)
         settings = settings_of(experiment, directions.threshold)
         site = None if directions.probe is None else directions.probe.site

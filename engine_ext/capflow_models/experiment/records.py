@@ -7,8 +7,6 @@ directions and the sampling. A run that finds a cell with another digest refuses
 from __future__ import annotations
 
 import hashlib
-import math
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -18,17 +16,12 @@ import msgspec
 from capflow.errors import UsageError, explain
 from capflow_models.experiment.schedule import CellKey
 from capflow_models.lines import LineFile
+from capflow_models.output import as_json
 
 CELLS = "cells.jsonl"
 
 ROWS = ".capflow-experiment-"
 """How the names of directories for captured rows begin."""
-
-
-def remove_leftovers(out: Path) -> None:
-    """Remove the captured rows of runs that were killed. The caller holds the lock of the output."""
-    for rows in out.glob(f"{ROWS}*"):
-        shutil.rmtree(rows, ignore_errors=True)
 
 
 class OutputLines(LineFile):
@@ -116,7 +109,7 @@ def encoded(cells: Iterable[Cell]) -> list[bytes]:
     lines = []
     for cell in cells:
         fields = msgspec.to_builtins(cell)
-        fields |= {name: _as_json(fields[name]) for name in _FLOATS}
+        fields |= {name: as_json(fields[name]) for name in _FLOATS}
         lines.append(msgspec.json.encode(fields))
     return lines
 
@@ -125,12 +118,6 @@ _FLOATS = (
     "threshold", "sharpness", "scale", "scores", "steered", "kl", "nll", "held_out", "ttft_ms", "tpot_ms",
     "tokens_per_s",
 )  # fmt: skip
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_as_json(each) for each in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def done_of(cells: Iterable[Cell], digests: Mapping[CellKey, str], where: Path) -> dict[CellKey, Cell]:

@@ -8,17 +8,12 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import json
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,11 +22,10 @@ import numpy.typing as npt
 import capflow
 from capflow.capture.site import Site
 from capflow.errors import CapflowError, explain
-from capflow.plugins.configure import escaped
 from capflow.probes.probe import Probe, as_float32
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat.versions.surface import FORCED_TOKENS
-from capflow_models.backends import resolved_model
+from capflow_models.engine_session import EngineSession, unknown_argument
 from capflow_models.experiment.arms import (
     POSITIONS,
     Directions,
@@ -77,11 +71,8 @@ class ArmAnswer(msgspec.Struct, frozen=True):
 _ACCEPTED_S_MAX = 30.0
 
 
-class Session:
-    """A running engine. Use it as a context manager.
-
-    out: the directory in which a new one for captured rows is made. It is removed at the end.
-    """
+class Session(EngineSession):
+    """A running engine of an experiment. out: as in `EngineSession`."""
 
     def __init__(
         self,
@@ -91,48 +82,27 @@ class Session:
         gates: Sequence[str] = (),
         directions: Directions | None = None,
     ) -> None:
+        super().__init__(out, ROWS)
         self._experiment = experiment
         self._directions = directions
-        self._number = 0
-        self._running: capflow.LLM | None = None
-        # What `close` undoes after the engine.
-        self._undo = ExitStack()
-        self._rows = Path(tempfile.mkdtemp(prefix=ROWS, dir=out))
-        self._out = self._rows / "forced.jsonl"
+        self._out = self._directory / "forced.jsonl"
         try:
-            self._running = self._started(sites, gates)
+            self._start_with(sites, gates)
             self._check_accepted()
         except BaseException:
             self.close()
             raise
 
-    def _started(self, sites: Sequence[str], gates: Sequence[str]) -> capflow.LLM:
+    def _start_with(self, sites: Sequence[str], gates: Sequence[str]) -> None:
         experiment = self._experiment
-        keeper = f"filesystem:root={escaped(self._rows / 'rows')},capture=requests,fsync=false"
         arguments: dict[str, Any] = {"disable_log_stats": False, "sites": list(sites), **experiment.engine}
         if "kl" in experiment.metrics and self._directions is not None:
             compat.need(FORCED_TOKENS)
             self._undo.enter_context(compat.first_runner("the metric kl"))
-            os.environ[FORCED_OUT] = str(self._out.absolute())
+            self._set(FORCED_OUT, str(self._out.absolute()))
             arguments.setdefault("logits_processors", [PROCESSOR])
-        model = resolved_model(experiment.general.model)
-        compat.prepare_environment(experiment.engine)
-        compat.run_in_this_process(experiment.engine)  # a kill of this process ends the engine too
-        return capflow.LLM(model, consumers=[keeper, *gates], **arguments)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stop the engine, and remove the captured rows."""
-        if self._running is not None:
-            self._running.close()
-            self._running = None
-        self._undo.close()
-        shutil.rmtree(self._rows, ignore_errors=True)
+        arguments["consumers"] = [self._keeper, *gates]
+        self._start(experiment.general.model, experiment.engine, arguments)
 
     def _check_accepted(self) -> None:
         """Raise CapflowError unless the hub takes the engine's rows: its gates would never act."""
@@ -155,12 +125,6 @@ class Session:
         with self.llm.capflow_settings.hubs[0].client() as client:
             return client.status()
 
-    @property
-    def llm(self) -> capflow.LLM:
-        """The engine."""
-        assert self._running is not None
-        return self._running
-
     def check_room(self, settings: Sequence[Setting], prompts: Sequence[LabelledPrompt]) -> None:
         """Raise UsageError for a prompt that leaves no room for its answer."""
         tokenizer = self.llm.get_tokenizer()
@@ -171,15 +135,15 @@ class Session:
 
     def fitter(self) -> Fitter:
         """Return this engine as what fits need."""
-        return Fitter(VLLMSteerableModel(self.llm, rows=self._rows / "rows"), self.prompt_rows)
+        return Fitter(VLLMSteerableModel(self.llm, rows=self.rows), self.prompt_rows)
 
     def prompt_rows(self, texts: Sequence[str], site: Site) -> list[npt.NDArray[np.float32]]:
         """Return the rows of each text at a site, without steering."""
         wanted = {"hooks": {site.hook: [site.layer]}, "positions": "all_prompt"}
         names = [f"fit.{self._next()}" for _ in texts]
         params = [capflow.sampling_params(id=name, capture=wanted, max_tokens=1, temperature=0.0) for name in names]
-        self._generate(list(texts), params)
-        data = capflow.open(self._rows / "rows")
+        self._outputs(list(texts), params)
+        data = capflow.open(self.rows)
         return [as_float32(np.asarray(data[name][site].rows)) for name in names]
 
     # The passes.
@@ -204,8 +168,8 @@ class Session:
         ]
         if general.prefix_cache == "reset":
             self.llm.reset_prefix_cache()
-        outputs = self._generate([prompt_of(setting, self._experiment, p.prompt) for p in prompts], params)
-        data = capflow.open(self._rows / "rows") if probe is not None else None
+        outputs = self._outputs([prompt_of(setting, self._experiment, p.prompt) for p in prompts], params)
+        data = capflow.open(self.rows) if probe is not None else None
         rate = _rate(outputs)
         return [
             _answer(output, None if data is None else data[self._id(setting, prompt, seed, "a")], probe, rate)
@@ -265,8 +229,8 @@ class Session:
             for name in names
         ]  # fmt: skip
         texts = [{"prompt_token_ids": [*start, *tokens]} for start, (_, tokens) in zip(starts, cells, strict=True)]
-        outputs = self._generate(texts, params)
-        data = capflow.open(self._rows / "rows") if probe is not None else None
+        outputs = self._outputs(texts, params)
+        data = capflow.open(self.rows) if probe is not None else None
         results = []
         for name, start, output, (_, tokens) in zip(names, starts, outputs, cells, strict=True):
             losses = [
@@ -309,7 +273,7 @@ class Session:
             for setting, prompt in part
         ]
         if part:
-            outputs = self._generate([prompt_of(s, self._experiment, p.prompt) for s, p in part], params)
+            outputs = self._outputs([prompt_of(s, self._experiment, p.prompt) for s, p in part], params)
             for output, (_, prompt) in zip(outputs, part, strict=True):
                 assert list(output.outputs[0].token_ids) == list(tokens[prompt.id]), "a forced answer has its tokens"
 
@@ -342,20 +306,8 @@ class Session:
             specs[instance] = spec
         return {"capture": specs} if specs else {}
 
-    def _generate(self, prompts: list[Any], params: list[Any]) -> list[Any]:
-        outputs: list[Any] = self.llm.generate(prompts, params, use_tqdm=False)
-        for output in outputs:
-            result = output.capture_results.get("filesystem")
-            if result is not None and result.status not in ("ok", "not_requested"):
-                raise CapflowError(explain("captured rows", got=f"{result.status}: {result.error}"))
-        return outputs
-
     def _id(self, setting: Setting, prompt: LabelledPrompt, seed: int, stage: str) -> str:
         return f"{setting.name}.{prompt.number}.{seed}.{stage}"
-
-    def _next(self) -> int:
-        self._number += 1
-        return self._number
 
 
 def is_accepted(status: Mapping[str, Any], engine: str) -> bool:
@@ -378,15 +330,9 @@ def check_engine(experiment: Experiment) -> None:
         compat.check_runner("the metric kl")
     if not experiment.engine:
         return
-    names = compat.argument_names()
-    for kind in capflow.LLM.__mro__:
-        names |= inspect.signature(kind).parameters.keys() if kind is not object else set()
-    for name in experiment.engine:
-        if name not in names:
-            near = ", ".join(difflib.get_close_matches(name, names)) or "see the arguments of vllm.LLM"
-            raise experiment.wrong(
-                ("engine", name), got=name, expected="an argument of capflow.LLM", do=f"near: {near}"
-            )
+    if (unknown := unknown_argument(experiment.engine)) is not None:
+        name, do = unknown
+        raise experiment.wrong(("engine", name), got=name, expected="an argument of capflow.LLM", do=do)
 
 
 def scores_of(probe: Probe, rows: npt.NDArray[Any]) -> npt.NDArray[np.float64]:

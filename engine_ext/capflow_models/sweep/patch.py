@@ -19,12 +19,14 @@ from capflow.errors import UsageError, explain
 from capflow.extras import require
 from capflow.files import make_directory
 from capflow_models.experiment.records import OutputLines
+from capflow_models.output import remove_leftovers
 from capflow_models.sweep.metrics import METRICS_DEFAULT, SweepRun, check_metrics, digests
 from capflow_models.sweep.model import inspected
 from capflow_models.sweep.pairs import PairReader, PairSource, PromptPair, TokenPair, read_pairs
 from capflow_models.sweep.plan import (
     ABLATIONS,
     DIRECTIONS,
+    DONORS,
     PatchPositions,
     RunKey,
     SweepPlan,
@@ -235,9 +237,9 @@ def _missing(
     plan: SweepPlan, options: PatchOptions, out: Path, done: Mapping[RunKey, SweepRun]
 ) -> Generator[list[SweepRun], None, None]:
     """Compute the missing runs, group by group, and yield them in batches."""
-    from capflow_models.sweep.session import SweepSession, remove_leftovers
+    from capflow_models.sweep.session import ROWS, SweepSession
 
-    remove_leftovers(out)
+    remove_leftovers(out, ROWS)
     todo = {
         pair: keys
         for number, pair in enumerate(plan.pairs)
@@ -249,10 +251,11 @@ def _missing(
             session.learn_means(plan.pairs)
         pairs = list(todo)
         largest = max(map(len, todo.values()))
-        size = min(session.group_size(pairs), max(1, math.ceil(options.batch / largest)))
+        donors = {DONORS[key.direction] for keys in todo.values() for key in keys if key.direction in DONORS}
+        size = min(session.group_size(pairs, donors), max(1, math.ceil(options.batch / largest)))
         for start in range(0, len(pairs), size):
             group = pairs[start : start + size]
-            yield session.begin(group)
+            yield session.begin(group, donors)
             named: dict[str, TokenPair] = {pair.id: pair for pair in group}
             for keys in batches((key for pair in group for key in todo[pair] if key.site), options.batch):
                 yield session.patched(keys, named)

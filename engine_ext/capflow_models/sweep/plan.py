@@ -26,6 +26,9 @@ ABLATIONS = ("zero", "mean")
 BASES = {"denoise": "corrupted", "noise": "clean", "zero": "clean", "mean": "clean"}
 """The prompt that a direction changes."""
 
+DONORS = {"denoise": "clean", "noise": "corrupted"}
+"""The prompt whose rows a direction puts in. The other directions put in rows of no prompt of the pair."""
+
 BASELINES = ("clean", "corrupted")
 """The unchanged runs."""
 

@@ -6,7 +6,6 @@ differs. More pairs, sites, positions and directions may be added later: the run
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from capflow.errors import UsageError, explain
 from capflow.files import write_whole
 from capflow.text import jsontext
 from capflow_models.lines import LineFile
+from capflow_models.output import as_json
 from capflow_models.sweep.metrics import SweepRun
 from capflow_models.sweep.plan import RunKey, SweepPlan
 
@@ -87,15 +87,7 @@ def done_count(plan: SweepPlan, out: Path) -> int:
 
 def encoded(runs: Iterable[SweepRun]) -> list[bytes]:
     """Return runs as lines. JSON has no NaN and no infinity, so they are written as text."""
-    return [msgspec.json.encode(_as_json(msgspec.to_builtins(run))) for run in runs]
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _as_json(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_json(each) for each in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    return [msgspec.json.encode(as_json(msgspec.to_builtins(run))) for run in runs]
 
 
 def _read(path: Path) -> dict[str, Any]:

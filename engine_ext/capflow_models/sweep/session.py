@@ -6,31 +6,25 @@ any number of runs may be asked for at once.
 
 from __future__ import annotations
 
-import contextlib
-import difflib
-import inspect
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 import capflow
 from capflow.capture.site import Site, layers_by_hook, refusal_of_fixed
-from capflow.errors import CapflowError, UsageError, explain
-from capflow.plugins.configure import escaped
+from capflow.errors import UsageError, explain
 from capflow.probes.probe import as_float32
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat.versions.surface import FORCED_TOKENS
-from capflow_models.backends import resolved_model
+from capflow_models.engine_session import EngineSession, unknown_argument
 from capflow_models.sweep.metrics import SweepRun
 from capflow_models.sweep.pairs import TokenPair
-from capflow_models.sweep.plan import BASELINES, BASES, RunKey
+from capflow_models.sweep.plan import BASELINES, BASES, DONORS, RunKey
 
 PROCESSOR = "capflow_engine.compat.measured:MeasuredLogits"
 MEASURED_KEY = "capflow_measured"
@@ -55,16 +49,10 @@ Rows = Mapping[Site, npt.NDArray[np.float32]]
 """Rows `[tokens, width]` of a prompt by site."""
 
 
-def remove_leftovers(out: Path) -> None:
-    """Remove the captured rows of sweeps that were killed. The caller holds the lock of the output."""
-    for rows in out.glob(f"{ROWS}*"):
-        shutil.rmtree(rows, ignore_errors=True)
+class SweepSession(EngineSession):
+    """A running engine of sweeps.
 
-
-class SweepSession:
-    """A running engine. Use it as a context manager.
-
-    out: the directory in which a new one for captured rows is made. It is removed at the end.
+    out: as in `EngineSession`.
     functions: the names of the user's metrics.
     arguments: further ones of `capflow.LLM`.
     """
@@ -73,61 +61,26 @@ class SweepSession:
         self, model: str, sites: Sequence[Site], out: Path, functions: Iterable[str], arguments: Mapping[str, Any]
     ) -> None:
         compat.need(FORCED_TOKENS)
+        super().__init__(out, ROWS)
         self._sites = list(sites)
-        self._running: capflow.LLM | None = None
-        # What `close` undoes after the engine.
-        self._undo = contextlib.ExitStack()
-        self._number = 0
         # The captured rows of the present group, by pair and baseline.
         self._rows: dict[tuple[str, str], Rows] = {}
         self._names: dict[str, str] = {}
         self._group = ""
         # The mean row of each site, once they are learnt.
         self._means: dict[Site, npt.NDArray[np.float32]] = {}
-        self._directory = Path(tempfile.mkdtemp(prefix=ROWS, dir=out))
         self._out = self._directory / "measured.jsonl"
-        os.environ[MEASURED_OUT] = str(self._out.absolute())
-        os.environ[MEASURED_FUNCTIONS] = ",".join(functions)
+        self._set(MEASURED_OUT, str(self._out.absolute()))
+        self._set(MEASURED_FUNCTIONS, ",".join(functions))
         try:
             self._undo.enter_context(compat.first_runner(SUBJECT))
-            compat.prepare_environment(arguments)
-            compat.run_in_this_process(arguments)
-            self._running = capflow.LLM(
-                resolved_model(model),
-                **{
-                    "sites": list(map(str, sites)),
-                    "skip_tokenizer_init": True,
-                    **arguments,
-                    "logits_processors": [PROCESSOR],
-                    "consumers": [f"filesystem:root={escaped(self._directory / 'rows')},capture=requests,fsync=false"],
-                },
-            )
-            _check_steerable(sites, self._running.capflow_model.fixed)
+            own = {"logits_processors": [PROCESSOR], "consumers": [self._keeper]}
+            defaults = {"sites": list(map(str, sites)), "skip_tokenizer_init": True}
+            self._start(model, arguments, {**defaults, **arguments, **own})
+            _check_steerable(sites, self.llm.capflow_model.fixed)
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stop the engine, and remove the captured rows."""
-        if self._running is not None:
-            self._running.close()
-            self._running = None
-        for name in (MEASURED_OUT, MEASURED_FUNCTIONS):
-            os.environ.pop(name, None)
-        self._undo.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
-
-    @property
-    def llm(self) -> capflow.LLM:
-        """The engine."""
-        assert self._running is not None
-        return self._running
 
     def check_room(self, pairs: Sequence[TokenPair]) -> None:
         """Raise UsageError for a pair that is longer than the engine's context."""
@@ -137,41 +90,47 @@ class SweepSession:
                 got = f"{len(pair.clean)} tokens and the next"
                 raise UsageError(explain(f"pair {pair.id}", got=got, expected=f"at most {length_max}, max_model_len"))
 
-    def group_size(self, pairs: Sequence[TokenPair]) -> int:
-        """Return how many pairs may be computed at a time."""
+    def group_size(self, pairs: Sequence[TokenPair], donors: Collection[str] = BASELINES) -> int:
+        """Return how many pairs may be computed at a time, with the rows of these baselines in memory."""
         vocabulary = self.llm.llm_engine.model_config.get_vocab_size()
         length = max(len(pair.clean) for pair in pairs)
-        rows = len(BASELINES) * length * len(self._sites) * self.llm.capflow_model.hidden_size * 4
-        size: int = max(1, min(REFERENCE_BYTES_MAX // (4 * vocabulary), ROWS_BYTES_MAX // rows))
+        rows = len(donors) * length * len(self._sites) * self.llm.capflow_model.hidden_size * 4
+        size: int = max(1, min(REFERENCE_BYTES_MAX // (4 * vocabulary), ROWS_BYTES_MAX // max(1, rows)))
         return size
 
-    def begin(self, pairs: Sequence[TokenPair]) -> list[SweepRun]:
-        """Compute the baselines of a group of pairs and keep their rows; return the runs. It replaces the group before.
+    def begin(self, pairs: Sequence[TokenPair], donors: Collection[str] = BASELINES) -> list[SweepRun]:
+        """Compute the baselines of a group of pairs; return the runs. It replaces the group before.
 
         The clean runs come first: the others are compared with them.
+
+        donors: the baselines whose rows are captured and kept.
         """
         runs: list[SweepRun] = []
         self._rows.clear()
         self._names = {pair.id: self._name() for pair in pairs}
         self._group = self._name()
-        capture = {"hooks": layers_by_hook(self._sites), "positions": "all_prompt"}
+        wanted = {"capture": {"hooks": layers_by_hook(self._sites), "positions": "all_prompt"}}
         for number, baseline in enumerate(BASELINES):
             names = [self._names[pair.id] if number == 0 else self._name() for pair in pairs]
             prompts = [getattr(pair, baseline) for pair in pairs]
-            params = [
-                self._params(pair, name, id=name, capture=capture) for pair, name in zip(pairs, names, strict=True)
-            ]
+            fields = wanted if baseline in donors else {}
+            params = [self._params(pair, name, id=name, **fields) for pair, name in zip(pairs, names, strict=True)]
             measured = self._generate(prompts, params)
-            data = capflow.open(self._directory / "rows")
-            for pair, name in zip(pairs, names, strict=True):
-                request = data[name]
-                # A copy: float32 rows are mapped from their files otherwise.
-                self._rows[pair.id, baseline] = {
-                    site: np.array(as_float32(np.asarray(request[site].rows))) for site in self._sites
-                }
-                runs.append(_run(RunKey(pair.id, baseline), measured[name]))
-                shutil.rmtree(Path(request.path), ignore_errors=True)
+            runs += [_run(RunKey(pair.id, baseline), measured[name]) for pair, name in zip(pairs, names, strict=True)]
+            if baseline in donors:
+                self._keep_rows(pairs, names, baseline)
         return runs
+
+    def _keep_rows(self, pairs: Sequence[TokenPair], names: Sequence[str], baseline: str) -> None:
+        """Take the captured rows of a baseline's requests, by name, into memory."""
+        data = capflow.open(self.rows)
+        for pair, name in zip(pairs, names, strict=True):
+            request = data[name]
+            # A copy: float32 rows are mapped from their files otherwise.
+            self._rows[pair.id, baseline] = {
+                site: np.array(as_float32(np.asarray(request[site].rows))) for site in self._sites
+            }
+            shutil.rmtree(Path(request.path), ignore_errors=True)
 
     def learn_means(self, pairs: Sequence[TokenPair]) -> None:
         """Compute each site's mean row over all positions but the first of all prompts of pairs.
@@ -210,8 +169,7 @@ class SweepSession:
             return np.zeros(self.llm.capflow_model.hidden_size, np.float32)
         if key.direction == "mean":
             return self._means[site]
-        donor = next(name for name in BASELINES if name != BASES[key.direction])
-        row: npt.NDArray[np.float32] = self._rows[key.pair, donor][site][key.position]
+        row: npt.NDArray[np.float32] = self._rows[key.pair, DONORS[key.direction]][site][key.position]
         return row
 
     def _params(self, pair: TokenPair, name: str, **fields: Any) -> Any:
@@ -234,10 +192,7 @@ class SweepSession:
         """Run requests; return what was measured of each, by name."""
         self._out.unlink(missing_ok=True)
         tokens: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        for output in self.llm.generate(tokens, params, use_tqdm=False):
-            result = output.capture_results.get("filesystem")
-            if result is not None and result.status not in ("ok", "not_requested"):
-                raise CapflowError(explain("captured rows", got=f"{result.status}: {result.error}"))
+        self._outputs(tokens, params)
         measured = {}
         for line in self._out.read_bytes().splitlines():
             values = json.loads(line)  # it reads NaN, too
@@ -247,8 +202,7 @@ class SweepSession:
         return measured
 
     def _name(self) -> str:
-        self._number += 1
-        return f"run-{self._number}"
+        return f"run-{self._next()}"
 
 
 def check_engine(arguments: Mapping[str, Any], where: str) -> None:
@@ -259,9 +213,6 @@ def check_engine(arguments: Mapping[str, Any], where: str) -> None:
     compat.check_runner(SUBJECT)
     if not arguments:
         return
-    names = compat.argument_names()
-    for kind in capflow.LLM.__mro__:
-        names |= inspect.signature(kind).parameters.keys() if kind is not object else set()
     if arguments.get("data_parallel_size") not in (None, 1):
         got = f"data_parallel_size={arguments['data_parallel_size']}"
         raise UsageError(explain(where, got=got, expected="one replica, which compares all runs", do="leave it out"))
@@ -270,9 +221,9 @@ def check_engine(arguments: Mapping[str, Any], where: str) -> None:
             raise UsageError(
                 explain(where, got=name, expected="an argument that a sweep does not set", do="leave it out")
             )
-        if name not in names:
-            near = ", ".join(difflib.get_close_matches(name, names)) or "see the arguments of vllm.LLM"
-            raise UsageError(explain(where, got=name, expected="an argument of capflow.LLM", do=f"near: {near}"))
+    if (unknown := unknown_argument(arguments)) is not None:
+        name, do = unknown
+        raise UsageError(explain(where, got=name, expected="an argument of capflow.LLM", do=do))
 
 
 def _check_steerable(sites: Sequence[Site], fixed: Collection[Site]) -> None:

@@ -14,9 +14,10 @@ from capflow_models.experiment.arms import Setting
 from capflow_models.experiment.file import ArmOptions, GateOptions
 from capflow_models.experiment.gating import first_firing, steered_positions
 from capflow_models.experiment.prompts import LabelledPrompt, read_rows
-from capflow_models.experiment.records import ROWS, Cell, OutputLines, done_of, encoded, read_cells, remove_leftovers
+from capflow_models.experiment.records import ROWS, Cell, OutputLines, done_of, encoded, read_cells
 from capflow_models.experiment.schedule import blocks, key_of
 from capflow_models.lines import LineFile
+from capflow_models.output import remove_leftovers
 
 PROMPTS = [LabelledPrompt(n, f"p{n}", f"w{n}", "target" if n < 6 else "benign") for n in range(12)]
 SETTINGS = [
@@ -161,7 +162,7 @@ def test_only_the_rows_of_killed_runs_are_removed_from_an_output(tmp_path):
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "thesis.txt").write_text("mine")
     (tmp_path / f"{ROWS}x" / "rows").mkdir(parents=True)
-    remove_leftovers(tmp_path)
+    remove_leftovers(tmp_path, ROWS)
     assert [path.name for path in tmp_path.iterdir()] == ["work"]
     assert (tmp_path / "work" / "thesis.txt").read_text() == "mine"
 

@@ -19,6 +19,7 @@ from capflow.errors import UsageError
 from capflow_models import SweepResult, sweep_ablate, sweep_patch
 from capflow_models.sweep import patch, program
 from capflow_models.sweep.program import SweepJob
+from capflow_models.sweep.session import SweepSession
 from tests.kit.engines import LAYERS, WIDTH, collecting_little, environment
 from tests.kit.sources import ROOT
 
@@ -292,10 +293,19 @@ def prompts(pairs):
     }
 
 
-def test_an_ablation_equals_transformers_with_hooks(tiny_with_words, pairs, prompts, reference, tmp_path):
+@pytest.fixture
+def captured(monkeypatch):
+    """Return the baselines whose rows sweeps capture, one for each group of pairs."""
+    captured, keep = [], SweepSession._keep_rows
+    monkeypatch.setattr(SweepSession, "_keep_rows", lambda self, *args: captured.append(args[-1]) or keep(self, *args))
+    return captured
+
+
+def test_an_ablation_equals_transformers_with_hooks(tiny_with_words, pairs, prompts, reference, tmp_path, captured):
     options = {"hooks": ("mlp_out", "pre_attn"), "layers": [1, 2], "positions": "1,last", "metrics": ("logit_diff",)}
     with in_process():
         result = sweep_ablate(tiny_with_words, pairs, by="both", out=tmp_path / "out", engine=ENGINE, **options)
+    assert captured == ["clean", "corrupted"], "for the mean alone"
     hooked = Hooked(reference.model)
     rows = [hooked.run(tokens)[1] for clean, corrupted, *_ in prompts.values() for tokens in (clean, corrupted)]
     patches = result.patches.to_pylist()
@@ -347,7 +357,7 @@ def test_a_function_that_fails_is_named(tiny_with_words, pairs, functions):
         sweep_patch(tiny_with_words, pairs[:1], layers=[0], metrics=["my_metrics:broken"], engine=ENGINE)
 
 
-def test_the_command_writes_a_report(tiny_with_words, pairs, tmp_path, capsys):
+def test_the_command_writes_a_report(tiny_with_words, pairs, tmp_path, capsys, captured):
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     job = SweepJob(
         tiny_with_words, str(tmp_path / "pairs.jsonl"), str(tmp_path / "out"), "post_block", "1-2", "all", "denoise",
@@ -358,6 +368,7 @@ def test_the_command_writes_a_report(tiny_with_words, pairs, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
     with in_process():
         program.run(job)
+    assert captured == ["clean"]
     written = capsys.readouterr().err
     assert "capflow: 94 of 94 runs" in written
     page = (tmp_path / "out" / "report.html").read_text()
