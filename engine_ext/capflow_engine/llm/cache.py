@@ -8,6 +8,7 @@ goes away with the cache.
 from __future__ import annotations
 
 import html
+import itertools
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 import capflow
 from capflow.capture.dtypes import DTYPES
+from capflow.capture.frame import mask_of
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site, hook_named, layers_by_hook
 from capflow.capture.spec import CaptureSpec, Wanted
@@ -131,10 +133,7 @@ class ActivationCache:
             return _Rows(nothing, np.empty(0, np.int64), np.empty(0, np.int32))
         rows = _Rows(*capture[site])
         runs = want.positions.at(capture.prompt_length).runs(0, capture.computed_length)
-        chosen = np.zeros(capture.computed_length, bool)
-        for first, end in runs:
-            chosen[first:end] = True
-        chosen = chosen[rows.positions]
+        chosen = mask_of(tuple(itertools.chain.from_iterable(runs)), 0, capture.computed_length)[rows.positions]
         return rows if chosen.all() else _Rows(rows.rows[chosen], rows.positions[chosen], rows.token_ids[chosen])
 
     def _repr_html_(self) -> str:
