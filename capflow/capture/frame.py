@@ -388,12 +388,11 @@ class Frame:
         """The number of bytes of rows in the frame."""
         return self.header.payload_bytes
 
-    @property
-    def row_bytes(self) -> int:
-        """The number of bytes of a row; on average, if the frame has rows of several shapes."""
+    def bytes_of(self, rows: int) -> int:
+        """Return the number of bytes of so many of its rows; with rows of several shapes, of rows of mean length."""
         if self.header.shapes is msgspec.UNSET:
-            return self.header.hidden_size * DTYPES[self.header.dtype].itemsize
-        return self.nbytes // max(1, sum(len(block.sites) * block.rows for block in self.header.blocks))
+            return rows * self.header.hidden_size * DTYPES[self.header.dtype].itemsize
+        return rows * self.nbytes // max(1, sum(len(block.sites) * block.rows for block in self.header.blocks))
 
     @property
     def memory_bytes(self) -> int:

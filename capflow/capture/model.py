@@ -59,7 +59,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
     def own_shape(self, site: Site) -> tuple[int, ...]:
         """Return the shape of a site's rows; empty if it is that of the residual stream."""
-        return self._shapes.get(site, ())
+        return self.own_shapes.get(site, ())
 
     def width_of(self, site: Site) -> int:
         """Return how many numbers a row of a site has."""
@@ -75,7 +75,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
         return max(self.hidden_size, *steered, 0)
 
     @property
-    def _shapes(self) -> Mapping[Site, tuple[int, ...]]:
+    def own_shapes(self) -> Mapping[Site, tuple[int, ...]]:
+        """The shapes of the sites whose rows are not of `hidden_size` numbers."""
         return {} if self.shapes is msgspec.UNSET else _by_site(self.shapes)
 
 

@@ -201,6 +201,14 @@ class Site(NamedTuple):
         ours = name.startswith("blocks.") and hook in HOOKS and layer.isdecimal() and len(layer) < 6
         return cls(int(layer), hook) if ours else None
 
+    def check_stream(self, field: str) -> None:
+        """Raise UsageError unless the site's rows are as wide as the residual stream.
+
+        field: the field that names the site; the message begins with it.
+        """
+        if self.hook in SHAPED_HOOKS:
+            raise UsageError(explain(field, got=str(self), expected="a site of the residual stream"))
+
     def check_tapped(self, tapped: Collection[Site], field: str) -> None:
         """Raise UsageError unless this site is one of the tapped ones.
 

@@ -217,6 +217,7 @@ def check_probe(probe: Any, where: str) -> None:
     """
     if not isinstance(probe, StepProbe):
         raise CapflowError(explain(where, got=type(probe).__name__, expected="a StepProbe"))
+    probe.site.check_stream(f"{where}.site")
     weight = np.asarray(probe.weight)
     if weight.ndim != 1 or not np.isfinite(weight.astype(np.float64)).all() or not np.isfinite(probe.bias):
         expected = "hidden_size finite numbers, and a finite bias"

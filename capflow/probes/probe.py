@@ -1,5 +1,7 @@
 """Probes and vectors in files: directions of the residual stream that were computed elsewhere.
 
+A probe may be at a site with rows of another shape, too: its weights are then as many as a row has numbers.
+
 Both are safetensors files. A linear probe's file holds `weight`, `[hidden_size]` or `[k, hidden_size]`, and optionally
 `bias`, `[k]`. The metadata of every probe file has `site` (`post_block:12`), and may have
 
@@ -26,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from capflow import limits
-from capflow.capture.site import Site
+from capflow.capture.site import SHAPED_HOOKS, Site
 from capflow.errors import UsageError, explain
 from capflow.probes.file import Float32s, ProbeFile, write_file
 from capflow.steering.vector import SteeringVector
@@ -71,9 +73,16 @@ class Scorer(ABC):
         """Return the parameters of one probe, which distinguish it from another of the same name."""
 
     def check(self, sites: Sequence[Site], hidden_size: int) -> None:
-        """Raise UsageError unless the probes fit a model with these tapped sites and this width."""
+        """Raise UsageError unless the probes fit a model with these tapped sites and this width at their own site.
+
+        hidden_size: `ModelInfo.width_of(probe.site)`.
+        """
+        shaped = self.site.hook in SHAPED_HOOKS
+        if shaped:  # the width of a site that is not tapped is not known
+            self.site.check_tapped(sites, f"{self.where}: site")
         if self.hidden_size != hidden_size:
-            raise self._wrong("weight", f"{self.hidden_size} numbers", f"{hidden_size}, the model's width")
+            width = f"{hidden_size}, the width of {self.site}" if shaped else f"{hidden_size}, the model's width"
+            raise self._wrong("weight", f"{self.hidden_size} numbers", width)
         self.site.check_tapped(sites, f"{self.where}: site")
 
     def _check_names(self, count: int) -> None:

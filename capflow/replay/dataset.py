@@ -19,7 +19,7 @@ import xxhash
 from capflow import limits
 from capflow.capture.dtypes import DTYPES
 from capflow.capture.frame import Block, Dropped, Finished, Frame, FrameHeader, Rank, RequestRows, Span, Weights
-from capflow.capture.model import ModelInfo
+from capflow.capture.model import ModelInfo, grouped, width_of
 from capflow.capture.site import Site, layers_by_hook
 from capflow.capture.spec import CaptureSpec
 from capflow.errors import explain
@@ -33,14 +33,16 @@ _BOOT = "replayed"
 
 
 class _Group(NamedTuple):
-    """Sites whose rows have the same positions.
+    """Sites whose rows have the same positions and the same shape.
 
-    rows: for each site `[len(positions), hidden_size]`.
+    rows: for each site `[len(positions), width]`.
+    shape: the shape of a row; empty for `[hidden_size]`.
     """
 
     sites: tuple[Site, ...]
     positions: npt.NDArray[np.int64]
     rows: list[npt.NDArray[Any]]
+    shape: tuple[int, ...]
 
 
 class _Step(NamedTuple):
@@ -63,6 +65,7 @@ def entries_of(captures: Iterable[Any], *, ask: bool = False) -> Iterator[Entry]
     for (engine, model, hidden_size), group in itertools.groupby(sorted(captures, key=_whose), key=_whose):
         mine = list(group)
         sites = tuple(sorted({site for capture in mine for site in capture.sites}))
+        shapes = grouped({entry.site: entry.shape for one in mine for entry in one.sidecar.sites if entry.shape})
         layers = max((site.layer for site in sites), default=0) + 1
         by_dtype: dict[str, list[Any]] = {}
         for capture in sorted(
@@ -71,7 +74,7 @@ def entries_of(captures: Iterable[Any], *, ask: bool = False) -> Iterator[Entry]
             dtype = _dtype_of(capture.sidecar) if capture.sites or not by_dtype else next(iter(by_dtype))
             by_dtype.setdefault(dtype, []).append(capture)
         for dtype, alike in by_dtype.items():
-            yield RecordedEngine(engine, ModelInfo(model, layers, hidden_size, dtype, sites))
+            yield RecordedEngine(engine, ModelInfo(model, layers, hidden_size, dtype, sites, shapes=shapes))
             yield from _run(alike, dtype, incarnations, ask=ask)
 
 
@@ -109,7 +112,8 @@ def _steps(capture: Any, incarnation: str, dtype: str, *, ask: bool) -> Iterator
     """Yield a request's steps; the last one ends the request."""
     sidecar = capture.sidecar
     groups, ids = _groups(capture)
-    row_bytes = sidecar.hidden_size * DTYPES[dtype].itemsize * max(1, len(capture.sites))
+    width = sum(width_of(group.shape, sidecar.hidden_size) * len(group.sites) for group in groups)
+    row_bytes = DTYPES[dtype].itemsize * max(1, width)
     changes = {weights.start for weights in sidecar.weights}
     runs = list(_runs(sorted(ids), sidecar.prompt_length, max(1, _STEP_BYTES_MAX // row_bytes), changes))
     texts = capture.texts
@@ -141,7 +145,7 @@ def _steps(capture: Any, incarnation: str, dtype: str, *, ask: bool) -> Iterator
             steered=_clipped(sidecar.steered, start, stop),
             adapter=sidecar.adapter,
         )
-        blocks, payload = _blocks(groups, start, stop, dtype)
+        blocks, shapes, payload = _blocks(groups, start, stop, dtype)
         header = FrameHeader(
             engine=sidecar.engine,
             boot=_BOOT,
@@ -157,6 +161,7 @@ def _steps(capture: Any, incarnation: str, dtype: str, *, ask: bool) -> Iterator
             step_tokens=len(places),
             step_requests=1,
             weights=_weights_at(sidecar.weights, start) if places else None,
+            shapes=shapes if any(shapes) else msgspec.UNSET,
         )
         yield _Step(Frame.seal(header, payload), events)
         events = []
@@ -212,14 +217,15 @@ def _clipped(runs: list[int] | None, start: int, stop: int) -> tuple[int, ...] |
 
 
 def _groups(capture: Any) -> tuple[list[_Group], dict[int, int]]:
-    """Return a request's rows grouped by their positions, and the token id of each position that has a row."""
-    groups: dict[bytes, _Group] = {}
+    """Return a request's rows grouped by positions and shape, and the token id of each position that has a row."""
+    groups: dict[tuple[bytes, tuple[int, ...]], _Group] = {}
+    shapes = {entry.site: entry.shape or () for entry in capture.sidecar.sites}
     ids: dict[int, int] = {}
     for site in sorted(capture.sites):
         rows, positions, token_ids = capture[site]
-        key = positions.tobytes()
+        key = positions.tobytes(), shapes[site]
         if key not in groups:
-            groups[key] = _Group((), positions, [])
+            groups[key] = _Group((), positions, [], shapes[site])
             ids.update(zip(positions.tolist(), token_ids.tolist(), strict=True))
         groups[key] = groups[key]._replace(sites=(*groups[key].sites, site), rows=[*groups[key].rows, rows])
     return list(groups.values()), ids
@@ -244,9 +250,11 @@ def _runs(
         yield start, stop
 
 
-def _blocks(groups: list[_Group], start: int, stop: int, dtype: str) -> tuple[tuple[Block, ...], bytes]:
-    """Return the blocks of the rows at positions `start .. stop`, and their payload."""
-    blocks, payload = [], []
+def _blocks(
+    groups: list[_Group], start: int, stop: int, dtype: str
+) -> tuple[tuple[Block, ...], tuple[tuple[int, ...], ...], bytes]:
+    """Return the blocks of the rows at positions `start .. stop`, the shape of a row of each, and their payload."""
+    blocks, shapes, payload = [], [], []
     for group in groups:
         first, last = np.searchsorted(group.positions, [start, stop])
         if first == last:
@@ -255,8 +263,9 @@ def _blocks(groups: list[_Group], start: int, stop: int, dtype: str) -> tuple[tu
         cuts = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
         spans = tuple(Span(0, int(places[a]), b - a, a) for a, b in itertools.pairwise(cuts))
         blocks.append(Block(group.sites, len(places), spans))
+        shapes.append(group.shape)
         payload += [rows[first:last].astype(DTYPES[dtype], copy=False).tobytes() for rows in group.rows]
-    return tuple(blocks), b"".join(payload)
+    return tuple(blocks), tuple(shapes), b"".join(payload)
 
 
 def _spec(sites: Iterable[Site], tag: str) -> CaptureSpec | None:

@@ -36,6 +36,8 @@ def load_saes(given: str | Sequence[str], where: str) -> dict[str, Sae]:
             expected = "each name once"
             raise UsageError(explain(where, got=f"{name} twice", expected=expected, do="give names: NAME=PATH"))
         saes[name] = load_sae(path)
+        for site in (saes[name].site, saes[name].target):
+            site.check_stream(f"{saes[name].where}: site")
     return saes
 
 

@@ -155,6 +155,7 @@ class Sae:
         self._check(self.target, int(self.decoder.shape[1]), info, "decoder")
 
     def _check(self, site: Site, width: int, info: ModelInfo, name: str) -> None:
+        site.check_stream(f"{self.where}: site")
         if not 0 <= site.layer < info.num_layers:
             expected = f"a layer of the model, 0..{info.num_layers - 1}"
             raise UsageError(explain(f"{self.where}: site", got=str(site), expected=expected))

@@ -6,8 +6,10 @@ repeated or taken from another request differs from the expected row, but for on
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -58,27 +60,35 @@ def make_frame(
     step_tokens: int | None = None,
     steered: dict[str, tuple[int, ...]] | None = None,
     shape: tuple[int, ...] = (),
+    shapes: Mapping[Site, tuple[int, ...]] = MappingProxyType({}),
+    within: Mapping[str, tuple[int, int]] = MappingProxyType({}),
 ) -> Frame:
-    """Return a sealed frame of one block: `requests` are `(id, prompt_length, start, length)`.
+    """Return a sealed frame: `requests` are `(id, prompt_length, start, length)`.
 
-    Rows are `row_of(...)`; a request of length 0 is not in the frame.
+    Rows are `row_of(...)`; a request of length 0 is not in the frame. Sites with the same shape and positions are a
+    block; there is one block unless `shapes` or `within` says otherwise.
 
     captures: the requests' own specs.
     incarnation: the incarnation of each request.
     steered: the runs of steered positions of each request; without it, frames do not say what was steered.
     shape: the shape of a row, if it is not `[hidden]`.
+    shapes: the shapes of rows at sites where it is not `shape`.
+    within: hooks that have rows of some positions only, `(first, end)`, of every request.
     """
-    width = width_of(shape, hidden)
-    places = tuple(Site(*site) for site in sites)
     asked = [request for request in requests if request[3] > 0]
-    rows_total = sum(length for *_, length in asked)
-    rows = np.empty((len(places), rows_total, width), dtype=DTYPES[dtype])
-    spans, parts, row = [], [], 0
-    for index, (request, prompt_length, start, length) in enumerate(asked):
-        spans.append(Span(index, start, length, row))
-        for offset in range(length):
-            for number, site in enumerate(places):
-                rows[number, row + offset] = row_of(request, site, start + offset, width, dtype)
+    groups: dict[tuple[tuple[int, ...], tuple[int, int]], list[Site]] = {}
+    for site in (Site(*site) for site in sites):
+        bounds = within.get(site.hook, (0, sys.maxsize))
+        groups.setdefault((shapes.get(site, shape), bounds), []).append(site)
+    blocks, payload, shaped = [], [], []
+    for (own, bounds), places in groups.items():
+        made = _block(asked, tuple(places), width_of(own, hidden), dtype, bounds)
+        if made is not None:
+            blocks.append(made[0])
+            payload.append(made[1].tobytes())
+            shaped.append(own)
+    parts = []
+    for request, prompt_length, start, length in asked:
         tokens = tuple(token_of(request, position) for position in range(start, start + length))
         parts.append(
             RequestRows(
@@ -92,7 +102,7 @@ def make_frame(
                 steered=None if steered is None else steered.get(request, ()),
             )
         )
-        row += length
+    rows_total = sum(length for *_, length in asked)
     header = FrameHeader(
         engine=engine,
         boot=boot,
@@ -103,13 +113,36 @@ def make_frame(
         dtype=dtype,
         hidden_size=hidden,
         requests=tuple(parts),
-        blocks=(Block(places, rows_total, tuple(spans)),) if asked else (),
+        blocks=tuple(blocks),
         finished=tuple(finished),
         step_tokens=rows_total if step_tokens is None else step_tokens,
         step_requests=len(asked),
-        shapes=(shape,) if asked and shape else msgspec.UNSET,
+        shapes=tuple(shaped) if any(shaped) else msgspec.UNSET,
     )
-    return Frame.seal(header, rows.reshape(-1).view(np.uint8) if asked else b"")
+    return Frame.seal(header, b"".join(payload))
+
+
+def _block(
+    requests: Sequence[tuple[str, int, int, int]],
+    sites: tuple[Site, ...],
+    width: int,
+    dtype: str,
+    bounds: tuple[int, int],
+) -> tuple[Block, npt.NDArray[Any]] | None:
+    """Return a block with the positions of requests within bounds, and its rows; None if there are none."""
+    spans, row = [], 0
+    for index, (_, _, start, length) in enumerate(requests):
+        first, end = max(start, bounds[0]), min(start + length, bounds[1])
+        if first < end:
+            spans.append(Span(index, first, end - first, row))
+            row += end - first
+    rows = np.empty((len(sites), row, width), dtype=DTYPES[dtype])
+    for span in spans:
+        for offset in range(span.length):
+            for number, site in enumerate(sites):
+                name = requests[span.request][0]
+                rows[number, span.row + offset] = row_of(name, site, span.start + offset, width, dtype)
+    return (Block(sites, row, tuple(spans)), rows) if spans else None
 
 
 def make_finished(
@@ -169,13 +202,13 @@ def make_hello(
 
 def assert_rows(chunk: Chunk, dtype: str = "float32") -> int:
     """Assert that every row of a chunk belongs to its place; return the number of rows."""
-    count, length, hidden = chunk.rows.shape
+    count, length, width = chunk.rows.shape
     assert count == len(chunk.sites)
     assert len(chunk.token_ids) == length
     for number, site in enumerate(chunk.sites):
-        expected = np.empty((length, hidden), np.float32)
+        expected = np.empty((length, width), np.float32)
         for offset in range(length):
-            expected[offset] = row_of(chunk.request.id, site, chunk.start + offset, hidden, dtype)
+            expected[offset] = row_of(chunk.request.id, site, chunk.start + offset, width, dtype)
         np.testing.assert_array_equal(chunk.rows[number].astype(np.float32), expected, err_msg=str(site))
     assert chunk.token_ids == tuple(token_of(chunk.request.id, chunk.start + i) for i in range(length))
     return int(count * length)

@@ -186,6 +186,7 @@ class Engine:
             "sites": self.sites,
             "hidden": self.model.hidden_size,
             "dtype": self.model.dtype,
+            "shapes": self.model.own_shapes,
         } | frame
         if self.capture is not None:
             options["captures"] = {request: self.capture for request, *_ in requests} | options.get("captures", {})

@@ -25,6 +25,7 @@ import numpy as np
 from capflow.capture.frame import Frame
 from capflow.capture.model import ModelInfo
 from capflow.capture.result import CaptureResult, RequestDone
+from capflow.capture.site import SHAPED_HOOKS
 from capflow.capture.spec import CaptureSpec
 from capflow.errors import UsageError, explain
 from capflow.plugins.consumer import Consumer, Context, hookimpl
@@ -109,8 +110,9 @@ class AsyncGate(Consumer):
 
     def check(self) -> None:
         """Raise UsageError unless the files fit each other and the options."""
+        self.vector.site.check_stream(f"{self.config.vector}: site")
         width = self.vector.array().size
-        if width != self.probe.hidden_size:
+        if self.probe.site.hook not in SHAPED_HOOKS and width != self.probe.hidden_size:
             expected = f"{self.probe.hidden_size}, the probe's width"
             raise UsageError(explain(f"{self.config.vector}: vector", got=f"{width} numbers", expected=expected))
         if not np.isfinite(self.threshold):
@@ -132,7 +134,7 @@ class AsyncGate(Consumer):
 
     def on_session(self, engine: str, model: ModelInfo) -> None:  # noqa: ARG002 - a consumer's signature
         """Raise UsageError, which the hub logs, unless probe and vector fit the model."""
-        self.probe.check(model.sites, model.hidden_size)
+        self.probe.check(model.sites, model.width_of(self.probe.site))
         self.vector.check(model.sites, model.hidden_size, where=f"consumers.{self.instance}.vector")
 
     def on_frame(self, frame: Frame) -> None:

@@ -157,6 +157,7 @@ class Gate(Controller):
         probe = Probe.load(config.probe)
         if len(probe.names) != 1:
             raise UsageError(explain(f"{config.probe}: weight", got=f"{len(probe.names)} probes", expected="one"))
+        probe.site.check_stream(f"{config.probe}: site")
         threshold = probe.thresholds[0] if config.threshold is None else config.threshold
         if in_graph(config):
             steering = steering_of(config, probe, threshold)
@@ -381,6 +382,7 @@ def _loaded(config: GateConfig, width: int) -> tuple[SteeringVector | None, Clam
             raise UsageError(explain("consumers.gate.vector", got="none", expected=f"a file, with {config.action}"))
         return None, None
     vector = load_vector(config.vector, config.scale)
+    vector.site.check_stream(f"{config.vector}: site")
     if vector.array().size != width:
         expected = f"{width}, the probe's width"
         raise UsageError(explain(f"{config.vector}: vector", got=f"{vector.array().size} numbers", expected=expected))

@@ -50,6 +50,7 @@ def steering_of(config: Any, probe: Probe, threshold: float) -> Steering:
         expected = "true, with positions=last_prompt: otherwise no other token is steered"
         raise UsageError(explain(f"{where}.latch", got=config.latch, expected=expected))
     vector = load_vector(config.vector, config.scale)
+    vector.site.check_stream(f"{config.vector}: site")
     if vector.array().size != probe.hidden_size:
         expected = f"{probe.hidden_size}, the probe's width"
         raise UsageError(explain(f"{config.vector}: vector", got=f"{vector.array().size} numbers", expected=expected))

@@ -63,7 +63,7 @@ class Reward(Consumer):
 
     def on_session(self, engine: str, model: ModelInfo) -> None:  # noqa: ARG002
         """Raise UsageError, which the hub logs, unless the probe fits the model."""
-        self.probe.check(model.sites, model.hidden_size)
+        self.probe.check(model.sites, model.width_of(self.probe.site))
 
     def on_frame(self, frame: Frame) -> None:
         """Score the rows. Raises UsageError for rows of another width; the results of their requests report it."""

@@ -425,7 +425,7 @@ def test_rows_of_another_shape_come_back_as_they_are():
     assert chunk.rows.shape == (2, 4, 12)
     assert np.array_equal(chunk.rows[1, 2], row_of("r1", (1, "heads"), 2, 12))
     assert frame.header.hidden_size == 8
-    assert frame.row_bytes == 12 * 4
+    assert frame.bytes_of(3) == 3 * 12 * 4
 
 
 def test_a_frame_of_the_streams_rows_alone_names_no_shape():

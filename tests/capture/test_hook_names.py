@@ -92,7 +92,8 @@ def test_the_order_of_sites_is_that_of_every_model():
     for number, site in enumerate(order):
         assert not any(site.precedes(other) for other in order[: number + 1])
         # Attention may stand beside the MLP.
-        beside = {"mlp_in", "mlp_out"} if site.hook in ("attn_in", "attn_out") else set()
+        attention = ("attn_in", "q", "k", "v", "heads", "attn_out")
+        beside = {"mlp_in", "router", "neurons", "mlp_out"} if site.hook in attention else set()
         assert {other.hook for other in order[number + 1 :] if not site.precedes(other)} == beside
         assert all(site.precedes(Site(2, other.hook)) and not Site(2, other.hook).precedes(site) for other in order)
 

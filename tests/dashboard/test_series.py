@@ -103,3 +103,21 @@ def test_a_baseline_is_that_of_the_first_values_and_fixed_then():
     assert [fields[name][2] for name in ("median", "spread", "low", "high")] == [None] * 4
     assert not baseline.add([0], values[:1] * 100)
     assert baseline.fields is fields
+
+
+def test_sites_with_a_shape_of_their_own_have_norms_and_scores():
+    sites = (Site(0, "post_block"), Site(1, "heads"), Site(2, "router"))
+    model = make_model(shapes={"heads": (2, 6), "router": (5,)})
+    rng = np.random.default_rng(7)
+    probe = Probe.make(Site(1, "heads"), rng.normal(size=12), names=("head",))
+    wrong = Probe.make(Site(2, "router"), np.ones(8), names=("wide",))
+    measures = Measures(model, sites, [probe, wrong])
+    assert measures.problems == ["probe: weight: got 8 numbers, expected 5, the width of router:2"]
+    assert [str(series.site) for series in measures.series] == ["heads:1", "post_block:0", "router:2", "heads:1"]
+    for site in sites:
+        rows = rng.normal(size=(1, 9, model.width_of(site))).astype(np.float32)
+        indices, values = measures.of([site], rows)
+        np.testing.assert_allclose(values[0], np.linalg.norm(rows[0].astype(np.float64), axis=1), rtol=1e-5)
+        if site.hook == "heads":
+            assert indices == [0, 3]
+            np.testing.assert_allclose(values[1], rows[0].astype(np.float64) @ probe.weight[0], rtol=1e-4, atol=1e-5)

@@ -8,6 +8,7 @@ from pathlib import Path
 import duckdb
 import numpy as np
 
+from capflow.capture.model import ModelInfo
 from capflow.capture.result import RequestDone
 from capflow.capture.site import Site
 from capflow.probes.probe import Probe
@@ -51,13 +52,15 @@ def probe_file(
     return probe
 
 
-def opened(tmp_path: Path, *probes: str, clock: Clock | None = None, **options: object) -> DuckdbConsumer:
+def opened(
+    tmp_path: Path, *probes: str, clock: Clock | None = None, model: ModelInfo | None = None, **options: object
+) -> DuckdbConsumer:
     files = [str(tmp_path / f"{name}.safetensors") for name in probes]
     config = DuckdbConfig(str(tmp_path / "scores.duckdb"), probes=files, **options)
     consumer = DuckdbConsumer(config, clock or Clock())
     checked(consumer)
     consumer.open(Counts())
-    consumer.on_session("engine-1", make_model())
+    consumer.on_session("engine-1", model or make_model())
     return consumer
 
 

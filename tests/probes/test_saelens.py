@@ -41,10 +41,16 @@ def test_every_hook_has_transformer_lens_name():
         "attn_in": "blocks.5.ln1.hook_normalized",
         "attn_out": "blocks.5.hook_attn_out",
         "final": "ln_final.hook_normalized",
+        "heads": "blocks.5.attn.hook_z",
+        "q": "blocks.5.attn.hook_rot_q",
+        "k": "blocks.5.attn.hook_rot_k",
+        "v": "blocks.5.attn.hook_v",
+        "neurons": "blocks.5.mlp.hook_post",
+        "router": "blocks.5.mlp.hook_router_logits",
     }
     for hook, name in names.items():
         assert Site.of_transformer_lens(name) == (None if hook == "final" else Site(5, hook))
-    for other in ("", "blocks", "blocks.5", "blocks.x.hook_resid_pre", "blocks.5.attn.hook_z", "hook_embed"):
+    for other in ("", "blocks", "blocks.5", "blocks.x.hook_resid_pre", "blocks.5.attn.hook_q", "hook_embed"):
         assert Site.of_transformer_lens(other) is None
 
 
@@ -92,9 +98,9 @@ def test_activations_that_count_in_lengths_of_the_decoder(tmp_path):
         ({"architecture": "topk"}, {}, "cfg.json: k: got nothing, expected how many features are active"),
         ({"architecture": "jumprelu"}, {}, "tensors: got W_dec, W_enc, b_dec, b_enc, expected W_enc, b_enc, threshold"),
         (
-            {"metadata": {"hook_name": "blocks.3.attn.hook_z"}},
+            {"metadata": {"hook_name": "blocks.3.attn.hook_q"}},
             {},
-            "hook_name: got blocks.3.attn.hook_z, expected blocks.LAY",
+            "hook_name: got blocks.3.attn.hook_q, expected blocks.LAY",
         ),
         (
             {"metadata": {"hook_name": "blocks.3.ln2.hook_normalized"}},

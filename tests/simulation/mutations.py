@@ -78,11 +78,12 @@ def _leak_credit():
 def _overlap():
     """Let spans overlap."""
 
-    def checked_rows(header, counts):
+    def checked_numbers(header, counts):
         counts[:] = frames.Frame(header, b"").counts
-        return sum(len(block.sites) * block.rows for block in header.blocks)
+        blocks = zip(header.blocks, header.widths, strict=True)
+        return sum(len(block.sites) * block.rows * width for block, width in blocks)
 
-    return frames, "_checked_rows", checked_rows
+    return frames, "_checked_numbers", checked_numbers
 
 
 def _first_come():

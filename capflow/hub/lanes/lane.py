@@ -347,7 +347,7 @@ class Lane(abc.ABC):
         self.pace.failed_in_a_row = 0 if error is None else self.pace.failed_in_a_row + 1
         self.frames += 1
         self.rows += delivery.rows
-        self.bytes += delivery.rows * delivery.frame.row_bytes
+        self.bytes += delivery.frame.bytes_of(delivery.rows)
         if error is not None:
             for tally, rows in delivery.parts:
                 tally.rows_failed += rows

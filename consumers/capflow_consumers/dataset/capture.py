@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -24,24 +24,77 @@ from capflow_consumers.dataset import layout
 _RUNS_SHOWN_MAX = 8
 
 
-class Rows(NamedTuple):
-    """A site's rows.
+class Shaped:
+    """Rows that have a shape.
 
-    rows: `[n, hidden_size]`, as stored.
+    rows: `[n, width]`.
+    row_shape: the shape of a row, whose product is the width: `(hidden_size,)`, or at `heads` `(heads, head_dim)`.
+    """
+
+    rows: npt.NDArray[Any]
+    row_shape: tuple[int, ...] = ()
+
+    @property
+    def shaped(self) -> npt.NDArray[Any]:
+        """The rows in their own shape, a view: `[n, hidden_size]`, or at `heads` `[n, heads, head_dim]`."""
+        return self.rows.reshape(len(self.rows), *(self.row_shape or self.rows.shape[1:]))
+
+
+class _Columns(NamedTuple):
+    rows: npt.NDArray[Any]
+    positions: npt.NDArray[np.int64]
+    token_ids: npt.NDArray[np.int32]
+
+
+class Rows(Shaped, _Columns):
+    """A site's rows: a tuple of three arrays.
+
+    rows: `[n, width]`, as stored.
     positions: `[n]` int64.
     token_ids: `[n]` int32, -1 where the engine sent none.
     """
 
-    rows: npt.NDArray[Any]
-    positions: npt.NDArray[np.int64]
-    token_ids: npt.NDArray[np.int32]
+    def __new__(
+        cls,
+        rows: npt.NDArray[Any],
+        positions: npt.NDArray[np.int64],
+        token_ids: npt.NDArray[np.int32],
+        row_shape: tuple[int, ...] = (),
+    ) -> Self:
+        """Return rows; without `row_shape`, that of `rows`."""
+        made = super().__new__(cls, rows, positions, token_ids)
+        made.row_shape = tuple(row_shape or rows.shape[1:])
+        return made
 
     def __repr__(self) -> str:
         return brief(self)
 
     def part(self, start: int, stop: int) -> Rows:
         """Return rows `start..stop`, as views."""
-        return Rows(self.rows[start:stop], self.positions[start:stop], self.token_ids[start:stop])
+        return self.chosen(slice(start, stop))
+
+    def chosen(self, which: Any) -> Rows:
+        """Return the rows that a slice, a mask or indices choose."""
+        return Rows(self.rows[which], self.positions[which], self.token_ids[which], self.row_shape)
+
+
+def concatenated(parts: Sequence[Rows]) -> Rows:
+    """Return rows of one site one after another; raises UsageError when they have different shapes."""
+    if len(parts) == 1:
+        return parts[0]
+    shape = one_shape(parts)
+    rows, positions, token_ids = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return Rows(rows, positions, token_ids, shape)
+
+
+def one_shape(parts: Sequence[Rows]) -> tuple[int, ...]:
+    """Return the shape of a row of all parts; raises UsageError when they have several."""
+    shapes = sorted({part.row_shape for part in parts})
+    if len(shapes) != 1:
+        got = " and ".join(str(list(shape)) for shape in shapes)
+        expected = "rows of one model; keep each model in a data set of its own"
+        raise UsageError(explain("rows of one site", got=f"shapes {got}", expected=expected))
+    return shapes[0]
 
 
 class Damage(NamedTuple):
@@ -83,8 +136,8 @@ class RequestCapture(ABC):
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """The sites that have rows."""
-        return tuple(self._entries)
+        """The sites that have rows, in order."""
+        return tuple(sorted(self._entries))
 
     @property
     def prompt_length(self) -> int:
@@ -146,6 +199,13 @@ class RequestCapture(ABC):
         """
         return steered_at(self.sidecar, self.positions(site))
 
+    def shape_of(self, site: tuple[int, str] | str) -> tuple[int, ...]:
+        """Return the shape of a site's row: `(hidden_size,)`, or at `heads` `(heads, head_dim)`.
+
+        Raises UsageError if the site has no rows.
+        """
+        return self._entry(site).row_shape(self.sidecar.hidden_size)
+
     def rows_at(self, site: Site) -> int:
         """Return how many rows a site has according to the sidecar."""
         entry = self._entries.get(site)
@@ -159,12 +219,7 @@ class RequestCapture(ABC):
 
         Raises UsageError if the site has no rows, and CapflowError if they are damaged.
         """
-        entry = self._entries.get(site_of(site))
-        if entry is None:
-            have = ", ".join(map(str, self.sites)) or "none"
-            problem = f"{self.path}: no rows at a site"
-            raise UsageError(explain(problem, got=str(site_of(site)), expected=f"one of {have}"))
-        return self._rows(entry)
+        return self._rows(self._entry(site))
 
     def in_batches(self, site: tuple[int, str] | str) -> Iterator[Rows]:
         """Yield a site's rows in consecutive parts. Memory holds one part at a time.
@@ -176,6 +231,15 @@ class RequestCapture(ABC):
     def positions(self, site: tuple[int, str] | str) -> npt.NDArray[np.int64]:
         """Return the positions `[n]` of a site's rows, without reading the rows; raises as `capture[site]` does."""
         return self[site].positions
+
+    def _entry(self, site: tuple[int, str] | str) -> layout.SiteFile:
+        """Return a site's entry in the sidecar; raises UsageError if it has none."""
+        entry = self._entries.get(site_of(site))
+        if entry is None:
+            have = ", ".join(map(str, self.sites)) or "none"
+            problem = f"{self.path}: no rows at a site"
+            raise UsageError(explain(problem, got=str(site_of(site)), expected=f"one of {have}"))
+        return entry
 
     @abstractmethod
     def _rows(self, entry: layout.SiteFile) -> Rows:
@@ -237,9 +301,8 @@ class JoinedCapture(RequestCapture):
         parts = [part[entry.site] for part in self._with(entry.site)]
         if len(parts) == 1:
             return parts[0]
-        rows, positions, token_ids = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-        order = np.argsort(positions, kind="stable")
-        joined = Rows(rows[order], positions[order], token_ids[order])
+        whole = concatenated(parts)
+        joined = whole.chosen(np.argsort(whole.positions, kind="stable"))
         for array in joined:
             array.flags.writeable = False
         return joined

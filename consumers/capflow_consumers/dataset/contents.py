@@ -6,6 +6,7 @@ some.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import PurePath
 
@@ -16,18 +17,24 @@ from capflow.errors import UsageError, explain
 from capflow_consumers.dataset.reader import RequestCapture
 
 _SITES_SHOWN_MAX = 6
+_WIDTHS_SHOWN_MAX = 4
 
 
 class SiteContents(msgspec.Struct):
     """The rows of one site.
 
     rows: how many there are.
-    widths, dtypes: every width and dtype that some rows have.
+    shapes, dtypes: every shape of a row and every dtype that some rows have.
     """
 
     rows: int = 0
-    widths: set[int] = msgspec.field(default_factory=set)
+    shapes: set[tuple[int, ...]] = msgspec.field(default_factory=set)
     dtypes: set[str] = msgspec.field(default_factory=set)
+
+    @property
+    def widths(self) -> set[int]:
+        """Every width that some rows have."""
+        return {math.prod(shape) for shape in self.shapes}
 
 
 class Contents:
@@ -54,7 +61,7 @@ class Contents:
                 counts[entry.site] = entry.rows
                 contents = self._sites.setdefault(entry.site, SiteContents())
                 contents.rows += entry.rows
-                contents.widths.add(sidecar.hidden_size)
+                contents.shapes.add(entry.row_shape(sidecar.hidden_size))
                 contents.dtypes.add(entry.dtype or sidecar.dtype)
         return counts
 
@@ -78,11 +85,18 @@ class Contents:
 
 def one_width(sites: dict[Site, SiteContents]) -> int:
     """Return the width of all rows at these sites; raises UsageError when they have different widths."""
-    widths = {width for contents in sites.values() for width in contents.widths}
-    if len(widths) != 1:
-        expected = "rows of one model; keep each model in a data set of its own"
-        raise UsageError(explain("rows", got=f"widths {sorted(widths)}", expected=expected))
-    return next(iter(widths))
+    first_of: dict[int, Site] = {}
+    for site, contents in sites.items():
+        if len(contents.widths) != 1:
+            expected = "rows of one model; keep each model in a data set of its own"
+            raise UsageError(explain(f"rows at {site}", got=f"widths {sorted(contents.widths)}", expected=expected))
+        first_of.setdefault(next(iter(contents.widths)), site)
+    if len(first_of) != 1:
+        shown = [f"{site} of {width}" for width, site in first_of.items()]
+        more = f" and {len(shown) - _WIDTHS_SHOWN_MAX} more" if len(shown) > _WIDTHS_SHOWN_MAX else ""
+        got = f"{', '.join(shown[:_WIDTHS_SHOWN_MAX])}{more}"
+        raise UsageError(explain("sites", got=got, expected="rows of one width", do="choose sites of one width"))
+    return next(iter(first_of))
 
 
 def in_order(sites: Iterable[Site]) -> list[Site]:

@@ -17,7 +17,8 @@ A site's own file is plain safetensors too. Its header is padded with spaces to 
 
 The three tensors of a site, in this order:
 
-* `rows` `[n, hidden_size]`, in the model's dtype, bit for bit as captured, or in the dtype that a spec asked for
+* `rows` `[n, hidden_size]`, in the model's dtype, bit for bit as captured, or in the dtype that a spec asked for; at a
+  hook whose rows have a shape of their own `[n, *shape]`, such as `[n, heads, head_dim]`
 * `positions` `[n]` int64
 * `token_ids` `[n]` int32, -1 where the engine sent none
 
@@ -29,15 +30,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import xxhash
 
 from capflow.capture.dtypes import DTYPES, SAFETENSORS_DTYPES
 from capflow.capture.frame import Rank, Weights
+from capflow.capture.model import Shape
 from capflow.capture.result import Status
 from capflow.capture.site import HOOKS, Site
 from capflow.errors import UsageError, explain
@@ -48,6 +51,9 @@ from capflow.text import jsontext
 Layout = Literal["per_file", "packed", "sharded"]
 
 FORMAT = 1
+FORMAT_SHAPED = 2
+"""The format of a capture with rows of another shape than the stream's; readers of format 1 alone refuse it."""
+
 # Enough for the largest numbers that a sidecar may hold.
 HEADER_BYTES = 512
 SIDECAR_NAME = "request.json"
@@ -67,6 +73,7 @@ class SiteFile(msgspec.Struct, frozen=True):
     rows_overflowed: how many rows have a number too large for the dtype; it is stored as infinite.
     offset: where a part begins in its file, bytes; with the layout `sharded`, the index of the site's first row among
         the request's.
+    shape: the shape of a row; left out where it is `[hidden_size]`.
     """
 
     layer: Total
@@ -79,11 +86,35 @@ class SiteFile(msgspec.Struct, frozen=True):
     dtype: str | None = None
     rows_overflowed: Total = 0
     offset: Total = 0
+    shape: Shape | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def site(self) -> Site:
         """The site whose rows the file holds."""
         return Site(self.layer, self.hook)
+
+    def row_shape(self, hidden_size: int) -> tuple[int, ...]:
+        """Return the shape of a row in a capture of this width."""
+        return self.shape or (hidden_size,)
+
+
+class SitePart(NamedTuple):
+    """What a site's tensors are: `[rows, *shape]` of a dtype, and as many positions and token ids."""
+
+    site: Site
+    dtype: str
+    rows: int
+    shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """The length of a row, bytes."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """The length of the three tensors, bytes."""
+        return self.rows * (self.row_bytes + 12)
 
 
 class TokenRun(msgspec.Struct, frozen=True):
@@ -212,9 +243,9 @@ def read_sidecar(text: bytes) -> Sidecar:
         sidecar = jsontext.decode(text, Sidecar)
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:
         raise ValueError(str(e)) from e
-    if sidecar.format != FORMAT:
+    if sidecar.format not in (FORMAT, FORMAT_SHAPED):
         do = f"read it with capflow {sidecar.capflow}"
-        raise UsageError(explain("format", got=sidecar.format, expected=str(FORMAT), do=do))
+        raise UsageError(explain("format", got=sidecar.format, expected=f"{FORMAT} or {FORMAT_SHAPED}", do=do))
     if any(entry.hook not in HOOKS for entry in sidecar.sites):
         raise ValueError(f"an unknown hook point, expected one of {', '.join(HOOKS)}")
     if not {sidecar.dtype, *(entry.dtype for entry in sidecar.sites)} <= {None, *DTYPES}:
@@ -234,45 +265,37 @@ def file_name(site: Site) -> str:
     return f"{site.hook}.{site.layer:03d}.safetensors"
 
 
-def header(site: Site, dtype: str, rows: int, hidden_size: int, row_bytes: int) -> bytes:
+def header(part: SitePart) -> bytes:
     """Return the first `HEADER_BYTES` of a site's file."""
-    tensors: dict[str, Any] = {"__metadata__": {"site": str(site)}}
-    _add_tensors(tensors, "", 0, dtype, rows, hidden_size, row_bytes)
+    tensors: dict[str, Any] = {"__metadata__": {"site": str(part.site)}}
+    _add_tensors(tensors, "", 0, part)
     text = json.dumps(tensors, separators=(",", ":")).encode()
     length = HEADER_BYTES - 8
     assert len(text) <= length
     return length.to_bytes(8, "little") + text.ljust(length)
 
 
-def packed_header(sites: Sequence[tuple[Site, str, int, int]], hidden_size: int) -> tuple[bytes, list[int]]:
+def packed_header(parts: Sequence[SitePart]) -> tuple[bytes, list[int]]:
     """Return the header of a packed file, and the offset of each site's part in it.
-
-    sites: the dtype, the number of rows and the bytes of a row of each site.
 
     The header is padded to a multiple of 64 bytes.
     """
     tensors: dict[str, Any] = {}
     begins = []
     end = 0
-    for site, dtype, rows, row_bytes in sites:
+    for part in parts:
         begins.append(end)
-        end = _add_tensors(tensors, f"{site.hook}.{site.layer:03d}.", end, dtype, rows, hidden_size, row_bytes)
+        end = _add_tensors(tensors, f"{part.site.hook}.{part.site.layer:03d}.", end, part)
     text = json.dumps(tensors, separators=(",", ":")).encode()
     length = len(text) + -(len(text) + 8) % 64
     return length.to_bytes(8, "little") + text.ljust(length), [length + 8 + begin for begin in begins]
 
 
-def part_bytes(rows: int, row_bytes: int) -> int:
-    """Return the length of one site's tensors, bytes."""
-    return rows * (row_bytes + 12)
-
-
-def _add_tensors(
-    tensors: dict[str, Any], prefix: str, begin: int, dtype: str, rows: int, hidden_size: int, row_bytes: int
-) -> int:
+def _add_tensors(tensors: dict[str, Any], prefix: str, begin: int, part: SitePart) -> int:
     """Add the three tensors of a site that begins at `begin`; return where it ends."""
+    rows = part.rows
     for name, kind, shape, size in (
-        ("rows", SAFETENSORS_DTYPES[dtype], [rows, hidden_size], rows * row_bytes),
+        ("rows", SAFETENSORS_DTYPES[part.dtype], [rows, *part.shape], rows * part.row_bytes),
         ("positions", "I64", [rows], rows * 8),
         ("token_ids", "I32", [rows], rows * 4),
     ):

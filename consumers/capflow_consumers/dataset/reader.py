@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 from collections.abc import Iterator
 from functools import cached_property
@@ -28,7 +29,17 @@ from capflow.files import open_regular, read_regular
 from capflow.text.brief import brief
 from capflow.text.engine_name import is_of, name_of
 from capflow_consumers.dataset import layout
-from capflow_consumers.dataset.capture import Damage, JoinedCapture, RequestCapture, Rows, damaged, joined, site_of
+from capflow_consumers.dataset.capture import (
+    Damage,
+    JoinedCapture,
+    RequestCapture,
+    Rows,
+    Shaped,
+    concatenated,
+    damaged,
+    joined,
+    site_of,
+)
 from capflow_consumers.dataset.disk import mapped
 from capflow_consumers.dataset.names import Numbered, slug, split
 from capflow_consumers.dataset.objects.address import ObjectRoot, is_url, parse
@@ -44,19 +55,21 @@ _READ_BYTES = 1 << 22
 assert DTYPES["bfloat16"] == ml_dtypes.bfloat16
 
 
-class RowBatch(NamedTuple):
-    """Rows of one site.
-
-    rows: `[n, hidden_size]`.
-    requests: the request id of each row.
-    positions: `[n]` int64.
-    token_ids: `[n]` int32.
-    """
-
+class _BatchColumns(NamedTuple):
     rows: npt.NDArray[Any]
     requests: list[str]
     positions: npt.NDArray[np.int64]
     token_ids: npt.NDArray[np.int32]
+
+
+class RowBatch(Shaped, _BatchColumns):
+    """Rows of one site: a tuple of four.
+
+    rows: `[n, width]`.
+    requests: the request id of each row.
+    positions: `[n]` int64.
+    token_ids: `[n]` int32.
+    """
 
     def __repr__(self) -> str:
         return brief(self)
@@ -70,25 +83,22 @@ class DirectoryCapture(RequestCapture):
     @cached_property
     def _packed_header(self) -> tuple[bytes, int]:
         """The header of a packed request's file, and the length of the file."""
-        shapes = []
-        for entry in self.sidecar.sites:
-            dtype, row_bytes = self._dtype(entry)
-            shapes.append((entry.site, dtype, entry.rows, row_bytes))
-        header, begins = layout.packed_header(shapes, self.sidecar.hidden_size)
+        parts = [self._part(entry) for entry in self.sidecar.sites]
+        header, begins = layout.packed_header(parts)
         if begins != [entry.offset for entry in self.sidecar.sites]:
             raise damaged(self.path / layout.SIDECAR_NAME, "sites at other offsets", "one after another")
-        return header, len(header) + sum(layout.part_bytes(shape[2], shape[3]) for shape in shapes)
+        return header, len(header) + sum(part.nbytes for part in parts)
 
     def _rows(self, entry: layout.SiteFile) -> Rows:
         file = self.path / entry.file
         begin = self._begin(entry)
-        dtype, row_bytes = self._dtype(entry)
+        part = self._part(entry)
         self._check_header(file, entry)
         whole = mapped(file)
-        ends = np.cumsum([begin, entry.rows * row_bytes, entry.rows * 8, entry.rows * 4])
+        ends = np.cumsum([begin, part.rows * part.row_bytes, part.rows * 8, part.rows * 4])
         rows, positions, token_ids = (whole[start:end] for start, end in itertools.pairwise(ends))
-        shape = (entry.rows, self.sidecar.hidden_size)
-        return Rows(rows.view(DTYPES[dtype]).reshape(shape), positions.view(np.int64), token_ids.view(np.int32))
+        values = rows.view(DTYPES[part.dtype]).reshape(part.rows, math.prod(part.shape))
+        return Rows(values, positions.view(np.int64), token_ids.view(np.int32), part.shape)
 
     def verify_rows(self) -> None:
         """Compare every file with its checksum; raise CapflowError naming the first that is damaged."""
@@ -116,9 +126,10 @@ class DirectoryCapture(RequestCapture):
     def _begin(self, entry: layout.SiteFile) -> int:
         return entry.offset if self.sidecar.layout == "packed" else layout.HEADER_BYTES
 
-    def _dtype(self, entry: layout.SiteFile) -> tuple[str, int]:
-        dtype = entry.dtype or self.sidecar.dtype
-        return dtype, self.sidecar.hidden_size * DTYPES[dtype].itemsize
+    def _part(self, entry: layout.SiteFile) -> layout.SitePart:
+        sidecar = self.sidecar
+        shape = entry.row_shape(sidecar.hidden_size)
+        return layout.SitePart(entry.site, entry.dtype or sidecar.dtype, entry.rows, shape)
 
     def _check_header(self, file: Path, entry: layout.SiteFile) -> None:
         expected, length = self._header(entry)
@@ -135,9 +146,9 @@ class DirectoryCapture(RequestCapture):
         """Return the header of a site's file, and the length of the file."""
         if self.sidecar.layout == "packed":
             return self._packed_header
-        dtype, row_bytes = self._dtype(entry)
-        header = layout.header(entry.site, dtype, entry.rows, self.sidecar.hidden_size, row_bytes)
-        return header, len(header) + layout.part_bytes(entry.rows, row_bytes)
+        part = self._part(entry)
+        header = layout.header(part)
+        return header, len(header) + part.nbytes
 
 
 class Dataset:
@@ -412,8 +423,7 @@ def _open_or_damage(path: Path) -> RequestCapture | Damage:
 
 def _batch(parts: list[tuple[str, Rows]]) -> RowBatch:
     requests = [request for request, rows in parts for _ in range(len(rows.rows))]
-    if len(parts) == 1:
-        rows, positions, token_ids = parts[0][1]
-    else:
-        rows, positions, token_ids = (np.concatenate(arrays) for arrays in zip(*(p[1] for p in parts), strict=True))
-    return RowBatch(rows, requests, positions, token_ids)
+    whole = concatenated([rows for _, rows in parts])
+    batch = RowBatch(whole.rows, requests, whole.positions, whole.token_ids)
+    batch.row_shape = whole.row_shape
+    return batch

@@ -80,7 +80,7 @@ class RowBuffer:
         self._last: dict[tuple[Site, ...], _Run] = {}
 
     def add(self, sites: tuple[Site, ...], start: int, rows: npt.NDArray[Any], held_bytes: int | None = None) -> int:
-        """Take rows `[len(sites), length, hidden_size]`; return by how much `nbytes` grew.
+        """Take rows `[len(sites), length, width]`; return by how much `nbytes` grew.
 
         held_bytes: the size of the memory that holds the rows, to keep them there; nobody may write to it any more.
             None to copy them.

@@ -2,6 +2,7 @@
 
     {"request": …, "engine": …, "model": …, "dtype": …, "hidden_size": …, "prompt_length": …, "dtypes": …}
     {"sites": ["post_block:12", …], "spans": [[0, 6]], "token_ids": […]}         for each time that rows were appended
+    {"sites": ["heads:12"], "spans": [[0, 6]], "token_ids": […], "shape": [4, 256]}
     …
 
 Invariant: a line is complete only after its rows are in the files, in the order of the lines. So a reader that uses
@@ -13,15 +14,18 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
 
 from capflow import limits
 from capflow.capture.dtypes import DTYPES
+from capflow.capture.model import Shape
 from capflow.capture.site import Site
 from capflow.errors import UsageError, explain
 from capflow.files import create_private, open_regular, read_regular
@@ -54,11 +58,13 @@ class Added(msgspec.Struct, frozen=True):
 
     spans: `(start, stop)` of their positions.
     token_ids: one for each position.
+    shape: the shape of a row; left out where it is `[hidden_size]`.
     """
 
     sites: list[str]
     spans: Spans
     token_ids: list[int]
+    shape: Shape | msgspec.UnsetType = msgspec.UNSET
 
 
 _encoder = msgspec.json.Encoder()
@@ -91,11 +97,12 @@ class RunningCapture:
         dtype = DTYPES[self.about.dtypes.get(str(wanted), self.about.dtype)]
         spans = [span for line in lines for span in line.spans]
         rows = sum(stop - start for start, stop in spans)
-        row_bytes = self.about.hidden_size * dtype.itemsize
         do = "look for the request in the data set if it has ended"
         gone = UsageError(explain(f"{self.path}: no rows of {self.id} at a site", got=str(wanted), do=do))
         if not spans:
             raise gone
+        shape = lines[0].shape or (self.about.hidden_size,)
+        row_bytes = math.prod(shape) * dtype.itemsize
         try:
             whole = mapped(self.path / layout.file_name(wanted))
         except FileNotFoundError:
@@ -105,25 +112,33 @@ class RunningCapture:
         values = whole[layout.HEADER_BYTES : layout.HEADER_BYTES + rows * row_bytes]
         positions = np.concatenate([np.arange(*span, dtype=np.int64) for span in spans])[:rows]
         token_ids = np.array([token for line in lines for token in line.token_ids], np.int32)[:rows]
-        return Rows(values.view(dtype).reshape(rows, -1), positions, token_ids)
+        return Rows(values.view(dtype).reshape(rows, math.prod(shape)), positions, token_ids, shape)
 
 
-def tell(directory: Path, about: About, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, mode: int) -> None:
+def tell(
+    directory: Path,
+    about: About,
+    pieces: Mapping[Site, Sequence[Piece]],
+    tokens: TokenLog,
+    mode: int,
+    shapes: Mapping[Site, tuple[int, ...]] = MappingProxyType({}),
+) -> None:
     """Append to `running.jsonl` which rows were appended to the files of a request. Raises OSError.
 
     mode: the mode of the file.
+    shapes: the shapes of the rows that are not of `[hidden_size]`.
     """
-    groups: dict[Spans, list[str]] = {}
+    groups: dict[tuple[Spans, tuple[int, ...]], list[str]] = {}
     for site, parts in pieces.items():
         spans = tuple(span for part in parts for span in part.spans)
-        groups.setdefault(spans, []).append(str(site))
+        groups.setdefault((spans, shapes.get(site, ())), []).append(str(site))
     fd = create_private(directory / layout.RUNNING_NAME, os.O_WRONLY | os.O_APPEND, mode)
     try:
         size = os.fstat(fd).st_size
         lines = [] if size else [_encoder.encode(about)]
-        for spans, sites in groups.items():
+        for (spans, shape), sites in groups.items():
             token_ids = [int(token) for span in spans for token in tokens.ids(*span)]
-            lines.append(_encoder.encode(Added(sites, spans, token_ids)))
+            lines.append(_encoder.encode(Added(sites, spans, token_ids, shape or msgspec.UNSET)))
         text = b"".join(line + b"\n" for line in lines)
         if os.write(fd, text) < len(text):
             os.ftruncate(fd, size)

@@ -22,7 +22,7 @@ def name_of(asked: str, model: str) -> str:
 
 
 def converted(rows: npt.NDArray[Any], dtype: str) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Convert rows `[sites, n, hidden_size]` to a dtype; return them, and how many rows of each site overflowed, int64.
+    """Convert rows `[sites, n, width]` to a dtype; return them, and how many rows of each site overflowed, int64.
 
     A row overflows when a finite number becomes infinite; it is stored as infinite.
     """

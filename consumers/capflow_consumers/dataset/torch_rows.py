@@ -42,7 +42,7 @@ _SHARE_ROWS = 64
 class TorchBatch(NamedTuple):
     """Rows of several requests and sites.
 
-    rows: `[n, hidden_size]`, as stored unless another dtype was asked for.
+    rows: `[n, width]`, as stored unless another dtype was asked for.
     sites: `[n]` int64, indices into `TorchRows.sites`.
     positions: `[n]` int64.
     token_ids: `[n]` int32, -1 where the engine sent none.
@@ -67,6 +67,10 @@ class TorchRows(IterableDataset[TorchBatch]):
     dtype: of the rows; None leaves them as stored, bfloat16 bit for bit.
     rank, world_size: by default those of `torch.distributed` where it is initialised, else RANK and WORLD_SIZE as
         torchrun sets them, else 0 and 1.
+
+    hidden_size: the width of the rows.
+    row_shape: the shape of a row, for `batch.rows.unflatten(1, row_shape)`: `(hidden_size,)`, or with sites of one
+        other shape that one, such as `(heads, head_dim)`.
 
     Raises UsageError for a path that is no data set, a data set without rows, a site without rows, rows of different
     widths, and rows of different dtypes unless `dtype` is given.
@@ -102,6 +106,8 @@ class TorchRows(IterableDataset[TorchBatch]):
         present = contents.sites("sites")
         self.sites: tuple[Site, ...] = tuple(present)
         self.hidden_size = one_width(present)
+        shapes = {shape for contents in present.values() for shape in contents.shapes}
+        self.row_shape: tuple[int, ...] = next(iter(shapes)) if len(shapes) == 1 else (self.hidden_size,)
         self._requests = list(counts)
         self._counts = np.array([[count[site] for site in self.sites] for count in counts.values()], np.int64)
         self.rows_total = int(self._counts.sum())
@@ -136,7 +142,7 @@ class TorchRows(IterableDataset[TorchBatch]):
     def _parts(
         self, order: npt.NDArray[np.int64], share: int, shares: int
     ) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]]:
-        """Yield the rows `[n, hidden_size]` of a share, and `[n, 4]` int64 of their places.
+        """Yield the rows `[n, width]` of a share, and `[n, 4]` int64 of their places.
 
         A place is site index, position, token id, and whether the position was steered.
         """

@@ -217,7 +217,7 @@ class DuckdbConsumer(Consumer):
         self._unfit.pop(engine, None)
         try:
             for probe in self._probes:
-                probe.check(model.sites, model.hidden_size)
+                probe.check(model.sites, model.width_of(probe.site))
             for sae in self._saes.values():
                 sae.check_reads(model)
         except UsageError as e:

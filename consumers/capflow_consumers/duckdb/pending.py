@@ -82,7 +82,7 @@ class PendingRows:
             self._add(chunk.sites, [(request, chunk.start, count)], chunk.rows)
 
     def add_block(self, owners: Sequence[ScoredRequest], block: Block, rows: Rows) -> None:
-        """Keep the rows `[sites, n, hidden_size]` of a block, to be scored.
+        """Keep the rows `[sites, n, width]` of a block, to be scored.
 
         Its spans must cover the rows in order and without gaps.
 

@@ -42,7 +42,7 @@ class TopFeatures(NamedTuple):
 class RowStage:
     """The rows of a site with one width and dtype since `clear`, and their scores, in the order in which they came.
 
-    rows: rows `[n, hidden_size]` of that width and dtype.
+    rows: rows `[n, width]` of that width and dtype.
     scorers: the site's probes.
     vectors: whether the rows themselves are kept, as float32.
     features: the site's autoencoders.
@@ -73,7 +73,7 @@ class RowStage:
         self._filled = 0
 
     def add(self, parts: Iterable[Part], rows: Rows) -> None:
-        """Copy rows `[n, hidden_size]`: those of the parts, one part after another."""
+        """Copy rows `[n, width]`: those of the parts, one part after another."""
         at, count = 0, len(rows)
         while at < count:
             if self._filled == len(self._rows):
@@ -85,7 +85,7 @@ class RowStage:
         self.parts += parts
 
     def scored(self) -> tuple[list[Rows], Rows | None]:
-        """Return each scorer's scores `[n, k]` of all parts and, if kept, the rows `[n, hidden_size]`, else None."""
+        """Return each scorer's scores `[n, k]` of all parts and, if kept, the rows `[n, width]`, else None."""
         self._score()
         vectors = np.concatenate(self._kept) if self._kept else None
         return [np.concatenate(blocks) for blocks in self._scores], vectors

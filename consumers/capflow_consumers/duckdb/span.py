@@ -106,7 +106,7 @@ class SiteSpan:
         )
 
     def vectors(self, rows: Rows) -> pa.Table:
-        """Return the table `vectors` of rows `[n, hidden_size]`."""
+        """Return the table `vectors` of rows `[n, width]`."""
         count, width = rows.shape
         return pa.table(
             {

@@ -2,7 +2,7 @@
 
 `datasets.load_from_disk` opens DEST/`blocks.12.hook_resid_post`, and SAELens takes it as `cached_activations_path`. The
 format is that of SAELens' `CacheActivationsRunner`. A line is one context: a column with the hook's name, `Array2D`
-`[context_size, hidden_size]`, and a column `token_ids`, int32 `[context_size]`.
+`[context_size, width]`, and a column `token_ids`, int32 `[context_size]`.
 
 The rows of a site fill one context after another, in the order of requests and positions. Rows at the end that do not
 fill a context are not written. The format has no place for which rows were steered; they can be left out. Rows are
@@ -48,9 +48,9 @@ class ExportedSite(NamedTuple):
 
 
 def check_fits(sites: dict[Site, SiteContents], context_size: int) -> None:
-    """Raise UsageError when rows have several widths, or a site has fewer rows than one context."""
-    one_width(sites)
+    """Raise UsageError when a site has rows of several widths, or fewer rows than one context."""
     for site, contents in sites.items():
+        one_width({site: contents})
         if contents.rows < context_size:
             expected, do = f"a context of {context_size}", f"--context-size {contents.rows} or less"
             raise UsageError(explain(f"rows at {site}", got=contents.rows, expected=expected, do=do))

@@ -1,8 +1,9 @@
 """Exports a data set as one safetensors file for each capture.
 
 For each site, such as `post_block.012`, `NAME.safetensors` has these tensors: `post_block.012.rows` `[n, hidden_size]`,
-bit for bit as stored; `post_block.012.positions`, int64 `[n]`; `post_block.012.token_ids`, int32 `[n]`; and
-`post_block.012.steered`, bool `[n]`, unless the data set does not say which positions were steered. The header's
+or at a hook such as `heads` in the rows' own shape, `[n, heads, head_dim]`, bit for bit as stored;
+`post_block.012.positions`, int64 `[n]`; `post_block.012.token_ids`, int32 `[n]`; and `post_block.012.steered`, bool
+`[n]`, unless the data set does not say which positions were steered. The header's
 `__metadata__` has the request's fields `METADATA`, as text. NAME is the directory name of the request's id in a data
 set; a second capture of the same id has `~2` appended.
 """
@@ -67,16 +68,16 @@ def _write(capture: RequestCapture, sites: Sequence[Site], stream: Any, *, unste
     tensors: list[tuple[str, np.dtype[Any], tuple[int, ...], Iterable[npt.NDArray[Any]]]] = []
     for site in sites:
         places = []
-        for rows, positions, token_ids in selected(capture, site, unsteered=unsteered):
-            dtype, width = rows.dtype, rows.shape[1]
-            places.append((positions, token_ids))
+        for part in selected(capture, site, unsteered=unsteered):
+            dtype = part.rows.dtype
+            places.append((part.positions, part.token_ids))
         at, ids = (np.concatenate(arrays) for arrays in zip(*places, strict=True))
         name = f"{site.hook}.{site.layer:03d}"
         tensors += [
             (
                 f"{name}.rows",
                 dtype,
-                (len(at), width),
+                (len(at), *capture.shape_of(site)),
                 (part.rows for part in selected(capture, site, unsteered=unsteered)),
             ),
             (f"{name}.positions", at.dtype, at.shape, [at]),
@@ -97,8 +98,8 @@ def _write(capture: RequestCapture, sites: Sequence[Site], stream: Any, *, unste
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     stream.write(len(text).to_bytes(8, "little") + text)
-    for *_, parts in ordered:
-        for part in parts:
-            flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+    for *_, arrays in ordered:
+        for array in arrays:
+            flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             for start in range(0, len(flat), _PART_BYTES):
                 stream.write(flat[start : start + _PART_BYTES].data)

@@ -32,7 +32,7 @@ def selected(capture: RequestCapture, site: Site, *, unsteered: bool) -> Iterato
         for start in range(0, len(steered), count):
             keep = ~steered[start : start + count]
             part = batch.part(start, start + count)
-            yield Rows(part.rows[keep], part.positions[keep], part.token_ids[keep])
+            yield part.chosen(keep)
 
 
 def left_out(capture: RequestCapture, site: Site) -> int:

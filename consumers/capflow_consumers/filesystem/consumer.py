@@ -325,7 +325,12 @@ class FilesystemConsumer(Consumer):
                 if request.published is None:
                     request.tokens.add(previous.start, previous.token_ids, previous.texts)
             if request.error is None and request.published is None:
-                self._buffered_bytes += request.add(chunk, frame_bytes if 2 * chunk.rows.nbytes > frame_bytes else None)
+                try:
+                    grown = request.add(chunk, frame_bytes if 2 * chunk.rows.nbytes > frame_bytes else None)
+                except UsageError as e:
+                    self._fail(request, str(e))
+                    continue
+                self._buffered_bytes += grown
                 if self._buffered_bytes + endings.nbytes > self.config.buffer_bytes_max:
                     with contextlib.suppress(RetryError):  # the next call tries again, before it takes anything
                         self._make_room()

@@ -16,11 +16,13 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from capflow.capture.dtypes import DTYPES
+from capflow.capture.model import width_of
 from capflow.capture.site import Site
 from capflow.files import FILE_MODE, create_private, make_directory
 from capflow_consumers.dataset import layout
@@ -86,6 +88,8 @@ class RequestFiles:
         self.dtype = dtype
         self.hidden_size = hidden_size
         self.dtypes = dtypes
+        # The shapes of a row at sites where it is not `[hidden_size]`; `FiledRequest.add` notes them.
+        self.shapes: dict[Site, tuple[int, ...]] = {}
         self.mode = mode
         self.workers = workers
         # Written for readers of the running request; None when there are to be none.
@@ -119,7 +123,7 @@ class RequestFiles:
             if self.about is not None:
                 self._unlisted.setdefault(site, []).extend(parts)
         if self.about is not None and self._unlisted:
-            tell(self.path, self.about, self._unlisted, tokens, self.mode)
+            tell(self.path, self.about, self._unlisted, tokens, self.mode, self.shapes)
             self._unlisted = {}
 
     def prepare(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, expected: Mapping[Site, int]) -> None:
@@ -147,13 +151,26 @@ class RequestFiles:
 
     def _prepare(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, expected: Mapping[Site, int]) -> None:
         for site, early, parts, *tail in self._all(pieces, tokens):
-            rows, dtype, row_bytes = self.rows(site), self.dtype_of(site), self.row_bytes(site)
-            header = layout.header(site, dtype, rows, self.hidden_size, row_bytes)
+            part = self.part(site)
+            header = layout.header(part)
             digest = digest_of([header, *parts, *tail])
-            size = len(header) + layout.part_bytes(rows, row_bytes)
-            name, overflowed = layout.file_name(site), self.rows_overflowed[site]
-            entry = layout.SiteFile(*site, name, rows, expected.get(site), size, digest, dtype, overflowed)
-            self._prepared.append(_File(entry, header, [*parts[bool(early) :], *tail], early * row_bytes))
+            size = len(header) + part.nbytes
+            entry = self._entry(part, layout.file_name(site), expected.get(site), size, digest)
+            self._prepared.append(_File(entry, header, [*parts[bool(early) :], *tail], early * part.row_bytes))
+
+    def _entry(
+        self,
+        part: layout.SitePart,
+        file: str,
+        expected: int | None,
+        nbytes: int,
+        digest: str,
+        offset: int = 0,
+    ) -> layout.SiteFile:
+        """Return a site's entry in the sidecar. The arguments are its fields."""
+        site = part.site
+        overflowed, shape = self.rows_overflowed[site], self.shapes.get(site, msgspec.UNSET)
+        return layout.SiteFile(*site, file, part.rows, expected, nbytes, digest, part.dtype, overflowed, offset, shape)
 
     def write(self) -> list[layout.SiteFile]:
         """Write the last rows, positions, token ids and headers; return the entries of the files. Raises OSError."""
@@ -198,9 +215,14 @@ class RequestFiles:
         """Return the dtype of a site's rows in its file."""
         return self.dtypes.get(site, self.dtype)
 
+    def part(self, site: Site) -> layout.SitePart:
+        """Return what a site's tensors are, with the rows that were taken."""
+        shape = self.shapes.get(site) or (self.hidden_size,)
+        return layout.SitePart(site, self.dtype_of(site), self.rows(site), shape)
+
     def row_bytes(self, site: Site) -> int:
         """Return the length of a site's row in its file, bytes."""
-        return self.hidden_size * DTYPES[self.dtype_of(site)].itemsize
+        return width_of(self.shapes.get(site, ()), self.hidden_size) * DTYPES[self.dtype_of(site)].itemsize
 
     def rows(self, site: Site) -> int:
         """Return how many rows of a site were taken."""
@@ -252,23 +274,13 @@ class PackedFile(RequestFiles):
 
     def _prepare(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, expected: Mapping[Site, int]) -> None:
         sites = list(self._all(pieces, tokens))
-        shapes = [(s.site, self.dtype_of(s.site), len(s.positions), self.row_bytes(s.site)) for s in sites]
-        header, begins = layout.packed_header(shapes, self.hidden_size)
+        parts = [self.part(rows.site) for rows in sites]
+        header, begins = layout.packed_header(parts)
         bodies = [[*rows.parts, rows.positions, rows.token_ids] for rows in sites]
         self._parts = [header, *itertools.chain.from_iterable(bodies)]
         self._entries = [
-            layout.SiteFile(
-                *site,
-                layout.PACKED_NAME,
-                rows,
-                expected.get(site),
-                layout.part_bytes(rows, row_bytes),
-                digest_of(body),
-                dtype,
-                self.rows_overflowed[site],
-                begin,
-            )
-            for (site, dtype, rows, row_bytes), begin, body in zip(shapes, begins, bodies, strict=True)
+            self._entry(part, layout.PACKED_NAME, expected.get(part.site), part.nbytes, digest_of(body), begin)
+            for part, begin, body in zip(parts, begins, bodies, strict=True)
         ]
 
     def write(self) -> list[layout.SiteFile]:

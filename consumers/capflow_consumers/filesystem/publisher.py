@@ -110,6 +110,7 @@ class Publisher:
         problems = problems_of(files, rows, expected, done)
         status: Status = "ok" if not problems else "partial_error" if rows else "error"
         sidecar = layout.Sidecar(
+            format=layout.FORMAT_SHAPED if any(entry.shape for entry in entries) else layout.FORMAT,
             capflow=capflow.__version__,
             request=done.request,
             engine=done.engine,

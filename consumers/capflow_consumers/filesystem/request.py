@@ -10,6 +10,7 @@ from capflow.capture.frame import Chunk
 from capflow.capture.intervals import Intervals
 from capflow.capture.site import Site
 from capflow.capture.spec import Wanted
+from capflow.errors import UsageError, explain
 from capflow.steering.action import Answered
 from capflow_consumers.dataset import layout
 from capflow_consumers.dataset.rows import Piece, RowBuffer, TokenLog
@@ -59,6 +60,7 @@ class FiledRequest:
     """
 
     __slots__ = (
+        "_sites",
         "appended",
         "appending",
         "appending_bytes",
@@ -93,8 +95,10 @@ class FiledRequest:
         self.error: str | None = None
         self.frames = FrameLog()
         self.published: tuple[PurePath, layout.Sidecar] | None = None
-        # By a chunk's sites: the indices of the sites stored in each dtype.
-        self.dtypes: dict[tuple[Site, ...], dict[str, list[int]]] = {}
+        # The sites that have rows.
+        self._sites: set[Site] = set()
+        # By a chunk's sites and shape: the indices of the sites stored in each dtype.
+        self.dtypes: dict[tuple[tuple[Site, ...], tuple[int, ...]], dict[str, list[int]]] = {}
 
     def note_steered(self, runs: Sequence[int] | None) -> None:
         """Take the steered positions of a frame, as `RequestRows.steered`."""
@@ -113,13 +117,13 @@ class FiledRequest:
         """Take a chunk's rows, each in the dtype that it is stored in; return by how much the buffer grew.
 
         held_bytes: the size of the memory that holds the rows, to keep them there; None to copy them.
+
+        Raises UsageError, having taken nothing, for rows of another shape than the site's first.
         """
         files, sites = self.files, chunk.sites
-        kinds = self.dtypes.get(sites)
+        kinds = self.dtypes.get((sites, chunk.shape))
         if kinds is None:
-            kinds = self.dtypes[sites] = {}
-            for index, site in enumerate(sites):
-                kinds.setdefault(files.dtype_of(site), []).append(index)
+            kinds = self.dtypes[sites, chunk.shape] = self._begun(sites, chunk.shape)
         grown = 0
         for dtype, indices in kinds.items():
             whole = len(indices) == len(sites)
@@ -131,3 +135,21 @@ class FiledRequest:
             held = rows.nbytes if rows.base is None else held_bytes
             grown += self.buffer.add(stored, chunk.start, rows, held)
         return grown
+
+    def _begun(self, sites: Sequence[Site], shape: tuple[int, ...]) -> dict[str, list[int]]:
+        """Note the shape of some sites' rows; return the indices of the sites stored in each dtype."""
+        files = self.files
+        for site in sites:
+            had = files.shapes.get(site, ()) if site in self._sites else shape
+            if had != shape:
+                got, expected = (list(each or (files.hidden_size,)) for each in (shape, had))
+                raise UsageError(
+                    explain(f"rows of another shape at {site}", got=got, expected=f"{expected}, as the first")
+                )
+        self._sites.update(sites)
+        if shape:
+            files.shapes.update(dict.fromkeys(sites, shape))
+        kinds: dict[str, list[int]] = {}
+        for index, site in enumerate(sites):
+            kinds.setdefault(files.dtype_of(site), []).append(index)
+        return kinds

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from capflow.capture.dtypes import DTYPES
+from capflow.capture.model import width_of
 from capflow.capture.site import Site
 from capflow.errors import CapflowError, explain
 from capflow_consumers.dataset import disk, layout
@@ -29,7 +30,7 @@ from capflow_consumers.dataset.rows import Piece, TokenLog
 from capflow_consumers.dataset.shards.file import EncodedBatch, ShardFile, batches_of
 from capflow_consumers.dataset.shards.reader import site_digest
 from capflow_consumers.dataset.shards.recovery import publish
-from capflow_consumers.dataset.shards.stream import Kind
+from capflow_consumers.dataset.shards.stream import Kind, common_width
 from capflow_consumers.filesystem.files import RequestFiles, SiteRows
 
 logger = logging.getLogger("capflow.consumer")
@@ -244,7 +245,11 @@ class ShardRows(RequestFiles):
         sites = list(self._all(pieces, tokens))
         dtypes = {self.dtype_of(rows.site) for rows in sites} or {self.dtype}
         dtype = dtypes.pop() if len(dtypes) == 1 else "float32"  # holds every number of the other dtypes
-        self._kind = kind = Kind(dtype, self.hidden_size or 1, self._shards.compressed)
+        widths = {rows.site: width_of(self.shapes.get(rows.site, ()), self.hidden_size) for rows in sites}
+        width = common_width(set(widths.values()) or {self.hidden_size or 1})
+        # Rows of one width together, so that they come in few batches.
+        sites.sort(key=lambda rows: (widths[rows.site], rows.site))
+        self._kind = kind = Kind(dtype, width, self._shards.compressed)
         parts = [self._as(dtype, rows) for rows in sites]
         positions = np.concatenate([np.zeros(0, np.int32), *(rows.positions for rows in sites)]).astype(np.int32)
         token_ids = np.concatenate([np.zeros(0, np.int32), *(rows.token_ids for rows in sites)])
@@ -255,11 +260,9 @@ class ShardRows(RequestFiles):
         for rows in sites:
             end = begin + len(rows.positions)
             digest = site_digest(positions[begin:end], token_ids[begin:end], hashes[begin:end])
-            wanted, overflowed = expected.get(rows.site), self.rows_overflowed[rows.site]
-            size = (end - begin) * kind.row_bytes
-            self._entries.append(
-                layout.SiteFile(*rows.site, "", end - begin, wanted, size, digest, dtype, overflowed, begin)
-            )
+            part = self.part(rows.site)._replace(dtype=dtype)
+            size = part.rows * part.row_bytes
+            self._entries.append(self._entry(part, "", expected.get(part.site), size, digest, begin))
             begin = end
 
     def write(self) -> list[layout.SiteFile]:

@@ -82,8 +82,8 @@ def _show(survey: Survey, console: Console) -> None:
 
 
 def _cells(site: SiteSurvey, *, norms: bool) -> list[str]:
-    width = "/".join(map(str, site.hidden_sizes))
-    cells = [site.site, str(site.captures), f"[{site.rows}, {width}]".replace("[", r"\["), "/".join(site.dtypes)]
+    shape = "/".join(", ".join(map(str, shape)) for shape in site.shapes)
+    cells = [site.site, str(site.captures), f"[{site.rows}, {shape}]".replace("[", r"\["), "/".join(site.dtypes)]
     cells.append(str(site.rows_missing or "-"))
     if norms:
         values = (site.norm_median, site.norm_mean, site.norm_min, site.norm_max)

@@ -41,7 +41,7 @@ class NormStats:
         self._bins = np.zeros(_BINS, np.int64)
 
     def add(self, rows: npt.NDArray[Any], positions: npt.NDArray[np.int64]) -> None:
-        """Add rows `[n, hidden_size]` and their positions `[n]`; at most `_PART_BYTES` are converted at a time."""
+        """Add rows `[n, width]` and their positions `[n]`; at most `_PART_BYTES` are converted at a time."""
         step = max(1, _PART_BYTES // max(1, rows.shape[1] * 4))
         for start in range(0, len(rows), step):
             self._add(norms_of(rows[start : start + step]), positions[start : start + step])
@@ -102,7 +102,7 @@ class NormStats:
 
 
 def norms_of(rows: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Return the Euclidean norms, float64 `[n]`, of rows `[n, hidden_size]`; not finite if a number is not."""
+    """Return the Euclidean norms, float64 `[n]`, of rows `[n, width]`; not finite if a number is not."""
     wide = np.asarray(rows, np.float32)
     squares: npt.NDArray[np.float64] = np.einsum("ij,ij->i", wide, wide, dtype=np.float64)
     return np.sqrt(squares)

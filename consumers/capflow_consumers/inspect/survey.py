@@ -32,6 +32,8 @@ class SiteSurvey(msgspec.Struct):
     captures: captures with rows of the site.
     rows_missing: expected rows that are not stored.
     bytes: size of the rows.
+    hidden_sizes: the widths of the rows.
+    shapes: the shapes of a row.
     norm_mean, norm_median, norm_min, norm_max: None without a finite norm.
     rows_not_finite: rows with a number that is not finite.
     """
@@ -43,6 +45,7 @@ class SiteSurvey(msgspec.Struct):
     bytes: int = 0
     dtypes: list[str] = []
     hidden_sizes: list[int] = []
+    shapes: list[tuple[int, ...]] = []
     norm_mean: float | None = None
     norm_median: float | None = None
     norm_min: float | None = None
@@ -197,6 +200,7 @@ class Surveyor:
         entry.bytes += rows.nbytes
         entry.dtypes = sorted({*entry.dtypes, rows.dtype.name})
         entry.hidden_sizes = sorted({*entry.hidden_sizes, rows.shape[1]})
+        entry.shapes = sorted({*entry.shapes, part.row_shape})
         survey.rows += len(rows)
         survey.bytes += rows.nbytes
         if len(positions):

@@ -197,7 +197,7 @@ class NatsConsumer(Consumer):
             del self._last[subject]
         try:
             for probe in self._probes:
-                probe.check(model.sites, model.hidden_size)
+                probe.check(model.sites, model.width_of(probe.site))
         except UsageError as e:
             self._unfit[engine] = str(e)
             raise

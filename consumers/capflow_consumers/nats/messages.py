@@ -132,6 +132,8 @@ def session_message(prefix: str, engine: str, model: ModelInfo, identity: str) -
     identity: unique for this session; the same when the message is sent again.
     """
     about = {name: getattr(model, name) for name in ("num_layers", "hidden_size", "dtype", "stages")}
+    if model.own_shapes:
+        about["shapes"] = {str(site): shape for site, shape in model.own_shapes.items()}
     body = _encode({"engine": engine, "model": model.name, **about, "sites": [str(site) for site in model.sites]})
     return message(f"{prefix}.sessions.{token(engine)}", None, body, identity=identity)
 
@@ -277,6 +279,7 @@ def _description(chunk: Chunk) -> dict[str, Any]:
         "sites": [str(site) for site in chunk.sites],
         "start": chunk.start,
         "shape": chunk.rows.shape,
+        **({"row_shape": chunk.shape} if chunk.shape else {}),
     }
 
 

@@ -73,7 +73,7 @@ class Measures:
         self._probes: dict[Site, list[tuple[int, Scorer]]] = {}
         for probe in probes:
             try:
-                probe.check(sites, model.hidden_size)
+                probe.check(sites, model.width_of(probe.site))
             except UsageError as e:
                 self.problems.append(str(e))
                 continue
@@ -106,7 +106,7 @@ class Measures:
         return None
 
     def of(self, sites: Sequence[Site], rows: Rows) -> tuple[list[int], Values]:
-        """Return the indices and the values `[series, tokens]` of the series of rows `[sites, tokens, hidden_size]`."""
+        """Return the indices and the values `[series, tokens]` of the series of rows `[sites, tokens, width]`."""
         indices, parts = [], []
         shown = [number for number, site in enumerate(sites) if site in self._rows]
         if shown:
@@ -171,10 +171,10 @@ def _usual(values: Values) -> dict[str, Any]:
 
 
 def norms(rows: Rows) -> Values:
-    """Return the 2-norms `[sites, tokens]` of rows `[sites, tokens, hidden_size]`, computed in float32."""
-    sites, tokens, hidden_size = rows.shape
+    """Return the 2-norms `[sites, tokens]` of rows `[sites, tokens, width]`, computed in float32."""
+    sites, tokens, width = rows.shape
     result = np.empty((sites, tokens), np.float32)
-    step = max(1, _TILE_NUMBERS // max(1, sites * hidden_size))
+    step = max(1, _TILE_NUMBERS // max(1, sites * width))
     # NaN and infinity stay as they are.
     with np.errstate(all="ignore"):
         for start in range(0, tokens, step):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import itertools
+import math
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ _STORE = "filesystem"
 
 
 class _Rows(NamedTuple):
-    """Rows `[n, hidden_size]` of a prompt at a site, their positions `[n]` and token ids `[n]`."""
+    """Rows `[n, *shape]` of a prompt at a site, their positions `[n]` and token ids `[n]`."""
 
     rows: npt.NDArray[Any]
     positions: npt.NDArray[np.int64]
@@ -46,7 +47,8 @@ class ActivationCache:
     """The rows of some prompts.
 
     `cache["post_block:12"]` is an array `[prompts, rows, hidden_size]`, in the order of the prompts and of their
-    positions. Prompts with fewer rows than others are filled up with NaN at the end; `positions` says where.
+    positions. At a hook with rows of another shape the array has that: `cache["heads:12"]` is `[prompts, rows, heads,
+    head_dim]`. Prompts with fewer rows than others are filled up with NaN at the end; `positions` says where.
     `cache["blocks.12.hook_resid_post"]` and `cache[12, "post_block"]` are the same site. `cache.stack("post_block")`
     has a hook's layers as one array.
 
@@ -83,7 +85,7 @@ class ActivationCache:
         return _site(site) in self.wanted
 
     def __getitem__(self, site: tuple[int, str] | str) -> npt.NDArray[Any]:
-        """Return a site's rows `[prompts, rows, hidden_size]`, in the stored dtype; raise UsageError without rows."""
+        """Return a site's rows `[prompts, rows, *shape]`, in the stored dtype; raise UsageError without rows."""
         return _filled([self._rows(capture, site).rows for capture in self.captures], np.nan)
 
     def positions(self, site: tuple[int, str] | str) -> npt.NDArray[np.int64]:
@@ -91,15 +93,22 @@ class ActivationCache:
         return _filled([self._rows(capture, site).positions for capture in self.captures], -1)
 
     def stack(self, hook: str) -> npt.NDArray[Any]:
-        """Return a hook's rows `[layers, prompts, rows, hidden_size]`, by layer; raise UsageError without rows."""
+        """Return a hook's rows `[layers, prompts, rows, *shape]`, by layer.
+
+        Raises UsageError without rows, and for layers whose rows have different shapes.
+        """
         sites = [site for site in self.sites if site.hook == hook_named(hook)]
         if not sites:
             have = ", ".join(layers_by_hook(self.sites))
             raise UsageError(explain("hook", got=hook, expected=f"a hook of the cache: {have}"))
+        shapes = {self.model.shape_of(site): site for site in reversed(sites)}
+        if len(shapes) > 1:
+            got = " and ".join(f"{list(shape)} at {site}" for shape, site in sorted(shapes.items(), key=lambda e: e[1]))
+            raise UsageError(explain("hook", got=f"rows of {got}", expected="one shape", do="take site by site"))
         return np.stack([self[site] for site in sites])
 
     def torch(self, site: tuple[int, str] | str) -> torch.Tensor:
-        """Return a site's rows as a tensor `[prompts, rows, hidden_size]`, in the model's dtype."""
+        """Return a site's rows as a tensor `[prompts, rows, *shape]`, in the model's dtype."""
         import torch
 
         rows = self[site]
@@ -110,13 +119,14 @@ class ActivationCache:
     def to_arrow(self) -> pa.Table:
         """Return a table with a line for each row.
 
-        Columns: `prompt` (its number), `layer`, `hook`, `position`, `token_id`, `row` (a list of float32). Polars,
+        Columns: `prompt` (its number), `layer`, `hook`, `position`, `token_id`, `row` (a flat list of float32). Polars,
         pandas and DuckDB take it as it is: `polars.from_arrow(…)`, `….to_pandas()`, `duckdb.from_arrow(…)`.
         """
         import pyarrow as pa
 
+        one = len({self.model.width_of(site) for site in self.sites}) == 1
         return pa.concat_tables(
-            pa.table(_columns(number, site, self._rows(capture, site)))
+            pa.table(_columns(number, site, self._rows(capture, site), fixed=one))
             for number, capture in enumerate(self.captures)
             for site in self.sites
         )
@@ -129,9 +139,10 @@ class ActivationCache:
                 explain("site", got=str(_site(site)), expected=f"one of {', '.join(map(str, self.sites))}")
             )
         if _site(site) not in capture:  # the prompt has none of the positions
-            nothing = np.empty((0, self.model.hidden_size), DTYPES[self.model.dtype])
+            nothing = np.empty((0, *self.model.shape_of(_site(site))), DTYPES[self.model.dtype])
             return _Rows(nothing, np.empty(0, np.int64), np.empty(0, np.int32))
-        rows = _Rows(*capture[site])
+        stored = capture[site]
+        rows = _Rows(stored.shaped, stored.positions, stored.token_ids)
         runs = want.positions.at(capture.prompt_length).runs(0, capture.computed_length)
         chosen = mask_of(tuple(itertools.chain.from_iterable(runs)), 0, capture.computed_length)[rows.positions]
         return rows if chosen.all() else _Rows(rows.rows[chosen], rows.positions[chosen], rows.token_ids[chosen])
@@ -142,7 +153,7 @@ class ActivationCache:
             for hook, layers in layers_by_hook(self.sites).items()
         ]
         rows = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in line)}</tr>" for line in cells)
-        head = "<tr><th>hook</th><th>layers</th><th>prompts x rows x hidden_size</th></tr>"
+        head = "<tr><th>hook</th><th>layers</th><th>prompts x rows x shape of a row</th></tr>"
         return f"<table><caption>{html.escape(repr(self))}</caption>{head}{rows}</table>"
 
 
@@ -258,10 +269,11 @@ def _filled(parts: Sequence[npt.NDArray[Any]], nothing: float) -> npt.NDArray[An
     return array
 
 
-def _columns(number: int, site: Site, rows: Any) -> dict[str, Any]:
+def _columns(number: int, site: Site, rows: Any, *, fixed: bool) -> dict[str, Any]:
     import pyarrow as pa
 
-    count, width = rows.rows.shape
+    count, width = len(rows.rows), math.prod(rows.rows.shape[1:])
+    ends = np.arange(0, (count + 1) * width, width, dtype=np.int32)
     flat = pa.array(np.ascontiguousarray(rows.rows, np.float32).ravel())
     return {
         "prompt": pa.array(np.full(count, number, np.int32)),
@@ -269,5 +281,5 @@ def _columns(number: int, site: Site, rows: Any) -> dict[str, Any]:
         "hook": pa.array([site.hook] * count, pa.string()),
         "position": pa.array(rows.positions),
         "token_id": pa.array(rows.token_ids),
-        "row": pa.FixedSizeListArray.from_arrays(flat, width),
+        "row": pa.FixedSizeListArray.from_arrays(flat, width) if fixed else pa.ListArray.from_arrays(ends, flat),
     }

@@ -106,7 +106,10 @@ def test_a_missing_file_is_named(root):
         (lambda text: text[:-10], "request.json: got a checksum that does not match"),
         (lambda text: hashed(b"{" + text), "request.json: got JSON is malformed"),
         (lambda text: hashed(text.replace(b'"a"', b'"\xff"')), "request.json: got 'utf-8' codec can't decode"),
-        (lambda text: hashed(text.replace(b'"format":1', b'"format":2')), "request.json format: got 2, expected 1"),
+        (
+            lambda text: hashed(text.replace(b'"format":1', b'"format":3')),
+            "request.json format: got 3, expected 1 or 2",
+        ),
         (lambda text: hashed(text.replace(b'"mlp_out"', b'"../x"')), "got an unknown hook point"),
         (lambda text: hashed(text.replace(b'"bfloat16"', b'"int8"')), "got an unknown dtype"),
         (

@@ -559,9 +559,9 @@ def test_a_root_that_cannot_be_written_stops_the_start(tmp_path):
 
 
 def test_a_header_always_fits_its_place():
-    site = Site(1023, "post_block")
-    header = layout.header(site, "bfloat16", 10**12, 65_536, 131_072)
-    assert len(header) == layout.HEADER_BYTES
+    for site, shape in ((Site(1023, "post_block"), (65_536,)), (Site(1023, "neurons"), (32_768, 32_768))):
+        header = layout.header(layout.SitePart(site, "bfloat16", 10**12, shape))
+        assert len(header) == layout.HEADER_BYTES
 
 
 def test_memory_that_runs_out_while_a_frame_is_copied_costs_no_row(tmp_path, monkeypatch):

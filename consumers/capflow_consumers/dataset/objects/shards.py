@@ -89,8 +89,9 @@ class ObjectShard(Shard):
             return super().part(batch, low, high)
         assert self.index is not None
         begin = self.index.rows[bisect_left(self.index.rows, (batch.end,)) - 1][0]
-        data = self.file.slice(begin + low * self.kind.row_bytes, (high - low) * self.kind.row_bytes)
-        return np.frombuffer(data, np.uint8).reshape(high - low, self.kind.row_bytes)
+        row_bytes = self.kind.bytes_of(batch.width)
+        data = self.file.slice(begin + low * row_bytes, (high - low) * row_bytes)
+        return np.frombuffer(data, np.uint8).reshape(high - low, row_bytes)
 
     def _blocks(self, end: int, rows: list[tuple[int, int]]) -> Iterator[tuple[int, Any]]:
         for begin, stop in seal.ranges_of(end, rows):

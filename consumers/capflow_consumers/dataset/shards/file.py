@@ -7,6 +7,7 @@ off.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -43,6 +44,7 @@ class EncodedBatch(NamedTuple):
     hashes: `[n]` uint64, the xxh3 of each row.
     page: the bytes that make the rows a Parquet page: the page's head, or a whole compressed page. Empty where the seal
         copies the rows.
+    width: how many numbers a row has.
     """
 
     rows: list[Bytes]
@@ -50,6 +52,7 @@ class EncodedBatch(NamedTuple):
     token_ids: npt.NDArray[np.int32]
     hashes: npt.NDArray[np.uint64]
     page: npt.NDArray[np.uint8]
+    width: int
 
 
 def batches_of(
@@ -60,16 +63,19 @@ def batches_of(
     sites: of each site, parts `[k, row_bytes]` one after another.
     positions, token_ids: `[n]` of all rows, in the same order.
 
-    A batch has whole sites, or a part of one site that is larger than a batch.
+    A batch has whole sites of one width, or a part of one site that is larger than a batch.
     """
     done = 0
     bytes_max = COMPRESSED_BATCH_BYTES_MAX if kind.compressed else BATCH_BYTES_MAX
-    for rows in _batched(sites, max(1, bytes_max // kind.row_bytes)):
-        count = sum(len(part) for part in rows)
-        span = slice(done, done + count)
-        hashes, crc = _checksums(kind, rows, count)
-        yield EncodedBatch(rows, positions[span], token_ids[span], hashes, _page(kind, rows, count, crc))
-        done += count
+    for row_bytes, alike in itertools.groupby(sites, key=lambda parts: int(parts[0].shape[1])):
+        width = row_bytes // kind.bytes_of(1)
+        for rows in _batched(list(alike), max(1, bytes_max // row_bytes)):
+            count = sum(len(part) for part in rows)
+            span = slice(done, done + count)
+            hashes, crc = _checksums(kind, width, rows, count)
+            page = _page(kind, width, rows, count, crc)
+            yield EncodedBatch(rows, positions[span], token_ids[span], hashes, page, width)
+            done += count
 
 
 class ShardFile:
@@ -94,7 +100,7 @@ class ShardFile:
         # Where the batches of the request being written begin.
         self._batches: list[int] = []
         # The row of a commit, and its hash.
-        self._nothing = np.zeros((1, kind.row_bytes), np.uint8), np.zeros(1, np.uint64)
+        self._nothing = np.zeros((1, kind.bytes_of(kind.commit_width)), np.uint8), np.zeros(1, np.uint64)
         hashes_of(*self._nothing)
 
     def create(self) -> None:
@@ -105,8 +111,8 @@ class ShardFile:
 
     def put(self, batch: EncodedBatch) -> None:
         """Append a batch; raises OSError."""
-        parts = self._encoder.batch(batch.positions, batch.token_ids, batch.hashes, batch.page)
-        nbytes = 0 if self.kind.compressed else len(batch.positions) * self.kind.row_bytes
+        parts = self._encoder.batch(batch.positions, batch.token_ids, batch.hashes, batch.page, width=batch.width)
+        nbytes = 0 if self.kind.compressed else len(batch.positions) * self.kind.bytes_of(batch.width)
         rows = [] if self.kind.compressed else [*batch.rows, bytes(-nbytes % 8)]
         self._batches.append(self._tip)
         self._tip = write(self._fd, [*parts, *rows], self._tip)
@@ -115,7 +121,7 @@ class ShardFile:
         """Append the commit that makes the batches since the last commit a request; raises OSError."""
         row, hashes = self._nothing
         nowhere = np.full(1, -1, np.int32)
-        parts = self._encoder.batch(nowhere, nowhere, hashes, row[0, :0], sidecar)
+        parts = self._encoder.batch(nowhere, nowhere, hashes, row[0, :0], sidecar, self.kind.commit_width)
         rest = [] if self.kind.compressed else [row, bytes(-row.nbytes % 8)]
         self._batches.append(self._tip)
         self._tip = write(self._fd, [*parts, *rest], self._tip)
@@ -211,10 +217,10 @@ def _batched(sites: Sequence[Sequence[Bytes]], rows_max: int) -> Iterator[list[B
         yield batch
 
 
-def _checksums(kind: Kind, rows: list[Bytes], count: int) -> tuple[npt.NDArray[np.uint64], int]:
+def _checksums(kind: Kind, width: int, rows: list[Bytes], count: int) -> tuple[npt.NDArray[np.uint64], int]:
     """Return the xxh3 of each row, and the CRC32 of the page of rows that lie in the file as a page."""
     hashes = np.empty(count, np.uint64)
-    levels = parquet.vector_levels(kind.dtype, kind.hidden_size, count) if _in_place(kind, count) else b""
+    levels = parquet.vector_levels(kind.dtype, width, count) if _in_place(kind, width, count) else b""
     crc = isal_zlib.crc32(levels)
     done = 0
     for part in rows:
@@ -224,17 +230,19 @@ def _checksums(kind: Kind, rows: list[Bytes], count: int) -> tuple[npt.NDArray[n
     return hashes, crc
 
 
-def _page(kind: Kind, rows: list[Bytes], count: int, crc: int) -> npt.NDArray[np.uint8]:
+def _page(kind: Kind, width: int, rows: list[Bytes], count: int, crc: int) -> npt.NDArray[np.uint8]:
     if kind.compressed:
-        return page_of(parquet.vector_pages(kind.dtype, kind.hidden_size, count, b"".join(rows), compressed=True))
-    if not _in_place(kind, count):
+        return page_of(parquet.vector_pages(kind.dtype, width, count, b"".join(rows), compressed=True))
+    if not _in_place(kind, width, count):
         return np.zeros(0, np.uint8)
-    nbytes = count * kind.row_bytes
-    head = parquet.vector_head(kind.dtype, kind.hidden_size, count, crc, nbytes)
-    return page_of(head, page_room(kind, count, nbytes))
+    head = parquet.vector_head(kind.dtype, width, count, crc, count * kind.bytes_of(width))
+    return page_of(head, page_room(kind, width, count))
 
 
-def _in_place(kind: Kind, count: int) -> bool:
-    """Return whether the rows of a batch lie in the file as a page."""
-    whole = kind.dtype != "bfloat16" or count * kind.hidden_size % 8 == 0
-    return not kind.compressed and whole and count * kind.row_bytes >= IN_PLACE_BYTES_MIN
+def _in_place(kind: Kind, width: int, count: int) -> bool:
+    """Return whether the rows of a batch lie in the file as a page.
+
+    Not in a stream of several widths: Arrow puts the ends of the lists between a page's head and the rows.
+    """
+    whole = kind.width > 0 and (kind.dtype != "bfloat16" or count * width % 8 == 0)
+    return not kind.compressed and whole and count * kind.bytes_of(width) >= IN_PLACE_BYTES_MIN

@@ -122,7 +122,7 @@ def schema(kind: str, size: int, about: dict[str, str]) -> pa.Schema:
     """Return the columns as an Arrow schema.
 
     kind: `bfloat16`, `float16` or `float32`.
-    size: the length of a vector.
+    size: the length of a vector; 0 where vectors have several lengths.
     about: the metadata of the schema.
     """
     columns = [
@@ -143,8 +143,8 @@ def schema(kind: str, size: int, about: dict[str, str]) -> pa.Schema:
 
 
 def vector_type(kind: str, size: int) -> Any:
-    """Return the Arrow type of a vector."""
-    return pa.list_(pa.field("element", _VECTOR_TYPES[kind], nullable=False), size)
+    """Return the Arrow type of a vector; that of a list where `size` is 0."""
+    return pa.list_(pa.field("element", _VECTOR_TYPES[kind], nullable=False), size or -1)
 
 
 def numbers(values: npt.NDArray[Any]) -> tuple[bytes, ColumnChunk]:
@@ -261,7 +261,7 @@ def footer(columns: pa.Schema, groups: Sequence[RowGroup], created_by: str) -> b
         **{key.decode(): value.decode() for key, value in (columns.metadata or {}).items()},
         "ARROW:schema": base64.b64encode(columns.serialize()).decode(),
     }
-    values = (field.type.value_type if pa.types.is_fixed_size_list(field.type) else field.type for field in columns)
+    values = (field.type.value_type if _is_vector(field) else field.type for field in columns)
     types = [_LEAVES[value][0] for value in values]
     order = struct((1, STRUCT, struct()))
     metadata = struct(
@@ -335,13 +335,17 @@ def _column_head(kind: int, path: tuple[bytes, ...], *, dictionary: bool, compre
 
 def _path(field: pa.Field) -> tuple[bytes, ...]:
     name = field.name.encode()
-    return (name, b"list", b"element") if pa.types.is_fixed_size_list(field.type) else (name,)
+    return (name, b"list", b"element") if _is_vector(field) else (name,)
+
+
+def _is_vector(field: pa.Field) -> bool:
+    return bool(pa.types.is_fixed_size_list(field.type) or pa.types.is_list(field.type))
 
 
 def _elements(field: pa.Field) -> list[bytes]:
     """Return the schema elements of a column."""
     name, kind = field.name.encode(), field.type
-    if not pa.types.is_fixed_size_list(kind):
+    if not _is_vector(field):
         return [_leaf(name, kind)]
     list_type = struct((3, STRUCT, struct()))
     return [

@@ -5,6 +5,7 @@ Invariant: a capture is seen once its commit is written. Damage hides the captur
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections.abc import Iterator
@@ -21,10 +22,20 @@ from capflow.capture.dtypes import DTYPES
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.files import open_regular
 from capflow_consumers.dataset import layout
-from capflow_consumers.dataset.capture import RequestCapture, Rows, damaged, site_of
+from capflow_consumers.dataset.capture import RequestCapture, Rows, concatenated, damaged, site_of
 from capflow_consumers.dataset.shards import seal
 from capflow_consumers.dataset.shards.seal import Entry
-from capflow_consumers.dataset.shards.stream import HEAD, Kind, StoredBatch, batches, decode, hashes_of, opened, rows_of
+from capflow_consumers.dataset.shards.stream import (
+    HEAD,
+    Kind,
+    StoredBatch,
+    batches,
+    common_width,
+    decode,
+    hashes_of,
+    opened,
+    rows_of,
+)
 
 _format_decoder = msgspec.msgpack.Decoder(seal.IndexFormat)
 _index_decoder = msgspec.msgpack.Decoder(seal.Index)
@@ -211,12 +222,12 @@ class ShardCapture(RequestCapture):
 
     def _rows(self, entry: layout.SiteFile) -> Rows:
         parts = list(self._parts(entry))
-        if len(parts) == 1:
-            return parts[0]
-        return _read_only(Rows(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True))))
+        return _read_only(concatenated(parts))
 
     def _parts(self, entry: layout.SiteFile) -> Iterator[Rows]:
         kind = self._shard.kind
+        shape = entry.row_shape(self.sidecar.hidden_size)
+        width = math.prod(shape)
         batches = self._decoded()
         ends = np.cumsum([len(batch.positions) for batch in batches]).tolist()
         first, last = entry.offset, entry.offset + entry.rows
@@ -227,9 +238,12 @@ class ShardCapture(RequestCapture):
             begin = end - len(batch.positions)
             low, high = max(first - begin, 0), min(last, end) - begin
             if low < high:
-                rows = self._bytes(batch, low, high).view(DTYPES[kind.dtype]).reshape(high - low, kind.hidden_size)
+                if batch.width != width:
+                    got = f"rows of {batch.width} numbers at {entry.site} of {self.id}"
+                    raise damaged(self.path, got, f"{width}, as its sidecar says")
+                rows = self._bytes(batch, low, high).view(DTYPES[kind.dtype]).reshape(high - low, width)
                 positions = batch.positions[low:high].astype(np.int64)
-                yield _read_only(Rows(rows, positions, batch.token_ids[low:high]))
+                yield _read_only(Rows(rows, positions, batch.token_ids[low:high], shape))
 
     def verify_rows(self) -> None:
         """Compare every row with its hash, and each site's columns with the sidecar's checksum."""
@@ -282,8 +296,10 @@ def _kind_within(file: Any) -> Kind | None:
     """Infer the kind of rows from surviving sidecars when the stream's head is damaged; None when there are none."""
     for _, sidecar in layout.sidecars_within(file):
         dtype = next((entry.dtype for entry in sidecar.sites if entry.dtype), sidecar.dtype)
+        widths = {math.prod(entry.row_shape(sidecar.hidden_size)) for entry in sidecar.sites}
+        width = common_width(widths or {sidecar.hidden_size or 1})
         for compressed in (False, True):
-            kind = Kind(dtype, sidecar.hidden_size or 1, compressed)
+            kind = Kind(dtype, width, compressed)
             if any(batch is not None for _, batch in batches(file, kind, kind.schema(), len(HEAD))):
                 return kind
     return None

@@ -44,7 +44,7 @@ def recover(path: Path, root: Path) -> None:
             problems.append(str(e))
     else:
         problems += map(str, shard.damage)
-        room = _COMMIT_END_BYTES + (0 if shard.kind.compressed else shard.kind.row_bytes)
+        room = _COMMIT_END_BYTES + (0 if shard.kind.compressed else shard.kind.bytes_of(shard.kind.commit_width))
         if _has_commit(shard.file.slice(shard.end), room):
             problems.append(f"{path}: a commit after byte {shard.end} cannot be read")
     for entry in shard.entries:
@@ -95,7 +95,7 @@ def _copy(shard: Shard, entries: Sequence[Entry]) -> ShardFile:
             *batches, commit = (decode(shard.file, place, shard.kind, shard.schema) for place in entry.batches)
             for batch in batches:
                 rows = [] if batch.rows is None else [batch.rows]
-                copy.put(EncodedBatch(rows, batch.positions, batch.token_ids, batch.hashes, batch.page))
+                copy.put(EncodedBatch(rows, *batch[:3], batch.page, batch.width))
             assert commit.sidecar is not None
             copy.commit(entry.request, entry.engine, commit.sidecar)
     finally:

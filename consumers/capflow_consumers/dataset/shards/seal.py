@@ -3,7 +3,7 @@
 Row groups point into the stream. Behind the stream come the other columns, the index and the footer:
 
     stream, its end                 as `capflow_consumers.dataset.shards.stream` describes it
-    vectors                         of the small batches, copied together into larger row groups
+    vectors                         of the small batches, those of one width copied together into larger row groups
     the other columns               of each row group: who, where, and the rows' hashes
     index                           the requests, and the hashes of all bytes before it that are no rows, as msgpack
     locator                         where the index lies, and the hashes of index and footer
@@ -16,6 +16,7 @@ the index has a hash: a request's row has its own, in its batch; the index has t
 from __future__ import annotations
 
 import itertools
+import json
 import mmap
 import os
 import struct
@@ -100,17 +101,32 @@ class _Piece(NamedTuple):
     batch: StoredBatch
 
 
+class _Grouped(NamedTuple):
+    """What was written of the row groups.
+
+    rows: the ranges of rows in the stream.
+    tip: the end of the file.
+    shapes: every shape of a row at each site where it is not `[hidden_size]`.
+    """
+
+    groups: list[parquet.RowGroup]
+    rows: list[tuple[int, int]]
+    tip: int
+    kind: Kind
+    shapes: dict[str, set[tuple[int, ...]]]
+
+
 def seal(path: Path, end: int, entries: Sequence[Entry]) -> int:
     """Make a Parquet file of a stream that ends at `end`; return the length of the file. Raises OSError."""
     with path.open("r+b") as file:
         fd = file.fileno()
         os.ftruncate(fd, end)
         with mmap.mmap(fd, end, access=mmap.ACCESS_READ) as whole:
-            groups, rows, tip, kind = _groups(fd, pa.py_buffer(whole), write(fd, [END], end), entries)
+            groups, rows, tip, kind, shapes = _grouped(fd, pa.py_buffer(whole), write(fd, [END], end), entries)
         with mmap.mmap(fd, tip, access=mmap.ACCESS_READ) as whole:
             blocks = [xxhash.xxh3_64_intdigest(block) for _, block in blocks_of(whole, tip, rows)]
         index = msgspec.msgpack.encode(Index(FORMAT, list(entries), rows, blocks))
-        columns = parquet.schema(kind.dtype, kind.hidden_size, kind.about())
+        columns = parquet.schema(kind.dtype, kind.width, kind.about() | _about(shapes))
         footer = parquet.footer(columns, groups, f"capflow {capflow.__version__}")
         locator = _LOCATOR.pack(
             _MAGIC,
@@ -153,34 +169,42 @@ def ranges_of(end: int, rows: Sequence[tuple[int, int]]) -> Iterator[tuple[int, 
             yield begin, min(last, begin + BLOCK_BYTES)
 
 
-def _groups(
-    fd: int, file: Any, tip: int, entries: Sequence[Entry]
-) -> tuple[list[parquet.RowGroup], list[tuple[int, int]], int, Kind]:
-    """Write the columns of the row groups after the stream.
+def _about(shapes: dict[str, set[tuple[int, ...]]]) -> dict[str, str]:
+    """Return the metadata `capflow.shapes`: the shape of a row at each site that has one of its own, and one only."""
+    plain = {site: list(next(iter(of_site))) for site, of_site in sorted(shapes.items()) if len(of_site) == 1}
+    return {"capflow.shapes": json.dumps(plain)} if plain else {}
 
-    Return the row groups, the ranges of rows in the stream, the end of the file, and the kind of rows.
-    """
+
+def _grouped(fd: int, file: Any, tip: int, entries: Sequence[Entry]) -> _Grouped:
+    """Write the columns of the row groups after the stream."""
     kind, schema, _ = opened(file)
     groups: list[parquet.RowGroup] = []
-    small: list[_Piece] = []
-    small_bytes = 0
+    # By width: the batches that are copied together, and their bytes.
+    small: dict[int, tuple[list[_Piece], int]] = {}
     rows: list[tuple[int, int]] = []
+    shapes: dict[str, set[tuple[int, ...]]] = {}
     for piece in _pieces(file, kind, schema, entries):
         if piece.batch.rows is not None:
             rows.append((piece.batch.rows.ctypes.data - file.address, piece.batch.rows.nbytes))
+        if piece.sidecar.format == layout.FORMAT_SHAPED and not piece.first:
+            for each in piece.sidecar.sites:
+                if each.shape:
+                    shapes.setdefault(str(each.site), set()).add(each.shape)
         chunk = chunk_of(piece.batch, kind)
         if chunk is not None:
             tip = _add(fd, tip, groups, [piece], chunk)
             continue
-        nbytes = len(piece.batch.positions) * kind.row_bytes
-        if small and small_bytes + nbytes > GATHERED_BYTES_MAX:
-            tip = _gather(fd, tip, groups, small, kind)
-            small, small_bytes = [], 0
-        small.append(piece)
-        small_bytes += nbytes
-    if small:
-        tip = _gather(fd, tip, groups, small, kind)
-    return groups, sorted(rows), tip, kind
+        width = piece.batch.width
+        nbytes = len(piece.batch.positions) * kind.bytes_of(width)
+        pieces, held = small.get(width, ([], 0))
+        if pieces and held + nbytes > GATHERED_BYTES_MAX:
+            tip = _gather(fd, tip, groups, pieces, kind)
+            pieces, held = [], 0
+        pieces.append(piece)
+        small[width] = pieces, held + nbytes
+    for pieces, _ in small.values():
+        tip = _gather(fd, tip, groups, pieces, kind)
+    return _Grouped(groups, sorted(rows), tip, kind, shapes)
 
 
 def _pieces(file: Any, kind: Kind, schema: pa.Schema, entries: Sequence[Entry]) -> Iterator[_Piece]:
@@ -196,10 +220,10 @@ def _pieces(file: Any, kind: Kind, schema: pa.Schema, entries: Sequence[Entry]) 
 
 def _gather(fd: int, tip: int, groups: list[parquet.RowGroup], pieces: list[_Piece], kind: Kind) -> int:
     values = b"".join(rows_of(piece.batch, kind).tobytes() for piece in pieces)
-    count = sum(len(piece.batch.positions) for piece in pieces)
-    pages = parquet.vector_pages(kind.dtype, kind.hidden_size, count, values, compressed=False)
+    count, width = sum(len(piece.batch.positions) for piece in pieces), pieces[0].batch.width
+    pages = parquet.vector_pages(kind.dtype, width, count, values, compressed=False)
     length = len(pages.bytes)
-    chunk = parquet.vector_chunk(tip, length, count * kind.hidden_size, pages, compressed=False)
+    chunk = parquet.vector_chunk(tip, length, count * width, pages, compressed=False)
     return _add(fd, write(fd, [pages.bytes], tip), groups, pieces, chunk)
 
 

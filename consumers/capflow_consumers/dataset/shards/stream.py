@@ -11,6 +11,9 @@ copies the vectors into a page. With compression, `page` holds a whole compresse
 A page begins with four 32-bit numbers that say where its parts are: see `page_of`. A commit has one row, of position
 -1; its `sidecar` holds the JSON of a `layout.Sidecar`.
 
+In a stream whose rows have several widths, `capflow.hidden_size` is 0, `vector` is a list, and a column `width` says of
+each row how many numbers it has. All rows of a batch have one width. Without compression, sealing copies all of them.
+
 Invariant: everything up to the end of a commit is whole, unless the disk damaged it. Bytes after the last commit
 belong to no request. A message begins at a multiple of 8 bytes and with a mark, so that a reader finds the next message
 after a damaged one.
@@ -20,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +31,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
+from capflow import limits
 from capflow.capture.dtypes import DTYPES
 from capflow_consumers.dataset.shards import parquet
 
@@ -47,18 +51,22 @@ class Kind(NamedTuple):
     """The kind of a shard's rows.
 
     dtype: by name.
-    hidden_size: the width of a row.
+    width: the width of a row; 0 where rows have several widths.
     compressed: whether rows are compressed with zstd.
     """
 
     dtype: str
-    hidden_size: int
+    width: int
     compressed: bool
 
+    def bytes_of(self, width: int) -> int:
+        """Return the length of a row of a width, bytes."""
+        return width * DTYPES[self.dtype].itemsize
+
     @property
-    def row_bytes(self) -> int:
-        """The length of a row, bytes."""
-        return self.hidden_size * DTYPES[self.dtype].itemsize
+    def commit_width(self) -> int:
+        """The width of the one row of a commit."""
+        return self.width or 1
 
     def schema(self) -> pa.Schema:
         """Return the schema of the stream."""
@@ -69,8 +77,10 @@ class Kind(NamedTuple):
             ("sidecar", pa.binary()),
             ("page", pa.binary()),
         ]
+        if not self.width:
+            columns.append(("width", pa.int32()))
         if not self.compressed:
-            columns.append(("vector", parquet.vector_type(self.dtype, self.hidden_size)))
+            columns.append(("vector", parquet.vector_type(self.dtype, self.width)))
         return pa.schema([pa.field(*column, nullable=False) for column in columns], metadata=self.about())
 
     def about(self) -> dict[str, str]:
@@ -78,7 +88,7 @@ class Kind(NamedTuple):
         compression = "zstd" if self.compressed else "none"
         return {
             "capflow.dtype": self.dtype,
-            "capflow.hidden_size": str(self.hidden_size),
+            "capflow.hidden_size": str(self.width),
             "capflow.compression": compression,
         }
 
@@ -94,7 +104,14 @@ class Kind(NamedTuple):
             raise ValueError(f"no {e} in the schema") from e
         if kind.dtype not in DTYPES:
             raise ValueError(f"rows of the unknown dtype {kind.dtype}")
+        if kind.width < 0:
+            raise ValueError(f"rows of the width {kind.width}")
         return kind
+
+
+def common_width(widths: Collection[int]) -> int:
+    """Return the width of a shard that takes rows of these widths: 0 where there are several."""
+    return next(iter(widths)) if len(widths) == 1 else 0
 
 
 class StoredBatch(NamedTuple):
@@ -107,6 +124,7 @@ class StoredBatch(NamedTuple):
     page_begin: where that begins in the file.
     sidecar: of a commit; None for a batch of rows.
     end: where the next batch begins.
+    width: how many numbers a row has.
     """
 
     positions: npt.NDArray[np.int32]
@@ -117,6 +135,7 @@ class StoredBatch(NamedTuple):
     page_begin: int
     sidecar: bytes | None
     end: int
+    width: int
 
 
 class Encoder:
@@ -142,8 +161,11 @@ class Encoder:
         hashes: npt.NDArray[np.uint64],
         page: npt.NDArray[np.uint8],
         sidecar: bytes = b"",
+        width: int = 1,
     ) -> list[Any]:
         """Return the parts of a batch before its vectors.
+
+        width: how many numbers a row has, in a stream of several widths.
 
         The caller writes the vectors after them, padded with zeros to a multiple of 8 bytes. The parts are views of
         the arrays: what is written into the arrays before the parts are used is in them.
@@ -156,9 +178,12 @@ class Encoder:
             _in_first(np.frombuffer(sidecar, np.uint8), count),
             _in_first(page, count),
         ]
-        vectors = np.empty(count * self.kind.row_bytes, np.uint8)  # stands for the vectors; never written
+        width = self.kind.width or width
+        if not self.kind.width:
+            columns.append(pa.array(np.full(count, width, np.int32)))
+        vectors = np.empty(count * self.kind.bytes_of(width), np.uint8)  # stands for the vectors; never written
         if not self.kind.compressed:
-            columns.append(self._vectors(vectors, count))
+            columns.append(self._vectors(vectors, count, width))
         self._sink.parts = []
         self._writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=self._schema))
         parts = self._sink.parts
@@ -167,10 +192,13 @@ class Encoder:
         place = [getattr(part, "address", 0) for part in parts].index(vectors.ctypes.data)
         return parts[:place]
 
-    def _vectors(self, values: npt.NDArray[np.uint8], count: int) -> Any:
-        kind = parquet.vector_type(self.kind.dtype, self.kind.hidden_size)
-        flat = pa.Array.from_buffers(kind.value_type, count * self.kind.hidden_size, [None, pa.py_buffer(values)])
-        return pa.FixedSizeListArray.from_arrays(flat, type=kind)
+    def _vectors(self, values: npt.NDArray[np.uint8], count: int, width: int) -> Any:
+        kind = parquet.vector_type(self.kind.dtype, self.kind.width)
+        flat = pa.Array.from_buffers(kind.value_type, count * width, [None, pa.py_buffer(values)])
+        if self.kind.width:
+            return pa.FixedSizeListArray.from_arrays(flat, type=kind)
+        ends = np.arange(0, (count + 1) * width, width, dtype=np.int32)
+        return pa.Array.from_buffers(kind, count, [None, pa.py_buffer(ends)], children=[flat])
 
 
 class _Parts:
@@ -208,16 +236,21 @@ def decode(file: Any, begin: int, kind: Kind, schema: pa.Schema) -> StoredBatch:
     positions, token_ids, hashes = (_values(batch.column(i), dtype) for i, dtype in enumerate(_DTYPES))
     sidecar, page = _first(batch.column(3)), _first(batch.column(4))
     commit = len(sidecar) or positions[0] < 0
-    rows = None if kind.compressed else _values(batch.column(5), np.dtype(np.uint8))[: count * kind.row_bytes]
+    width = kind.width or int(_values(batch.column(5), np.dtype(np.int32))[0])
+    if not 0 < width <= limits.HIDDEN_SIZE_MAX:
+        raise ValueError(f"rows of the width {width}")
+    row_bytes = kind.bytes_of(width)
+    rows = None if kind.compressed else _values(batch.columns[-1], np.dtype(np.uint8))[: count * row_bytes]
     return StoredBatch(
         positions[:count],
         token_ids[:count],
         hashes[:count],
-        None if rows is None else rows.reshape(count, kind.row_bytes),
+        None if rows is None else rows.reshape(count, row_bytes),
         page,
         page.ctypes.data - file.address,
         sidecar.tobytes() if commit else None,
         end,
+        width,
     )
 
 
@@ -284,9 +317,9 @@ def page_of(pages: parquet.VectorPages, room: int | None = None) -> npt.NDArray[
     return np.frombuffer(b"".join((_PAGE_HEAD.pack(begin, *pages[1:]), padding, pages.bytes)), np.uint8)
 
 
-def page_room(kind: Kind, count: int, nbytes: int) -> int:
+def page_room(kind: Kind, width: int, count: int) -> int:
     """Return the largest length of the page before rows, rounded up to 8, so that the rows follow it directly."""
-    longest = parquet.vector_head_bytes_max(kind.dtype, kind.hidden_size, count, nbytes)
+    longest = parquet.vector_head_bytes_max(kind.dtype, width, count, count * kind.bytes_of(width))
     return (_PAGE_HEAD.size + longest + 7) // 8 * 8
 
 
@@ -295,8 +328,8 @@ def chunk_of(batch: StoredBatch, kind: Kind) -> parquet.ColumnChunk | None:
     if not len(batch.page):
         return None
     begin, *places = _PAGE_HEAD.unpack(batch.page[: _PAGE_HEAD.size].tobytes())
-    length = len(batch.page) - begin + (0 if kind.compressed else len(batch.positions) * kind.row_bytes)
-    values = len(batch.positions) * kind.hidden_size
+    values = len(batch.positions) * batch.width
+    length = len(batch.page) - begin + (0 if kind.compressed else kind.bytes_of(values))
     pages = parquet.VectorPages(b"", *places)
     return parquet.vector_chunk(batch.page_begin + begin, length, values, pages, compressed=kind.compressed)
 
@@ -307,10 +340,10 @@ def rows_of(batch: StoredBatch, kind: Kind) -> npt.NDArray[Any]:
         return batch.rows
     count = len(batch.positions)
     if not len(batch.page):  # a commit's
-        return np.zeros((count, kind.row_bytes), np.uint8)
+        return np.zeros((count, kind.bytes_of(batch.width)), np.uint8)
     try:
         begin, _, body, plain_body = _PAGE_HEAD.unpack(batch.page[: _PAGE_HEAD.size].tobytes())
-        return parquet.page_rows(kind.dtype, kind.hidden_size, count, batch.page[begin + body :], plain_body)
+        return parquet.page_rows(kind.dtype, batch.width, count, batch.page[begin + body :], plain_body)
     except MemoryError:  # pyarrow's is an ArrowException too, but the page is not at fault
         raise
     except (pa.ArrowException, OSError, struct.error) as e:
