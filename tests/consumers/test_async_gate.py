@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 
+from capflow.capture.frame import Frame
 from capflow.capture.site import Site
 from capflow.errors import UsageError
 from capflow.probes.probe import Probe, save_vector
 from capflow.steering.action import ActionApplied, Answered, Freeze, Rejected, Steer, Unfreeze, Unknown, Unsteer
 from capflow_consumers.async_gate import RETRY_S, AsyncGate, AsyncGateConfig
-from tests.kit.frames import make_frame
+from tests.kit.frames import make_frame, make_model
 
 SITE = Site(1, "post_block")
 WIDTH = 4
@@ -53,8 +54,6 @@ def opened(files, clock=None, **options):
 
 def give(gate, request, start, *values):
     """Give the gate rows that score these values."""
-    from capflow.capture.frame import Frame
-
     frame = make_frame([(request, 2, start, len(values))], [SITE], hidden=WIDTH)
     rows = np.repeat(np.asarray(values, np.float32)[:, None], WIDTH, axis=1)
     gate.on_frame(Frame.seal(frame.header, rows.reshape(-1).view(np.uint8)))
@@ -200,3 +199,19 @@ def test_a_vector_of_another_width_than_the_probe_is_refused(files, tmp_path):
     save_vector(tmp_path / "wide.safetensors", SITE, np.ones(5))
     with pytest.raises(UsageError, match="got 5 numbers, expected 4, the probe's width"):
         opened(files | {"vector": str(tmp_path / "wide.safetensors")})
+
+
+def test_a_probe_may_be_at_a_site_of_another_shape_and_a_vector_may_not(files, tmp_path):
+    heads = Site(1, "heads")
+    Probe.make(heads, np.ones(12) / 12, threshold=2.0).save(tmp_path / "probe.safetensors")
+    gate, actions = opened(files)
+    gate.on_session("engine-1", make_model(hidden=WIDTH, shapes={"heads": (3, 4)}))
+    with pytest.raises(UsageError, match=r"weight: got 12 numbers, expected 8, the width of heads:1"):
+        gate.on_session("engine-1", make_model(hidden=WIDTH, shapes={"heads": (2, 4)}))
+    frame = make_frame([("a", 2, 0, 2)], [heads], hidden=WIDTH, shape=(3, 4))
+    rows = np.repeat(np.array([1, 3], np.float32)[:, None], 12, axis=1)
+    gate.on_frame(Frame.seal(frame.header, rows.reshape(-1).view(np.uint8)))
+    assert [type(action) for action in actions] == [Steer]
+    save_vector(tmp_path / "vector.safetensors", heads, np.arange(12))
+    with pytest.raises(UsageError, match=r"site: got heads:1, expected a site of the residual stream$"):
+        opened(files)

@@ -314,3 +314,16 @@ def test_a_model_that_does_not_fit_is_refused():
         gate().open(make_model(num_layers=1))
     with pytest.raises(UsageError, match=r"consumers\.gate\.vector\.post_block\.2: got no tap at post_block:2"):
         gate().open(make_model(num_layers=2))
+
+
+@pytest.mark.parametrize("tier", ["sync", "in-graph"])
+@pytest.mark.parametrize("part", ["p", "v"])
+def test_a_gate_at_a_site_of_another_shape_is_refused_by_name(tmp_path, tier, part):
+    options = files(tmp_path)
+    if part == "p":
+        Probe.make(Site(3, "heads"), np.ones(8)).save(tmp_path / "p")
+    else:
+        save_vector(tmp_path / "v", Site(3, "heads"), np.ones(8))
+    with pytest.raises(UsageError) as caught:
+        Gate.load(GateConfig(**options, tier=tier))
+    assert str(caught.value) == f"{tmp_path / part}: site: got heads:3, expected a site of the residual stream"

@@ -17,7 +17,7 @@ import pytest
 from capflow import limits
 from capflow.capture.frame import Block, Dropped, Finished, Frame, FrameHeader, Gap, Rank, RequestRows, Span
 from capflow.capture.model import ModelInfo
-from capflow.capture.site import HOOKS, Site
+from capflow.capture.site import STREAM_HOOKS, Site
 from capflow.capture.spec import CaptureByConsumer, CaptureSpec
 from capflow.protocol import message
 from capflow.protocol.message import Act, Await, Beat, Bye, Hello, Refused, WorkerCounts
@@ -97,7 +97,7 @@ def spec_of_many_layers():
 
 
 def spec_of_all_hooks():
-    specs = (CaptureSpec(dict.fromkeys(HOOKS, "all"), max_rows=number) for number in range(1, 500))
+    specs = (CaptureSpec(dict.fromkeys(STREAM_HOOKS, "all"), max_rows=number) for number in range(1, 500))
     return framed(batched((rows(name, capture=spec) for name, spec in zip(NAMES, specs, strict=False)), 100))
 
 

@@ -9,6 +9,7 @@ from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site
 from capflow.errors import UsageError
 from capflow.saes import sae as module
+from capflow.saes.named import load_saes
 from tests.kit.autoencoders import COUNT, WIDTH, decoded, encoded, gemma_scope, saelens, sparsify, weights
 
 ROWS = np.random.default_rng(7).normal(size=(33, WIDTH)).astype(np.float32)
@@ -154,3 +155,12 @@ def test_no_rows_have_no_features(tmp_path):
     none = np.empty((0, WIDTH), np.float32)
     assert sae.encode(none).shape == (0, COUNT)
     assert sae.top(none, 3)[0].shape == (0, 3)
+
+
+def test_a_site_beside_the_stream_is_refused_by_name(tmp_path):
+    path = saelens(tmp_path / "sae", weights())
+    with pytest.raises(UsageError, match=r"site: got heads:3, expected a site of the residual stream$"):
+        load_saes(f"{path}@heads:3", "--sae")
+    sae = capflow.load_sae(f"{path}@heads:3")
+    with pytest.raises(UsageError, match=r"site: got heads:3, expected a site of the residual stream$"):
+        sae.check_reads(ModelInfo("m", 8, WIDTH, "float32", (Site(3, "heads"),)))

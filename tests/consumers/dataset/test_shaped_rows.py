@@ -24,6 +24,7 @@ from capflow.capture.spec import CaptureSpec
 from capflow.errors import CapflowError, UsageError
 from capflow_consumers.dataset.layout import SHARD_PATTERN, write_sidecar
 from capflow_consumers.dataset.shards import file as shardfile
+from capflow_consumers.export.command import export
 from capflow_consumers.inspect.command import inspect
 from tests.kit.captured import flip
 from tests.kit.frames import make_frame, row_of
@@ -298,12 +299,12 @@ def test_inspect_shows_the_shape_of_each_site(tmp_path, options):
     assert "[18, 8]" in lines["post_block:0"]
     assert "[9, 4, 3]" in lines["heads:1"]
     assert "[8, 5]" in lines["router:2"]
-    found = json.loads(CliRunner().invoke(inspect, [str(tmp_path), "--json"]).output)
-    assert {site["site"]: site["shapes"] for site in found["sites"]} == {
+    survey = json.loads(CliRunner().invoke(inspect, [str(tmp_path), "--json"]).output)
+    assert {site["site"]: site["shapes"] for site in survey["sites"]} == {
         str(site): [list(SHAPES.get(site, (HIDDEN,)))] for site in SITES
     }
     expected = np.median([np.linalg.norm(row_of(r, SITES[4], p, 12)) for r in LENGTHS for p in (1, 2, 3)])
-    (heads,) = (site for site in found["sites"] if site["site"] == "heads:1")
+    (heads,) = (site for site in survey["sites"] if site["site"] == "heads:1")
     assert abs(heads["norm_median"] / expected - 1) < 0.02
 
 
@@ -324,3 +325,27 @@ def test_torch_takes_sites_of_one_width(tmp_path, options):
     both = capflow.TorchRows(tmp_path, ["heads:0", "heads:1"])
     assert both.row_shape == (12,)
     assert sum(len(batch.rows) for batch in both) == 18
+
+
+def test_exports_have_the_rows_own_shape(tmp_path):
+    store(tmp_path / "rows", LENGTHS, layout="sharded")
+    shown = CliRunner().invoke(export, [str(tmp_path / "rows"), str(tmp_path / "files"), "--to", "safetensors"])
+    assert shown.exit_code == 0, shown.output
+    tensors = load_file(tmp_path / "files" / "a.safetensors")
+    for site in SITES:
+        expected = np.stack([row_of("a", site, p, width_of(site)) for p in positions_of(site, 7)])
+        rows = tensors[f"{site.hook}.{site.layer:03d}.rows"]
+        assert rows.shape == (len(expected), *SHAPES.get(site, (HIDDEN,)))
+        assert rows.tobytes() == expected.tobytes()
+
+
+def test_activations_for_sae_lens_are_flat_and_each_site_has_its_width(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    store(tmp_path / "rows", LENGTHS, layout="packed")
+    words = [str(tmp_path / "rows"), str(tmp_path / "out"), "--to", "saelens", "--context-size", "2"]
+    shown = CliRunner().invoke(export, [*words, "--site", "heads:1", "--site", "post_block:0"])
+    assert shown.exit_code == 0, shown.output
+    assert "hook_name=blocks.1.attn.hook_z context_size=2 d_in=12" in shown.output
+    heads = datasets.load_from_disk(str(tmp_path / "out" / "blocks.1.attn.hook_z"))
+    assert np.array(heads[0]["blocks.1.attn.hook_z"]).shape == (2, 12)
+    assert len(heads) == 4

@@ -260,7 +260,7 @@ def test_rows_of_two_models_are_refused(tmp_path):
     write(tmp_path / "rows", {"b": (2, 20)}, hidden=16)
     done = export(tmp_path / "rows", tmp_path / "out", "saelens", "--context-size", 4)
     assert done.returncode == 2
-    assert "rows: got widths [8, 16], expected rows of one model" in done.stderr
+    assert re.search(r"rows at \S+: got widths \[8, 16\], expected rows of one model", done.stderr)
     assert export(tmp_path / "rows", tmp_path / "files", "safetensors").returncode == 0
 
 
