@@ -8,6 +8,7 @@ import sys
 import pytest
 import transformers
 
+from capflow.capture.site import FORWARD_HOOKS
 from capflow.errors import UsageError
 
 pytestmark = pytest.mark.engine
@@ -69,7 +70,7 @@ def test_shows_what_a_model_has_and_what_is_tapped(llama):
     assert first == "LlamaDecoderLayer: layers 0-2"
     assert head.split() == ["hook", "layers", "tapped", "TransformerLens", "nnsight"]
     rows = {line.split()[0]: line.split()[1:] for line in lines}
-    assert list(rows) == [*HOOKS, "final"]
+    assert list(rows) == list(FORWARD_HOOKS)
     assert rows["post_block"] == ["0-2", "0-2", "hook_resid_post", "output"]
     assert rows["mlp_in"] == ["0-2", "1", "ln2.hook_normalized", "mlp.input"]
     assert rows["attn_out"] == ["0-2", "-", "hook_attn_out", "-"]
