@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar, cast
 import msgspec
 
 from capflow.errors import CapflowError, UsageError, explain
-from capflow.files import create_private
+from capflow.files import create_private, write_whole
 from capflow.text import jsontext
 
 T = TypeVar("T")
@@ -122,6 +122,15 @@ class LineFile:
                 raise CapflowError(
                     explain(f"{self.path}", got=e.strerror or str(e), expected="room on the disk")
                 ) from e
+
+    def replace(self, lines: list[bytes]) -> None:
+        """Put these lines in the place of all the file's. A kill leaves the earlier ones or these."""
+        try:
+            write_whole(self.path, b"".join(line + b"\n" for line in lines))
+        except OSError as e:
+            raise CapflowError(explain(f"{self.path}", got=e.strerror or str(e), expected="room on the disk")) from e
+        self._close()
+        self.__enter__()
 
     def _cut(self) -> None:
         """Cut the file after its last complete line."""

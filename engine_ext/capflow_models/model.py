@@ -36,7 +36,7 @@ Prompt = str | Sequence[int]
 """A text, or token ids."""
 
 Rows = Mapping[Site, npt.NDArray[np.float32]]
-"""Rows `[prompts, hidden_size]` by site."""
+"""Rows `[prompts, hidden_size]`, or those of one prompt, `[tokens, hidden_size]`, by site."""
 
 _TOKENS_MAX = 1 << 20
 _SEED_MAX = (1 << 63) - 1
@@ -277,6 +277,23 @@ class SteerableModel(ABC):
             self._check_site(site)
         return self._last_rows(_prompts(prompts), sites, self.steered(steering))
 
+    def prompt_rows(
+        self, prompts: Prompt | Sequence[Prompt], sites: Sequence[Site], *, steering: Steering | None = None
+    ) -> list[Rows]:
+        """Return the stream at every token of each prompt: for each site, `[tokens, hidden_size]` float32.
+
+        Rows are taken before the site itself is steered.
+        """
+        for site in sites:
+            self._check_site(site)
+        return self._prompt_rows(_prompts(prompts), sites, self.steered(steering))
+
+    def token_logprobs(
+        self, prompts: Prompt | Sequence[Prompt], *, steering: Steering | None = None
+    ) -> list[npt.NDArray[np.float32]]:
+        """Return the natural log probability of each token of each prompt but the first, `[tokens - 1]` float32."""
+        return self._token_logprobs(_prompts(prompts), self.steered(steering))
+
     def steered(self, steering: Steering | None = None) -> Steering:
         """Return the specification joined with further steering. Raises UsageError when that does not fit."""
         if steering is None:
@@ -305,6 +322,16 @@ class SteerableModel(ABC):
 
     @abstractmethod
     def _last_rows(self, prompts: Sequence[Prompt], sites: Sequence[Site], steering: Steering) -> Rows: ...
+
+    @abstractmethod
+    def _prompt_rows(self, prompts: Sequence[Prompt], sites: Sequence[Site], steering: Steering) -> list[Rows]: ...
+
+    @abstractmethod
+    def _token_logprobs(self, prompts: Sequence[Prompt], steering: Steering) -> list[npt.NDArray[np.float32]]: ...
+
+    @abstractmethod
+    def token_ids(self, prompt: Prompt) -> list[int]:
+        """Return a prompt's token ids."""
 
     @property
     @abstractmethod

@@ -17,6 +17,7 @@ import msgspec
 from capflow.capture.site import Site
 from capflow.errors import UsageError, explain
 from capflow_models.backends import Backend
+from capflow_models.judges import Judge
 from capflow_models.lines import LineFile
 from capflow_models.model import Job, Sampling, SteerableModel
 from capflow_models.spec import LayerSteeringSpec, SteeringSpec, Vector
@@ -36,13 +37,15 @@ class RolloutPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_tokens: int | None = None
 
 
-class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One row.
 
     vector: the name of the vector.
     seed: the seed of this sample.
     prompt_tokens, tokens: how many tokens the prompt and the answer have.
     settings: a digest of all further settings of the answer.
+    scores: of its judges, by name; None where a judge has none.
+    judges: a digest of each judge that scored it, by the judge's name.
     """
 
     prompt_id: str
@@ -57,6 +60,8 @@ class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt_tokens: int
     tokens: int
     settings: str
+    scores: dict[str, float | None] = {}
+    judges: dict[str, str] = {}
 
     @property
     def key(self) -> tuple[str, str, float, int]:
@@ -171,10 +176,47 @@ def missing(
     return [item for item in items if item.key not in done]
 
 
+def judged(rows: Sequence[Rollout], judges: Sequence[Judge], model: SteerableModel | None) -> list[Rollout]:
+    """Return rows with the scores of those judges that did not score them.
+
+    model: reads the answers, for judges that need it.
+    """
+    scored = list(rows)
+    for judge in judges:
+        todo = [number for number, row in enumerate(scored) if judge.name not in row.judges]
+        if todo:
+            texts = [(scored[number].prompt, scored[number].text) for number in todo]
+            for number, scores in zip(todo, judge.scores(model, texts), strict=True):
+                row = scored[number]
+                scored[number] = msgspec.structs.replace(
+                    row, scores=row.scores | scores, judges=row.judges | {judge.name: judge.digest}
+                )
+    return scored
+
+
+def check_judges(rows: Iterable[Rollout], judges: Sequence[Judge], where: str) -> None:
+    """Raise UsageError for a row that another judge of the same name scored.
+
+    where: the file's name, for errors.
+    """
+    digests = {judge.name: judge.digest for judge in judges}
+    for row in rows:
+        for name, digest in row.judges.items():
+            if digests.get(name, digest) != digest:
+                got = f"scores of another judge {name}, a {digest.partition(' ')[0]}"
+                do = "give this one another name, NAME=…, or write to another file"
+                raise UsageError(explain(f"{where}: prompt {row.prompt_id}", got=got, expected="this one's", do=do))
+
+
 def roll_out(
-    model: SteerableModel, plan: RolloutPlan, items: Sequence[WantedAnswer], file: LineFile, batch: int
+    model: SteerableModel,
+    plan: RolloutPlan,
+    items: Sequence[WantedAnswer],
+    file: LineFile,
+    batch: int,
+    judges: Sequence[Judge] = (),
 ) -> Iterator[int]:
-    """Compute answers and write their rows in batches; yield the number of rows after each batch."""
+    """Compute answers and write their rows, judged, in batches; yield the number of rows after each batch."""
     for start in range(0, len(items), batch):
         chunk = items[start : start + batch]
         answers = model.run([plan.job(item) for item in chunk])
@@ -182,5 +224,5 @@ def roll_out(
             plan.row(item, answer.text, len(answer.prompt_token_ids), len(answer.token_ids))
             for item, answer in zip(chunk, answers, strict=True)
         ]
-        file.add([msgspec.json.encode(row) for row in rows])
+        file.add([msgspec.json.encode(row) for row in judged(rows, judges, model)])
         yield len(rows)

@@ -85,8 +85,8 @@ class Stream:
 
     program: the operations on the stream; None for none.
     sites: the steered sites.
-    caught: the last position's row at each captured site, `[hidden_size]` float32 on the CPU, before the site is
-        steered.
+    caught: the rows of the last pass at each captured site, `[tokens, hidden_size]` float32 on the CPU, before the site
+        is steered.
 
     Raises UsageError for a program with gates.
     """
@@ -190,7 +190,7 @@ class _AtSite:
         hidden = tensor.reshape(-1, tensor.shape[-1])
         value = hidden if scale == 1.0 else hidden * scale
         if self.catch:
-            self.stream.caught[self.site] = value[-1].detach().clone().float().cpu()
+            self.stream.caught[self.site] = value.detach().clone().float().cpu()
         start, self.start = self.start, self.start + len(hidden)
         if self.site in self.stream.sites:
             steered = self.stream.steered(value, self.site, start)

@@ -106,7 +106,7 @@ class TransformersSteerableModel(SteerableModel):
         return [self._answer(job) for job in jobs]
 
     def _answer(self, job: Job) -> Completion:
-        prompt = self._ids(job.prompt)
+        prompt = self.token_ids(job.prompt)
         sampling = job.sampling
         random = torch.Generator(self.model.device)
         if sampling.seed is None:
@@ -137,22 +137,36 @@ class TransformersSteerableModel(SteerableModel):
     @torch.inference_mode()
     def _logprobs(self, prompts: Sequence[Prompt], steering: Steering) -> npt.NDArray[np.float32]:
         rows = []
-        for prompt in map(self._ids, prompts):
+        for prompt in map(self.token_ids, prompts):
             with self._stream(prompt, steering).hooked(self._layers):
                 logits = self._forward(prompt, None, use_cache=False).logits[0, -1].float()
             rows.append(logits.log_softmax(-1).cpu().numpy())
         return np.stack(rows)
 
     @torch.inference_mode()
+    def _token_logprobs(self, prompts: Sequence[Prompt], steering: Steering) -> list[npt.NDArray[np.float32]]:
+        logprobs = []
+        for prompt in map(self.token_ids, prompts):
+            with self._stream(prompt, steering).hooked(self._layers):
+                logits = self._forward(prompt, None, use_cache=False).logits[0, :-1].float()
+            tokens = torch.tensor(prompt[1:], device=logits.device)
+            logprobs.append(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0].cpu().numpy())
+        return logprobs
+
     def _last_rows(self, prompts: Sequence[Prompt], sites: Sequence[Site], steering: Steering) -> Rows:
-        caught: dict[Site, list[npt.NDArray[np.float32]]] = {site: [] for site in sites}
-        for prompt in map(self._ids, prompts):
-            stream = self._stream(prompt, steering)
-            with stream.hooked(self._layers, frozenset(sites)):
-                self._forward(prompt, None, use_cache=False)
-            for site, rows in caught.items():
-                rows.append(stream.caught[site].numpy())
-        return {site: np.stack(rows) for site, rows in caught.items()}
+        caught = [{site: rows[-1] for site, rows in self._rows_of(p, sites, steering).items()} for p in prompts]
+        return {site: np.stack([each[site] for each in caught]) for site in sites}
+
+    def _prompt_rows(self, prompts: Sequence[Prompt], sites: Sequence[Site], steering: Steering) -> list[Rows]:
+        return [self._rows_of(prompt, sites, steering) for prompt in prompts]
+
+    @torch.inference_mode()
+    def _rows_of(self, prompt: Prompt, sites: Sequence[Site], steering: Steering) -> Rows:
+        ids = self.token_ids(prompt)
+        stream = self._stream(ids, steering)
+        with stream.hooked(self._layers, frozenset(sites)):
+            self._forward(ids, None, use_cache=False)
+        return {site: stream.caught[site].numpy() for site in sites}
 
     def _stream(self, prompt: Sequence[int], steering: Steering) -> Stream:
         self._check(steering)
@@ -162,7 +176,8 @@ class TransformersSteerableModel(SteerableModel):
         input_ids = torch.tensor([list(ids)], device=self.model.device)
         return self.model(input_ids=input_ids, past_key_values=cache, use_cache=use_cache)
 
-    def _ids(self, prompt: Prompt) -> list[int]:
+    def token_ids(self, prompt: Prompt) -> list[int]:
+        """Return a prompt's token ids."""
         if not isinstance(prompt, str):
             return list(prompt)
         if self.tokenizer is None:

@@ -117,7 +117,32 @@ class VLLMSteerableModel(SteerableModel):
                 row[token] = entry.logprob
         return rows
 
+    def _token_logprobs(self, prompts: Sequence[Prompt], steering: Steering) -> list[npt.NDArray[np.float32]]:
+        ids = [self.token_ids(prompt) for prompt in prompts]
+        parameters = [
+            sampling_params(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, **_fields(steering))
+            for _ in ids
+        ]
+        outputs = self.llm.generate([_vllm_prompt(prompt) for prompt in ids], parameters, use_tqdm=False)
+        return [
+            np.array(
+                [at[token].logprob for token, at in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)],
+                np.float32,
+            )
+            for prompt, output in zip(ids, outputs, strict=True)
+        ]
+
     def _last_rows(self, prompts: Sequence[Prompt], sites: Sequence[Site], steering: Steering) -> Rows:
+        captures = self._captured(prompts, sites, steering, "last_prompt")
+        return {site: np.stack([each[site][-1] for each in captures]) for site in sites}
+
+    def _prompt_rows(self, prompts: Sequence[Prompt], sites: Sequence[Site], steering: Steering) -> list[Rows]:
+        return self._captured(prompts, sites, steering, "all_prompt")
+
+    def _captured(
+        self, prompts: Sequence[Prompt], sites: Sequence[Site], steering: Steering, positions: str
+    ) -> list[Rows]:
+        """Return the captured rows of each prompt at these positions."""
         if self._rows is None:
             do = "pass rows=ROOT, the root of the engine's filesystem consumer, or open the model by name"
             raise UsageError(explain("last_rows: no captured rows to read", do=do))
@@ -126,7 +151,7 @@ class VLLMSteerableModel(SteerableModel):
         parameters = [
             sampling_params(
                 id=f"{name}-{number}",
-                capture={"hooks": hooks, "positions": "last_prompt"},
+                capture={"hooks": hooks, "positions": positions},
                 max_tokens=1,
                 temperature=0.0,
                 detokenize=False,
@@ -141,7 +166,11 @@ class VLLMSteerableModel(SteerableModel):
                     raise CapflowError(explain(f"rows for {consumer}", got=f"{result.status}: {result.error}"))
         data = capflow.open(self._rows)
         captures = [data[f"{name}-{number}"] for number, _ in enumerate(prompts)]
-        return {site: np.stack([each[site].rows[-1].astype(np.float32) for each in captures]) for site in sites}
+        return [{site: each[site].rows.astype(np.float32) for site in sites} for each in captures]
+
+    def token_ids(self, prompt: Prompt) -> list[int]:
+        """Return a prompt's token ids."""
+        return list(self.llm.get_tokenizer().encode(prompt)) if isinstance(prompt, str) else list(prompt)
 
     @property
     def _has_words(self) -> bool:

@@ -10,7 +10,9 @@ from capflow.text.examples import examples
 
 @click.command(
     epilog=examples(
-        "capflow rollouts --model demo --prompts prompts.jsonl --vector glad=glad.safetensors --out answers.jsonl"
+        "capflow rollouts --model demo --prompts prompts.jsonl --vector glad=glad.safetensors --out answers.jsonl",
+        "capflow rollouts --model demo --prompts prompts.jsonl --judge perplexity --judge sorry=regex:(?i)sorry "
+        "--out answers.jsonl",
     )
 )
 @click.option("--model", required=True, metavar="MODEL", help="A model's directory or name, or `demo`.")
@@ -28,6 +30,13 @@ from capflow.text.examples import examples
 @click.option("--max-new-tokens", type=click.IntRange(1), default=64, show_default=True)
 @click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True)
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True)
+@click.option(
+    "--judge",
+    "judges",
+    multiple=True,
+    metavar="[NAME=]JUDGE",
+    help="probe:FILE, regex:PATTERN, perplexity or function:MODULE:FUNCTION; repeatable.",
+)
 @click.option("--backend", type=click.Choice(["vllm", "transformers"]), default="vllm", show_default=True)
 @click.option("--batch", type=click.IntRange(1), help="Answers asked for at once: 64 with vllm, 1 with transformers.")
 @click.option("--stride", type=click.IntRange(1), default=1, show_default=True, help="How many workers share the work.")
@@ -45,6 +54,7 @@ def rollouts(
     max_new_tokens: int,
     temperature: float,
     top_p: float,
+    judges: tuple[str, ...],
     backend: str,
     batch: int | None,
     stride: int,
@@ -55,6 +65,8 @@ def rollouts(
 
     A run that was stopped continues when it is started again. With --stride N each worker writes a file of its own,
     FILE.K-of-N.
+
+    Judges score each answer: the row gets `scores`, and their means are printed. Rows that exist are judged, too.
     """
     from capflow.cli.engine.become import become
     from capflow.cli.engine.job import parse_pairs
@@ -74,6 +86,7 @@ def rollouts(
             "temperature": temperature,
             "top_p": top_p,
             "batch": batch or 0,
+            "judges": judges,
             "relative": normalize_steering,
             "stride": stride,
             "offset": offset,

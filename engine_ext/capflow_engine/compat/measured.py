@@ -17,10 +17,9 @@ Source of KL as a metric of patching: Zhang and Nanda 2024, arXiv:2309.16042.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,15 +28,14 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from capflow.errors import UsageError, explain
+from capflow.errors import explain
+from capflow.plugins.function import function_named
 
 MEASURED_KEY = "capflow_measured"
 MEASURED_OUT = "CAPFLOW_MEASURED_OUT"
 MEASURED_FUNCTIONS = "CAPFLOW_MEASURED_FUNCTIONS"
 
 _ELEMENTS_MAX = 1 << 24
-
-Function = Callable[[Any, int, int], Any]
 
 
 class _Asked(NamedTuple):
@@ -59,7 +57,7 @@ class MeasuredLogits(LogitsProcessor):  # type: ignore[misc]
         self._asked: dict[int, _Asked] = {}
         self._out = Path(os.environ[MEASURED_OUT]) if os.environ.get(MEASURED_OUT) else None
         names = os.environ.get(MEASURED_FUNCTIONS, "") if self._out else ""
-        self._functions = {name: function_named(name) for name in names.split(",") if name}
+        self._functions = {name: function_named(name, "--metrics") for name in names.split(",") if name}
         # Log probabilities `[vocabulary]` of references, by name, those of `_group` only.
         self._references: dict[str, torch.Tensor] = {}
         self._group = ""
@@ -142,20 +140,3 @@ def divergences(reference: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor
     terms = (reference - logprobs).mul_(reference.exp())
     excluded = reference == -torch.inf
     return (terms.masked_fill_(excluded, 0.0) if excluded.any() else terms).sum(-1)
-
-
-def function_named(name: str, where: str = "--metrics") -> Function:
-    """Return the function that `module:function` names. Raises UsageError if there is none."""
-    module, colon, function = name.partition(":")
-    expected = "module:function, importable from here"
-    if not colon or not module or not function or "," in name:
-        raise UsageError(explain(where, got=name, expected=expected))
-    try:
-        value = getattr(importlib.import_module(module), function)
-    except Exception as e:
-        got = f"{name}: {type(e).__name__}: {e}"
-        raise UsageError(explain(where, got=got, expected=expected)) from e
-    if not callable(value):
-        raise UsageError(explain(where, got=f"{name}, a {type(value).__name__}", expected="a function"))
-    function_value: Function = value
-    return function_value

@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -23,9 +25,21 @@ from capflow.text import jsontext
 from capflow_models.backends import Backend, open_model
 from capflow_models.jobs.bar import counting_bar
 from capflow_models.jobs.ending import check_interrupted, run_program
+from capflow_models.jobs.table import print_table
+from capflow_models.judges import Judge, parse_judges
 from capflow_models.lines import LineFile, read_lines
-from capflow_models.model import Sampling
-from capflow_models.rollouts import PLAIN, Rollout, RolloutPlan, RolloutPrompt, missing, roll_out
+from capflow_models.model import Sampling, SteerableModel
+from capflow_models.rollouts import (
+    PLAIN,
+    Rollout,
+    RolloutPlan,
+    RolloutPrompt,
+    WantedAnswer,
+    check_judges,
+    judged,
+    missing,
+    roll_out,
+)
 from capflow_models.vectors.file import load_sites
 
 BATCH = {"vllm": 64, "transformers": 1}
@@ -41,6 +55,7 @@ class RolloutJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     samples: answers for each prompt, vector and scale.
     stride, offset: every stride-th answer, from the offset on.
     batch: answers per batch; 0 for the back end's default.
+    judges: in the form of `--judge`.
     relative: whether scales are relative to the stream's norm.
     arguments: further arguments of the back end.
     """
@@ -59,6 +74,7 @@ class RolloutJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stride: int = 1
     offset: int = 0
     batch: int = 0
+    judges: list[str] = []
     relative: bool = False
     arguments: dict[str, Any] = {}
 
@@ -109,36 +125,111 @@ def shared_out(job: RolloutJob) -> Path:
 
 
 def run(job: RolloutJob) -> None:
-    """Compute the missing rollouts; show a progress bar on a terminal, else progress lines."""
+    """Compute the missing rollouts and scores; show a progress bar on a terminal, else progress lines."""
     out = shared_out(job)
     plan = plan_of(job)
+    judges = parse_judges(job.judges)
     items = plan.items(job.stride, job.offset)
-    console = Console(highlight=False, stderr=True)
+    console = Console(highlight=False, markup=False, stderr=True)
     parquet = out.suffix == ".parquet"
     with LineFile(out.with_name(f"{out.name}.jsonl") if parquet else out) as file:
         if parquet and out.exists() and not file.lines():
             file.add([msgspec.json.encode(row) for row in read_parquet(out)])
-        todo = missing(plan, items, _rows(file), str(out))
-        done = len(items) - len(todo)
-        if done:
+        rows = list(_rows(file))
+        todo = missing(plan, items, rows, str(out))
+        check_judges(rows, judges, str(out))
+        unjudged = _unjudged(rows, items, judges)
+        if done := len(items) - len(todo):
             console.print(f"capflow: {done} of {len(items)} rollouts already exist", soft_wrap=True)
-        if todo:
-            arguments = dict(job.arguments)
-            if job.backend == "vllm":
-                hooks = sorted({site.hook for sites in plan.vectors.values() for site in sites})
-                arguments.setdefault("sites", [f"{hook}:*" for hook in hooks] or ["post_block:*"])
-            with open_model(job.backend, job.model, arguments) as model, counting_bar(console) as bar:
-                task = bar.add_task("rollouts", total=len(items), completed=done)
-                for count in roll_out(model, plan, todo, file, job.batch or BATCH[job.backend]):
-                    check_interrupted()
-                    done += count
-                    bar.update(task, completed=done)
-                    if bar.disable:
-                        console.print(f"capflow: {done} of {len(items)} rollouts", soft_wrap=True)
+        with ExitStack() as stack:
+            model = None
+            if todo or any(judge.reads and judge.name not in rows[n].judges for judge in judges for n in unjudged):
+                model = stack.enter_context(open_model(job.backend, job.model, _arguments(job, plan, judges)))
+                for judge in judges:
+                    judge.check(model)
+            batch = job.batch or BATCH[job.backend]
+            if unjudged:
+                _judge_again(file, rows, unjudged, judges, model, batch, console)
+            if todo:
+                assert model is not None
+                _counted("rollouts", len(items), done, roll_out(model, plan, todo, file, batch, judges), console)
+        rows = list(_rows(file))
         if parquet:
-            write_parquet(out, _rows(file))
+            write_parquet(out, rows)
             file.path.unlink()
+    _show(rows, items, judges)
     console.print(f"capflow: {len(items)} rollouts in {out}", soft_wrap=True)
+
+
+def _arguments(job: RolloutJob, plan: RolloutPlan, judges: Sequence[Judge]) -> dict[str, Any]:
+    arguments = dict(job.arguments)
+    if job.backend == "vllm":
+        sites = {f"{site.hook}:*" for sites in plan.vectors.values() for site in sites}
+        sites |= {str(judge.site) for judge in judges if judge.site is not None and f"{judge.site.hook}:*" not in sites}
+        arguments.setdefault("sites", sorted(sites) or ["post_block:*"])
+    return arguments
+
+
+def _counted(noun: str, total: int, done: int, counts: Iterator[int], console: Console) -> None:
+    """Show how much is done while the work runs. `counts` yields how much each step does."""
+    with counting_bar(console) as bar:
+        task = bar.add_task(noun, total=total, completed=done)
+        for count in counts:
+            check_interrupted()
+            done += count
+            bar.update(task, completed=done)
+            if bar.disable:
+                console.print(f"capflow: {done} of {total} {noun}", soft_wrap=True)
+
+
+def _unjudged(rows: Sequence[Rollout], items: Sequence[WantedAnswer], judges: Sequence[Judge]) -> list[int]:
+    """Return the numbers of the rows of this run that lack the scores of a judge."""
+    wanted, names = {item.key for item in items}, {judge.name for judge in judges}
+    return [number for number, row in enumerate(rows) if row.key in wanted and not names <= row.judges.keys()]
+
+
+def _judge_again(
+    file: LineFile,
+    rows: Sequence[Rollout],
+    unjudged: Sequence[int],
+    judges: Sequence[Judge],
+    model: SteerableModel | None,
+    batch: int,
+    console: Console,
+) -> None:
+    """Judge rows that exist, and write the file anew, also after Ctrl-C."""
+    written = list(rows)
+
+    def score() -> Iterator[int]:
+        for start in range(0, len(unjudged), batch):
+            chunk = unjudged[start : start + batch]
+            for number, row in zip(chunk, judged([rows[number] for number in chunk], judges, model), strict=True):
+                written[number] = row
+            yield len(chunk)
+
+    try:
+        _counted("answers judged", len(unjudged), 0, score(), console)
+    finally:
+        file.replace([msgspec.json.encode(row) for row in written])
+
+
+def _show(rows: Sequence[Rollout], items: Sequence[WantedAnswer], judges: Sequence[Judge]) -> None:
+    """Print the mean of each score by vector and scale."""
+    names = [name for judge in judges for name in judge.columns]
+    if not names:
+        return
+    by_key = {row.key: row for row in rows}
+    groups: dict[tuple[str, float], list[Rollout]] = {}
+    for item in items:
+        groups.setdefault((item.vector, item.scale), []).append(by_key[item.key])
+    lines = []
+    for (vector, scale), group in groups.items():
+        means = []
+        for name in names:
+            scores = [score for row in group if (score := row.scores[name]) is not None]
+            means.append(fmean(scores) if scores else None)
+        lines.append([vector, f"{scale:g}", len(group), *means])
+    print_table(["vector", "scale", "answers", *names], lines)
 
 
 def read_parquet(path: Path) -> list[Rollout]:
@@ -147,18 +238,33 @@ def read_parquet(path: Path) -> list[Rollout]:
     import pyarrow.parquet as pq
 
     try:
-        return msgspec.convert(pq.read_table(path).to_pylist(), list[Rollout])
+        return [_of_parquet(row) for row in pq.read_table(path).to_pylist()]
     except (pa.ArrowException, OSError, msgspec.ValidationError) as e:
         raise UsageError(explain(f"--out {path}", got=str(e), expected="a file of rollouts, or a new file")) from e
 
 
-def write_parquet(path: Path, rows: Iterator[Rollout]) -> None:
-    """Write rows to a Parquet file; the file appears once it is whole."""
+def _of_parquet(row: dict[str, Any]) -> Rollout:
+    """Return a row; a judge that did not score it is null in the file."""
+    judges = {name: digest for name, digest in (row.pop("judges", None) or {}).items() if digest is not None}
+    scores = row.pop("scores", None) or {}
+    scores = {name: score for name, score in scores.items() if {name, name.partition(".")[0]} & judges.keys()}
+    return msgspec.convert({**row, "scores": scores, "judges": judges}, Rollout)
+
+
+def write_parquet(path: Path, rows: Sequence[Rollout]) -> None:
+    """Write rows to a Parquet file; the file appears once it is whole.
+
+    Scores and judges are structs, with a field for each that a row has.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     types = {str: pa.string(), int: pa.int64(), float: pa.float64()}
-    schema = pa.schema([(field.name, types[field.type]) for field in msgspec.structs.fields(Rollout)])
+    fields = [(each.name, types[each.type]) for each in msgspec.structs.fields(Rollout) if each.type in types]
+    for name, kind in (("scores", pa.float64()), ("judges", pa.string())):
+        if keys := sorted({key for row in rows for key in getattr(row, name)}):
+            fields.append((name, pa.struct([(key, kind) for key in keys])))
+    schema = pa.schema(fields)
     with whole_file(path) as file:
         pq.write_table(pa.Table.from_pylist([msgspec.to_builtins(row) for row in rows], schema), file)
 

@@ -21,6 +21,7 @@ from capflow.saes.load import load_sae
 from capflow.text.printable import printable
 from capflow_models.backends import Backend, open_model
 from capflow_models.jobs.ending import run_program
+from capflow_models.jobs.table import print_table
 from capflow_models.lines import read_lines
 from capflow_models.spec import Vector
 from capflow_models.vectors.file import check_out, origin_of, save_vectors
@@ -168,22 +169,10 @@ def show(lines: Sequence[msgspec.Struct], job: VectorJob) -> None:
         for line in lines:
             print(msgspec.json.encode(line).decode())
         return
-    names = [name.replace("_", " ") for name in lines[0].__struct_fields__]
-    cells = [names, *([_text(getattr(line, name)) for name in line.__struct_fields__] for line in lines)]
-    numeric = [not isinstance(getattr(lines[0], name), str) for name in lines[0].__struct_fields__]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(names))]
-    for row in cells:
-        padded = [
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(row, widths, numeric, strict=True)
-        ]
-        print("  ".join(padded).rstrip())
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4f}" if isinstance(value, float) else printable(str(value))
+    fields = lines[0].__struct_fields__
+    print_table(
+        [name.replace("_", " ") for name in fields], [[getattr(line, name) for name in fields] for line in lines]
+    )
 
 
 def main() -> int:

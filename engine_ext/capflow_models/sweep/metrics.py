@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from capflow.errors import UsageError, explain
+from capflow.plugins.function import function_named
 from capflow_models.sweep.origin import digest_of
 from capflow_models.sweep.plan import RunKey, items_of
 
@@ -93,8 +94,4 @@ def digests(metrics: Sequence[str], where: str = "--metrics") -> dict[str, str]:
     Raises UsageError for one that cannot be imported.
     """
     own = [name for name in metrics if name not in MEANINGS]
-    if not own:  # the import takes seconds
-        return {}
-    from capflow_engine.compat.measured import function_named
-
     return {name: digest_of(name, function_named(name, where)) for name in own}
