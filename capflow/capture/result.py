@@ -11,6 +11,7 @@ import msgspec
 from capflow.capture.frame import Dropped, Finished, Weights
 from capflow.capture.losses import Losses, described
 from capflow.text.brief import brief
+from capflow.text.notebook import html_fields
 
 Status = Literal["ok", "pending", "partial_error", "error", "not_requested"]
 
@@ -40,6 +41,7 @@ class CaptureResult(msgspec.Struct, frozen=True):
     weights: tuple[Weights, ...] = ()
 
     __repr__ = brief
+    _repr_html_ = html_fields
 
 
 class RequestDone(msgspec.Struct, frozen=True):
@@ -68,6 +70,7 @@ class RequestDone(msgspec.Struct, frozen=True):
     tag: str = ""
 
     __repr__ = brief
+    _repr_html_ = html_fields
 
     @property
     def problems(self) -> list[str]:

@@ -23,6 +23,7 @@ from capflow.capture.site import HOOKS, Site, by_own_name, layers_by_hook, layer
 from capflow.errors import UsageError, explain
 from capflow.limits import Name
 from capflow.text.brief import brief
+from capflow.text.notebook import html_fields
 
 StoredDtype = Literal["model", "float32", "float16"]
 """The dtype that consumers store rows in: `model` keeps the captured dtype, the others convert."""
@@ -69,6 +70,7 @@ class CaptureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     tag: Annotated[str, msgspec.Meta(max_length=limits.TAG_LENGTH_MAX)] = ""
 
     __repr__ = brief
+    _repr_html_ = html_fields
 
     @property
     def specs(self) -> tuple[CaptureSpec, ...]:

@@ -21,11 +21,16 @@ def brief(value: Any) -> str:
 
     Fields of a dataclass with `repr=False` are left out, too.
     """
-    held = ((name, getattr(value, name)) for name in _fields(value))
-    fields = ", ".join(f"{name}={_shown(each)}" for name, each in held if not _empty(each))
+    fields = ", ".join(f"{name}={shown}" for name, shown in named_fields(value))
     if len(fields) > _LENGTH_MAX:
         fields = f"{fields[:_LENGTH_MAX]}…"
     return f"{type(value).__name__}({fields})"
+
+
+def named_fields(value: Any) -> list[tuple[str, str]]:
+    """Return the fields that `brief` shows, each with the short repr of its value."""
+    held = ((name, getattr(value, name)) for name in _fields(value))
+    return [(name, _shown(each)) for name, each in held if not _empty(each)]
 
 
 def _fields(value: Any) -> Iterable[str]:

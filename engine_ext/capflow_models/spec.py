@@ -21,6 +21,7 @@ from capflow.steering.clamp import Clamp
 from capflow.steering.request import Steering, Tier
 from capflow.steering.vector import SteeringVector
 from capflow.text.brief import brief
+from capflow.text.notebook import html_table
 
 Vector = npt.NDArray[np.float32]
 
@@ -128,6 +129,19 @@ class LayerSteeringSpec:
         """Whether this does nothing."""
         return self.vector is None and self.projection_cap is None and self.ablation is None
 
+    def described(self) -> tuple[str, str, str]:
+        """Return the vector, the cap and the ablation in words, each empty without one."""
+        vector = cap = ablation = ""
+        if self.vector is not None:
+            length = float(np.linalg.norm(self.vector.astype(np.float64)))
+            vector = f"{self.scale:g} x the stream's norm" if self.relative else f"{self.scale:g} x length {length:.4g}"
+        if self.projection_cap is not None:
+            bounds = self.projection_cap.cap_below, self.projection_cap.cap_above
+            cap = " to ".join("any" if bound is None else f"{bound:g}" for bound in bounds)
+        if self.ablation is not None:
+            ablation = f"x {self.ablation.scale:g}"
+        return vector, cap, ablation
+
     def tier(self, site: Site) -> Tier:
         """Return the same steering as a tier of one site."""
         vectors = () if self.vector is None else (SteeringVector.make(site, self.vector, self.scale, self.relative),)
@@ -158,6 +172,14 @@ class SteeringSpec:
             if not layer.empty:
                 kept[key_of(site)] = layer
         object.__setattr__(self, "layers", MappingProxyType(kept))
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: a line for each site."""
+        return html_table(
+            ["site", "vector", "projection cap", "ablation"],
+            [(str(site), *layer.described()) for site, layer in self.sites()],
+            "SteeringSpec" if self.layers else "SteeringSpec: nothing is steered",
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SteeringSpec) and self.steering() == other.steering()

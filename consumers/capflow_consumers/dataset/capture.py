@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from pathlib import PurePath
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -19,7 +19,12 @@ from capflow.capture.result import joined_weights
 from capflow.capture.site import Site
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.text.brief import brief
+from capflow.text.tabular import Tabular
 from capflow_consumers.dataset import layout
+from capflow_consumers.dataset.tables import arrow_of, capture_html
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _RUNS_SHOWN_MAX = 8
 
@@ -109,7 +114,7 @@ class Damage(NamedTuple):
     of_capture: bool
 
 
-class RequestCapture(ABC):
+class RequestCapture(Tabular, ABC):
     """One captured request; `capture[(12, "post_block")]` or `capture["post_block:12"]` gives a site's rows.
 
     path: the request's directory, or the shard that it is in.
@@ -123,6 +128,17 @@ class RequestCapture(ABC):
     def __repr__(self) -> str:
         about = f"{len(self.sites)} sites, {self.sidecar.rows} rows, {self.prompt_length} prompt tokens"
         return f"<capture {self.id!r}: {about}, {self.status}>"
+
+    def _repr_html_(self) -> str:
+        return capture_html(self)
+
+    def to_arrow(self) -> pa.Table:
+        """Return a table with a line for each row.
+
+        Columns: `request`, `layer`, `hook`, `position`, `token_id`, and `row`, a list of float32. `to_pandas` and
+        `to_polars` give the same.
+        """
+        return arrow_of([self])
 
     @property
     def id(self) -> str:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -28,6 +28,7 @@ from capflow.extras import require
 from capflow.files import open_regular, read_regular
 from capflow.text.brief import brief
 from capflow.text.engine_name import is_of, name_of
+from capflow.text.tabular import Tabular
 from capflow_consumers.dataset import layout
 from capflow_consumers.dataset.capture import (
     Damage,
@@ -45,6 +46,10 @@ from capflow_consumers.dataset.names import Numbered, slug, split
 from capflow_consumers.dataset.objects.address import ObjectRoot, is_url, parse
 from capflow_consumers.dataset.running import RunningCapture, running
 from capflow_consumers.dataset.shards.index import ShardSet
+from capflow_consumers.dataset.tables import arrow_of, dataset_html
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 __all__ = ["Damage", "Dataset", "JoinedCapture", "RequestCapture", "RowBatch", "Rows", "RunningCapture", "open_dataset"]
 
@@ -151,7 +156,7 @@ class DirectoryCapture(RequestCapture):
         return header, len(header) + part.nbytes
 
 
-class Dataset:
+class Dataset(Tabular):
     """A root directory or a place in an object store; `ds.requests()` lists its requests, `ds[request_id]` opens one.
 
     Requests that end while the data set is open are seen, also those in shards that are not sealed yet. An id may be
@@ -266,6 +271,17 @@ class Dataset:
 
     def __repr__(self) -> str:
         return f"<data set {str(self.path)!r}: {len(self)} captures>"
+
+    def _repr_html_(self) -> str:
+        return dataset_html(self, repr(self))
+
+    def to_arrow(self) -> pa.Table:
+        """Return a table with a line for each row of every capture that is not damaged, in memory.
+
+        Columns: `request`, `layer`, `hook`, `position`, `token_id`, and `row`, a list of float32. `to_pandas` and
+        `to_polars` give the same. `batches` reads a data set that is larger than the memory.
+        """
+        return arrow_of(self)
 
     def __contains__(self, key: object) -> bool:
         if isinstance(key, tuple) and len(key) == 2 and all(isinstance(part, str) for part in key):

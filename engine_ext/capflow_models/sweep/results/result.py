@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from capflow.errors import UsageError, explain
 from capflow.extras import missing, require
 from capflow.files import make_directory, whole_file
+from capflow.text.notebook import html_table
+from capflow.text.tabular import Tabular
 from capflow_models.sweep.results.heatmap import figure_of, png_of, strongest
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ DATABASE = "sweep.duckdb"
 _SHOWN = 8
 
 
-class SweepResult:
+class SweepResult(Tabular):
     """A finished sweep.
 
     patches: a row for each pair, direction, hook, layer, position and metric, as a `pyarrow.Table`: `value`, those of
@@ -79,13 +81,6 @@ class SweepResult:
     def to_arrow(self) -> pa.Table:
         """Return `patches`."""
         return self.patches
-
-    def to_pandas(self) -> Any:
-        """Return `patches` as a data frame of pandas. Raises UsageError if pandas is not installed."""
-        try:
-            return self.patches.to_pandas()
-        except ModuleNotFoundError as e:
-            raise UsageError(explain("to_pandas: missing package pandas", do="pip install pandas")) from e
 
     def heatmap(self, metric: str = "", direction: str = "") -> matplotlib.figure.Figure:
         """Return the heatmap of a metric in a direction, by default of the first ones, as a figure of matplotlib.
@@ -144,13 +139,6 @@ def strongest_table(summary: Any, direction: str, metric: str, count: int = _SHO
         for row in strongest(summary, direction, metric, count)
     ]
     return html_table(["site", "place", "token", f"recovery of {metric}, {direction}", metric], lines)
-
-
-def html_table(columns: list[str], lines: list[list[str]]) -> str:
-    """Return an HTML table of texts."""
-    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>" for line in lines)
-    return f"<table><tr>{head}</tr>{body}</table>"
 
 
 def _number(row: dict[str, Any], name: str) -> str:
