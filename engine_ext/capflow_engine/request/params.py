@@ -50,7 +50,8 @@ def sampling_params(
         position. With `"relative": True` the vector has length 1 and the scale is relative to the stream's norm. The
         packed form is described in `capflow.steering.packed`.
     prefill_steering_vectors, decode_steering_vectors: the same at the prompt's or at generated positions only.
-    steering_clamps: `{"post_block": {12: {"vector": …, "min": -1.0, "max": 2.0}}}`. `value` instead of both bounds sets
+    steering_clamps: `{"post_block": {12: {"vector": …, "min": -1.0, "max": 2.0}}}`, or for heads, neurons and experts
+        `{"heads": {12: {"index": [3, 5], "value": 0}}}`. `value` instead of both bounds sets
         the projection; `strength` scales the change; a list holds several directions.
     prefill_steering_clamps, decode_steering_clamps: the same at the prompt's or at generated positions only.
     steering_features: `{"sae": "mood", "features": {"123": 4.0, "7": {"set": 0}}}`: features of a sparse autoencoder

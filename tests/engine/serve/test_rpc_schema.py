@@ -241,3 +241,31 @@ def test_a_relative_vector_is_that_of_a_body_plain_or_packed():
         result.append(Steering.parse({"steering_vectors": fields_of(sent)["steering_vectors"]}).base.vectors)
     assert result[0] == result[1]
     assert result[0][0].relative
+
+
+@pytest.mark.parametrize(
+    ("message", "plain"),
+    [
+        (pb.Clamp(index=[3, 5], value=0.5), {"index": [3, 5], "value": 0.5}),
+        (pb.Clamp(index=[1], values=[1.0, 2.0], strength=0.5), {"index": [1], "value": [1.0, 2.0], "strength": 0.5}),
+        (pb.Clamp(index=[8, 9], min=-1), {"index": [8, 9], "min": -1.0}),
+    ],
+)
+def test_a_clamp_of_entries_is_that_of_a_body(message, plain):
+    request = pb.GenerateRequest()
+    request.steering_clamps["heads"].layers[2].clamps.append(message)
+    sent = fields_of(pb.GenerateRequest.FromString(request.SerializeToString()))["steering_clamps"]
+    clamps = Steering.parse({"steering_clamps": sent}).base.clamps
+    assert clamps == Steering.parse({"steering_clamps": {"heads": {2: plain}}}).base.clamps
+    request.steering_clamps["heads"].layers[2].clamps[0].MergeFrom(pb.Clamp(value=1, values=[1.0]))
+    with pytest.raises(UsageError, match=r"^steering_clamps\.heads\.layers\.2\.clamps\.0\.values: given beside value"):
+        fields_of(request)
+
+
+def test_a_patch_of_entries_is_that_of_a_body():
+    rows = pb.Rows(dtype="float32", shape=[2], data=struct.pack("<2f", 1, 2))
+    request = pb.GenerateRequest()
+    request.steering_patches["heads"].layers[2].patches.append(pb.Patch(positions=[0, -1], index=[3], vector=rows))
+    sent = fields_of(pb.GenerateRequest.FromString(request.SerializeToString()))["steering_patches"]
+    plain = {"heads": {2: {"positions": [0, -1], "index": 3, "vector": [1.0, 2.0]}}}
+    assert Steering.parse({"steering_patches": sent}).patches == Steering.parse({"steering_patches": plain}).patches

@@ -319,20 +319,24 @@ class LayerClamps(_message.Message):
     def __init__(self, clamps: _Optional[_Iterable[_Union[Clamp, _Mapping]]] = ...) -> None: ...
 
 class Clamp(_message.Message):
-    __slots__ = ("vector", "min", "max", "value", "strength", "gate")
+    __slots__ = ("vector", "min", "max", "value", "strength", "gate", "index", "values")
     VECTOR_FIELD_NUMBER: _ClassVar[int]
     MIN_FIELD_NUMBER: _ClassVar[int]
     MAX_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
     STRENGTH_FIELD_NUMBER: _ClassVar[int]
     GATE_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
     vector: _containers.RepeatedScalarFieldContainer[float]
     min: float
     max: float
     value: float
     strength: float
     gate: str
-    def __init__(self, vector: _Optional[_Iterable[float]] = ..., min: _Optional[float] = ..., max: _Optional[float] = ..., value: _Optional[float] = ..., strength: _Optional[float] = ..., gate: _Optional[str] = ...) -> None: ...
+    index: _containers.RepeatedScalarFieldContainer[int]
+    values: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, vector: _Optional[_Iterable[float]] = ..., min: _Optional[float] = ..., max: _Optional[float] = ..., value: _Optional[float] = ..., strength: _Optional[float] = ..., gate: _Optional[str] = ..., index: _Optional[_Iterable[int]] = ..., values: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class HookPatches(_message.Message):
     __slots__ = ("layers",)
@@ -354,16 +358,18 @@ class LayerPatches(_message.Message):
     def __init__(self, patches: _Optional[_Iterable[_Union[Patch, _Mapping]]] = ...) -> None: ...
 
 class Patch(_message.Message):
-    __slots__ = ("positions", "vector", "amount", "gate")
+    __slots__ = ("positions", "vector", "amount", "gate", "index")
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     VECTOR_FIELD_NUMBER: _ClassVar[int]
     AMOUNT_FIELD_NUMBER: _ClassVar[int]
     GATE_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     positions: _containers.RepeatedScalarFieldContainer[int]
     vector: Rows
     amount: float
     gate: str
-    def __init__(self, positions: _Optional[_Iterable[int]] = ..., vector: _Optional[_Union[Rows, _Mapping]] = ..., amount: _Optional[float] = ..., gate: _Optional[str] = ...) -> None: ...
+    index: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, positions: _Optional[_Iterable[int]] = ..., vector: _Optional[_Union[Rows, _Mapping]] = ..., amount: _Optional[float] = ..., gate: _Optional[str] = ..., index: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Rows(_message.Message):
     __slots__ = ("dtype", "shape", "data")

@@ -39,6 +39,11 @@ def fields_of(message: Message, where: str = "") -> dict[str, Any]:
         values[field.name] = _value(value, f"{before}{field.name}")
     if isinstance(message, pb.HookVectors | pb.HookClamps | pb.HookPatches):
         return {**values.pop("layers", {}), **values}  # the parser refuses both forms at once
+    if isinstance(message, pb.Clamp) and "values" in values:
+        given = values.pop("values")
+        if "value" in values:
+            raise UsageError(explain(f"{before}values: given beside value", expected="one of both"))
+        values["value"] = given
     return values
 
 
