@@ -38,8 +38,10 @@ test-one: env  ## run one test file or test: make test-one T=tests/capture/test_
 	$(PYTHON) -m pytest $(T)
 
 # The lanes of `make test` run side by side, each with its output at its end. These tests wait for time to pass rather
-# than for the processor, most of them, as those of the browser do, so they fill what the engines leave.
+# than for the processor, most of them, as those of the browser do, so they fill what the engines leave. The lanes take
+# about as long as each other.
 WAITING := tests/hub tests/consumers tests/transport
+FIRST_ROWS := $(sort $(wildcard tests/rows/test_[a-c]*.py))
 LANES := lane-engines lane-waiting lane-browser-rows lane-others
 LANE := -m pytest --durations 25 -m
 QUICK := -m pytest -q -m "not (engine or browser or long or slow)" --durations 5 --durations-min 2
@@ -57,18 +59,22 @@ build/tests:
 	@mkdir -p $@
 
 lane-engines:
-	@$(PYTHON) $(LANE) "engine and not long" --ignore=tests/rows 2>&1 | tee build/tests/$@.txt
+	@{ $(PYTHON) $(LANE) "engine and not long" --ignore=tests/rows; engines=$$?; \
+		$(PYTHON) $(LANE) "not (engine or browser or long)" tests/engine && exit $$engines; } 2>&1 | tee build/tests/$@.txt
 
 lane-waiting:
-	@$(PYTHON) $(LANE) "not (engine or long)" $(WAITING) 2>&1 | tee build/tests/$@.txt
+	@{ $(PYTHON) $(LANE) "not (engine or long)" $(WAITING); waiting=$$?; \
+		$(PYTHON) $(LANE) "engine and not long" $(FIRST_ROWS) && exit $$waiting; } 2>&1 | tee build/tests/$@.txt
 
 # The browser needs no engine and is done early, so the engines of tests/rows come after it.
 lane-browser-rows:
 	@{ $(PYTHON) $(LANE) "browser and not (engine or long)" $(WAITING:%=--ignore=%); browser=$$?; \
-		$(PYTHON) $(LANE) "engine and not long" tests/rows && exit $$browser; } 2>&1 | tee build/tests/$@.txt
+		$(PYTHON) $(LANE) "engine and not long" tests/rows $(FIRST_ROWS:%=--ignore=%) && exit $$browser; } 2>&1 | \
+		tee build/tests/$@.txt
 
 lane-others:
-	@$(PYTHON) $(LANE) "not (browser or engine or long)" $(WAITING:%=--ignore=%) 2>&1 | tee build/tests/$@.txt
+	@$(PYTHON) $(LANE) "not (browser or engine or long)" $(WAITING:%=--ignore=%) --ignore=tests/engine 2>&1 | \
+		tee build/tests/$@.txt
 
 proof: env system  ## run the long tests, minutes each
 	@# pip accepts no file in which only some packages have hashes. Each of the packages below is for a few tests.

@@ -56,10 +56,12 @@ def test_every_test_runs_somewhere():
     ]
     assert [(selected, folders.strip()) for selected, folders in runs] == [
         ("engine and not long", "--ignore=tests/rows"),
+        ("not (engine or browser or long)", "tests/engine"),
         ("not (engine or long)", "$(WAITING)"),
+        ("engine and not long", "$(FIRST_ROWS)"),
         ("browser and not (engine or long)", "$(WAITING:%=--ignore=%)"),
-        ("engine and not long", "tests/rows"),
-        ("not (browser or engine or long)", "$(WAITING:%=--ignore=%)"),
+        ("engine and not long", "tests/rows $(FIRST_ROWS:%=--ignore=%)"),
+        ("not (browser or engine or long)", "$(WAITING:%=--ignore=%) --ignore=tests/engine"),
     ]
     assert selections("proof") == ["long"]
     assert re.search('^QUICK := .* "not \\(engine or browser or long or slow\\)" ', MAKEFILE, re.MULTILINE)
