@@ -30,7 +30,7 @@ from capflow.protocol.routing import hub_of
 from capflow_engine.hubs import HubAt
 
 if TYPE_CHECKING:  # it needs torch
-    from capflow_engine.structure import Structure
+    from capflow_engine.layer.structure import Structure
 
 SITES_DEFAULT = ("post_block:*",)
 """The patterns of the sites that carry a tap by default."""

@@ -1,6 +1,6 @@
 """The residual stream of a Transformers model: forward hooks capture and steer it at the layers' hook points.
 
-`capflow_engine.structure` finds the hook points from how a layer's output is summed, as for vLLM. Operations are
+`capflow_engine.layer.structure` finds the hook points from how a layer's output is summed, as for vLLM. Operations are
 computed in float32 and rounded to the model's dtype once, as in `capflow.steering.program`.
 
 One prompt is computed at a time. A site sees each position once and in order, so the number of positions that it has
@@ -19,7 +19,8 @@ import torch
 from capflow.capture.site import HOOKS, Site
 from capflow.errors import UsageError, explain
 from capflow.steering.program import ADD, CLAMP, ENCODE, RELATIVE, SET, Op, SiteOps, SteeringProgram
-from capflow_engine.structure import HookPlace, Slot, Structure, UnclearError, resolve
+from capflow_engine.layer.parts import Slot
+from capflow_engine.layer.structure import HookPlace, Structure, UnclearError, resolve
 
 _CACHES = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_params"})
 """The names of the cache argument in Transformers, for modules that mix tokens."""

@@ -21,6 +21,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from tests.architectures import inside
+
 VOCABULARY = 320
 HIDDEN = 64
 
@@ -404,6 +406,7 @@ def _expected(model_type, model, tokens):
             watch = functools.partial(_watch, stack, seen, number)
             watch(layer, "pre_attn", before=True)
             watch(layer, "post_block")
+            inside.watch(stack, seen, number, layer, mixers_of(layer), model_type)
             for mixer in mixers_of(layer)[:1]:
                 watch(mixer, "attn_in", before=True)
                 _watch(stack, parts, number, mixer, "mixer", scale=scale_of(model.config.get_text_config()))

@@ -8,10 +8,10 @@ from capflow.capture.site import FORWARD_HOOKS, HOOKS, Site, by_own_name, hook_n
 from capflow.capture.spec import CaptureSpec
 from capflow.errors import UsageError
 from capflow.steering.request import Steering
+from capflow_engine.layer.structure import Structure
 from capflow_engine.settings import tapped_sites
 from capflow_engine.steering.files import load_sites
 from capflow_engine.steering.module import load_module
-from capflow_engine.structure import Structure
 from capflow_models.spec import site_of
 
 SITE = Site(3, "post_block")

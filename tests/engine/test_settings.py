@@ -9,8 +9,8 @@ from vllm.config import VllmConfig
 from capflow.capture.site import Site
 from capflow.errors import UsageError
 from capflow_engine.hubs import hubs_at
+from capflow_engine.layer.structure import HookPlace, Structure
 from capflow_engine.settings import GRAPH_KEY, Settings, Tapped
-from capflow_engine.structure import HookPlace, Structure
 
 
 def settings(sites=1, engine="e", fixed=(), **user):

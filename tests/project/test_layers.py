@@ -30,7 +30,8 @@ LAYERS = {
         "filesystem duckdb nats inspect export features",
     ),
     "capflow_engine": (
-        "structure passage hubs settings",
+        "layer",
+        "hubs settings",
         "compat",
         "steering",
         "request taps",

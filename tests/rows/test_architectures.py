@@ -8,7 +8,7 @@ import pytest
 
 from capflow.errors import UsageError
 from capflow.transport.hub_process import HubProcess
-from capflow_engine.structure import HookPlace
+from capflow_engine.layer.structure import HookPlace
 from tests.architectures import run as checks
 from tests.architectures import table as architectures
 from tests.kit.processor import without_amx

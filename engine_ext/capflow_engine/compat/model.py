@@ -21,11 +21,11 @@ from capflow.capture.site import HOOKS, Site
 from capflow.errors import CapflowError, UsageError, explain
 from capflow_engine.compat import child, connectors, launch
 from capflow_engine.compat import engine as compat
-from capflow_engine.dryrun import Core, Experts, Linear, Mixer, Part
-from capflow_engine.inside import ATTENTION_HOOKS
-from capflow_engine.passage import final_place, returned_places
+from capflow_engine.layer.inside import ATTENTION_HOOKS
+from capflow_engine.layer.parts import Core, Experts, Linear, Mixer, Part
+from capflow_engine.layer.passage import final_place, returned_places
+from capflow_engine.layer.structure import HookPlace, Structure, UnclearError, large_on_meta, resolve
 from capflow_engine.settings import Tapped
-from capflow_engine.structure import HookPlace, Structure, UnclearError, large_on_meta, resolve
 
 
 def check_model(engine_args: Any, patterns: Iterable[str], steered: Sequence[str] | None = None) -> Tapped:

@@ -1,6 +1,6 @@
 """The tap: one custom op, called by a forward hook at each tapped site, inside the compiled graph.
 
-`install` puts a tap at a hook point that `capflow_engine.structure` found: before or after a module of the layer.
+`install` puts a tap at a hook point that `capflow_engine.layer.structure` found: before or after a module of the layer.
 
 `capflow::tap` copies wanted rows of the residual stream to the staging buffer, scores gates, and steers the stream in
 place. It is declared to mutate `hidden` only. The compiler does not know of the writes to the staging buffer and to the
@@ -24,7 +24,7 @@ from torch import nn
 
 from capflow.capture.site import HOOKS
 from capflow_engine.compat import engine as compat
-from capflow_engine.structure import HookPlace
+from capflow_engine.layer.structure import HookPlace
 from capflow_engine.taps import height
 from capflow_engine.taps import step as step_module
 from capflow_engine.taps.bank import Bank

@@ -35,6 +35,7 @@ from capflow_engine.compat import launch
 from capflow_engine.compat import model as compat_model
 from capflow_engine.compat import step as compat_step
 from capflow_engine.compat.versions.surface import V2_RUNNER
+from capflow_engine.layer.structure import HookPlace
 from capflow_engine.ranks.agreement import Agreement
 from capflow_engine.ranks.checksums import Checksums
 from capflow_engine.scheduler.orders import (
@@ -48,7 +49,6 @@ from capflow_engine.scheduler.orders import (
 )
 from capflow_engine.settings import Settings
 from capflow_engine.steering.budget import Size
-from capflow_engine.structure import HookPlace
 from capflow_engine.taps import height
 from capflow_engine.taps import step as step_module
 from capflow_engine.taps.bank import Bank

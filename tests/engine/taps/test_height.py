@@ -11,7 +11,7 @@ from torch import nn
 from capflow.capture.site import Site
 from capflow.errors import CapflowError
 from capflow_engine.compat import model as compat_model
-from capflow_engine.structure import HookPlace
+from capflow_engine.layer.structure import HookPlace
 from capflow_engine.taps import height
 from tests.kit.engines import engine, prompts
 from tests.kit.sources import KIT, ROOT

@@ -87,6 +87,7 @@ class Read(NamedTuple):
     unless: str = ""
 
 
+_LAYERS = "vllm.model_executor.layers"
 _SERVE = "vllm.entrypoints"
 _OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
 _OPENAI = f"{_SERVE}.openai"
@@ -128,8 +129,14 @@ SYMBOLS = (
     Symbol(f"{_SERVE}.serve.utils.api_utils", "with_cancellation", HTTP),
     Symbol("vllm.exceptions", "VLLMValidationError"),
     Symbol("vllm.model_executor.layers", "rotary_embedding"),
+    Symbol("vllm.model_executor.layers.attention.attention", "Attention"),
+    Symbol("vllm.model_executor.layers.attention.mla_attention", "MLAAttention"),
     Symbol("vllm.model_executor.layers.attention_layer_base", "AttentionLayerBase"),
     Symbol("vllm.model_executor.layers.fused_moe.runner.moe_runner", "MoERunner"),
+    Symbol("vllm.model_executor.layers.linear", "ColumnParallelLinear"),
+    Symbol("vllm.model_executor.layers.linear", "LinearBase"),
+    Symbol("vllm.model_executor.layers.linear", "QKVParallelLinear"),
+    Symbol("vllm.model_executor.layers.linear", "RowParallelLinear"),
     Symbol("vllm.model_executor.model_loader.utils", "initialize_model"),
     Symbol("vllm.model_executor.models.utils", "PPMissingLayer"),
     Symbol("vllm.platforms", "current_platform"),
@@ -140,6 +147,7 @@ SYMBOLS = (
     Symbol("vllm.utils.network_utils", "get_open_port"),
     Symbol("vllm.utils.torch_utils", "direct_register_custom_op"),
     Symbol("vllm.utils.torch_utils", "set_default_torch_dtype"),
+    Symbol("vllm.v1.attention.backend", "AttentionType"),
     Symbol("vllm.v1.core.sched.async_scheduler", "AsyncScheduler"),
     Symbol("vllm.v1.core.sched.scheduler", "Scheduler"),
     Symbol("vllm.v1.engine", "EngineCoreOutput"),
@@ -349,6 +357,18 @@ READS = (
         " data_parallel_rank data_parallel_size data_parallel_size_local decode_context_parallel_size"
         " distributed_executor_backend enable_lora enforce_eager nnodes pipeline_parallel_size"
         " tensor_parallel_size",
+    ),
+    _read(f"{_LAYERS}.linear:LinearBase", "input_size output_size return_bias"),
+    _read(f"{_LAYERS}.linear:ColumnParallelLinear", "gather_output output_size_per_partition"),
+    _read(f"{_LAYERS}.linear:QKVParallelLinear", "total_num_kv_heads"),
+    _read(
+        f"{_LAYERS}.attention.attention:Attention",
+        "attn_type head_size head_size_v kv_sharing_target_layer_name num_heads num_kv_heads",
+    ),
+    _read(f"{_LAYERS}.attention.mla_attention:MLAAttention", "num_heads qk_head_dim v_head_dim"),
+    _read(
+        f"{_LAYERS}.fused_moe.runner.moe_runner:MoERunner",
+        "gate routed_scaling_factor shared_expert_gate shared_experts",
     ),
     _read("vllm:LLM", "get_default_sampling_params llm_engine reset_prefix_cache"),
     _read("vllm:SamplingParams", "clone detokenize extra_args n prompt_logprobs"),

@@ -29,8 +29,8 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from capflow_engine import inside
-from capflow_engine.dryrun import Norm, Part, Parts, Slot
+from capflow_engine.layer import inside
+from capflow_engine.layer.parts import Norm, Part, Parts, Slot
 
 Mixes = Callable[[nn.Module], bool]
 """Returns whether a module mixes tokens: an attention or state-space core of vLLM."""

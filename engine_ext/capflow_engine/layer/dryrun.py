@@ -8,10 +8,11 @@ module that was not run and each operation of PyTorch, with the tensors that it 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -19,88 +20,19 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from capflow_engine.layer.parts import Core, Linear, Mixer, Norm, Part, Parts, Slot
+
 TOKENS = 5
+"""The rows of a dry run."""
+_REASON_LENGTH_MAX = 200
 
 
-class Slot(NamedTuple):
-    """An argument of a module's forward: its position, None if it is given by name, and its name."""
-
-    position: int | None
-    name: str | None
-
-    def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the argument of a call; None if the call leaves it out."""
-        if self.name is not None and self.name in kwargs:
-            return kwargs[self.name]
-        return args[self.position] if self.position is not None and self.position < len(args) else None
+class DryRunError(Exception):
+    """A layer cannot be run without values; the message says why."""
 
 
 @dataclass(frozen=True)
-class Core:
-    """What compares queries with keys; its forward takes `query`, `key` and `value`.
-
-    heads, kv_heads: of this rank.
-    head_dim: the length of a head's query.
-    v_dim: the length of a head's result.
-    lacks: the reason why none of `q`, `k` and `v` can be captured here, by hook.
-    """
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    v_dim: int
-    lacks: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Linear:
-    """A projection.
-
-    inputs: how many numbers it reads of a token, over all ranks.
-    outputs: how many numbers it returns, on this rank.
-    down: whether each rank reads a part of the inputs.
-    pair: whether it returns a bias besides.
-    kv_heads: over all ranks, if it makes queries, keys and values.
-    dtype: of what it returns; None for that of its input.
-    """
-
-    inputs: int
-    outputs: int
-    down: bool = False
-    pair: bool = True
-    kv_heads: int | None = None
-    dtype: torch.dtype | None = None
-
-
-@dataclass(frozen=True)
-class Experts:
-    """The experts of a mixture; its forward takes `hidden_states` and `router_logits`.
-
-    gate: the projection that makes the logits, if the experts call it themselves.
-    lacks: the reason why its output cannot be captured, or empty.
-    """
-
-    gate: nn.Module | None = None
-    lacks: str = ""
-
-
-@dataclass(frozen=True)
-class Mixer:
-    """What mixes tokens and is no attention; it takes and returns the stream's width."""
-
-
-@dataclass(frozen=True)
-class Norm:
-    """A norm, which is run; what it does inside is no event."""
-
-
-Part = Core | Linear | Experts | Mixer | Norm
-Parts = Callable[[nn.Module], Part | None]
-"""Returns what a module is, None if it is to be run."""
-
-
-@dataclass(frozen=True)
-class Event:
+class Call:
     """A call of a part, or of an operation of PyTorch.
 
     part: None for an operation.
@@ -108,6 +40,8 @@ class Event:
     given: the tensors that it reads, with the arguments that hold them.
     returned: the tensors that it returns.
     writes: whether it changes a tensor that it is given.
+    func: the operation.
+    hooked: whether the module is called as one, so that its hooks run; its forward may be called alone.
     """
 
     part: Part | None
@@ -116,6 +50,7 @@ class Event:
     returned: tuple[torch.Tensor, ...]
     writes: bool = False
     func: Any = None
+    hooked: bool = True
 
     def argument(self, name: str) -> tuple[Slot, torch.Tensor] | None:
         """Return an argument by its name; None if it is no tensor, or not given."""
@@ -126,15 +61,23 @@ class Event:
         return self.part is None and not self.writes and all(_memory(tensor) == _memory(r) for r in self.returned)
 
 
-def run(layer: nn.Module, parts: Parts, values: Mapping[str, Any]) -> list[Event]:
+def run(layer: nn.Module, parts: Parts, values: Mapping[str, Any]) -> list[Call]:
     """Return the events of a layer's forward on the given arguments, in order.
 
     parts: those that are not run, and norms.
-    Raises whatever the layer's Python raises when it meets a tensor without values.
+    Raises DryRunError if the layer's Python needs values.
     """
     recorder = _Recorder(layer, parts)
     with torch.no_grad(), _unchanged(layer), recorder, mock.patch.object(nn.Module, "__call__", recorder.call()):
-        layer.forward(**values)
+        for module in layer.modules():
+            if isinstance(parts(module), Core):  # some code calls its forward alone
+                module.__dict__["forward"] = functools.partial(recorder.called, module)
+        try:
+            layer.forward(**values)
+        except Exception as e:  # a model's Python may raise anything when it meets tensors without values
+            first = next(iter(str(e).splitlines()), "")
+            text = f"its forward cannot be run without values: {type(e).__name__}: {first}"
+            raise DryRunError(text[:_REASON_LENGTH_MAX]) from e
     return recorder.events
 
 
@@ -171,7 +114,7 @@ def overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # noqa: SLF001 - the storage's identity has no public name
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - the storage's identity has no public name
 
 
 class _Recorder(TorchDispatchMode):
@@ -183,7 +126,7 @@ class _Recorder(TorchDispatchMode):
         self.paths = {id(module): path for path, module in reversed(list(layer.named_modules(remove_duplicate=False)))}
         self.moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    events: list[Event]
+    events: list[Call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -194,7 +137,7 @@ class _Recorder(TorchDispatchMode):
         given = tuple((Slot(n, None), t) for n, t in enumerate(_tensors((args, kwargs))))
         writes = bool(func._schema.is_mutable)  # noqa: SLF001 - an operation's schema has no public name
         if not self.silent:
-            self.events.append(Event(None, str(func), given, _tensors(returned), writes, func.overloadpacket))
+            self.events.append(Call(None, str(func), given, _tensors(returned), writes, func.overloadpacket))
         return returned
 
     def _without_values(self, value: Any) -> Any:
@@ -214,18 +157,36 @@ class _Recorder(TorchDispatchMode):
             forward = getattr(module, "forward_native", module.forward)
             if part is None:
                 return forward(*args, **kwargs)
-            if isinstance(part, Norm):
-                silent, recorder.silent = recorder.silent, True
-                returned = forward(*args, **kwargs)
-                recorder.silent = silent
-            else:
-                returned = _returned(part, args, kwargs)
-            given = tuple(_slots(module, args, kwargs))
-            event = Event(part, recorder.paths.get(id(module)), given, _tensors(returned))
-            recorder.events.append(event)
+            if not isinstance(part, Norm):
+                return recorder.called(module, *args, hooked=True, **kwargs)
+            silent, recorder.silent = recorder.silent, True
+            returned = forward(*args, **kwargs)
+            recorder.silent = silent
+            recorder.note(part, module, _slots(module, args, kwargs), returned)
             return returned
 
         return __call__
+
+    def called(self, module: nn.Module, *args: Any, hooked: bool = False, **kwargs: Any) -> Any:
+        """Return what a module that is not run returns, and record the call."""
+        part = self.parts(module)
+        assert part is not None
+        returned = _returned(part, args, kwargs)
+        self.note(part, module, _slots(module, args, kwargs), returned, hooked=hooked)
+        return returned
+
+    def note(
+        self,
+        part: Part,
+        module: nn.Module,
+        given: Iterator[tuple[Slot, torch.Tensor]],
+        returned: Any,
+        *,
+        hooked: bool = True,
+    ) -> None:
+        """Record the call of a module."""
+        path = self.paths.get(id(module))
+        self.events.append(Call(part, path, tuple(given), _tensors(returned), hooked=hooked))
 
 
 def _tensors(values: Any) -> tuple[torch.Tensor, ...]:
@@ -233,8 +194,8 @@ def _tensors(values: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _slots(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Slot, torch.Tensor]]:
-    parameters = inspect.signature(module.forward).parameters.values()
-    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
     for number, value in enumerate(args):
         if isinstance(value, torch.Tensor):
             yield Slot(number, names[number] if number < len(names) else None), value

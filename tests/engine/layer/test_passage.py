@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from capflow.capture.site import Site
-from capflow_engine.passage import final_place, returned_places
-from capflow_engine.structure import HookPlace, UnclearError, resolve
+from capflow_engine.layer.passage import final_place, returned_places
+from capflow_engine.layer.structure import HookPlace, UnclearError, resolve
 
 WIDTH, LAYERS = 8, 3
 

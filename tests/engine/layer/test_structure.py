@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from capflow_engine.structure import HookPlace, Slot, UnclearError, resolve
+from capflow_engine.layer.parts import Slot
+from capflow_engine.layer.structure import HookPlace, UnclearError, resolve
 
 WIDTH = 8
 HOOKS = {"pre_attn", "attn_in", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block"}

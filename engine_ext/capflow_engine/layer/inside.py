@@ -15,17 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from capflow_engine.dryrun import TOKENS, Core, Event, Experts, Linear, Mixer, Norm, Parts, Slot, overlap, run, width_of
+from capflow_engine.layer import flow
+from capflow_engine.layer.dryrun import TOKENS, Call, DryRunError, overlap, run, width_of
+from capflow_engine.layer.parts import Core, Experts, Linear, Mixer, Parts, Slot
 
 ATTENTION_HOOKS = ("q", "k", "v", "heads")
 INSIDE_HOOKS = (*ATTENTION_HOOKS, "neurons", "router")
 
 _QKV = {"q": "query", "k": "key", "v": "value"}
-_LAYOUT = (torch.ops.aten.view, torch.ops.aten._unsafe_view, torch.ops.aten.alias, torch.ops.aten.detach,
-           torch.ops.aten.unsqueeze, torch.ops.aten.squeeze, torch.ops.aten.clone,
-           torch.ops.aten._to_copy, torch.ops.aten.empty_like)  # fmt: skip
-"""Operations that return the numbers that they are given, in their order."""
-_GATING = (torch.ops.aten.mul, torch.ops.aten.mul_)
 
 
 @dataclass(frozen=True)
@@ -53,10 +50,9 @@ def find(layer: nn.Module, dtype: torch.dtype, stream: tuple[str, ...], parts: P
     """
     inside = Inside()
     try:
-        events = run(layer, parts, _values(layer, dtype, stream, width_of(layer, parts)))
-    except Exception as e:  # a model's Python may raise anything when it meets tensors without values
-        first = next(iter(str(e).splitlines()), "")
-        inside.lack(INSIDE_HOOKS, f"its forward cannot be run without values: {type(e).__name__}: {first}"[:200])
+        events = run(layer, parts, _values(layer, dtype, stream, parts))
+    except DryRunError as e:
+        inside.lack(INSIDE_HOOKS, str(e))
         return inside
     reader = _Reader(layer, parts, events, inside)
     reader.attention()
@@ -64,28 +60,40 @@ def find(layer: nn.Module, dtype: torch.dtype, stream: tuple[str, ...], parts: P
     return inside
 
 
-def _values(layer: nn.Module, dtype: torch.dtype, stream: tuple[str, ...], width: int | None) -> dict[str, Any]:
+def _values(layer: nn.Module, dtype: torch.dtype, stream: tuple[str, ...], parts: Parts) -> dict[str, Any]:
     """Return the arguments of a layer's forward for a dry run."""
+    width = width_of(layer, parts)
     if width is None:
-        raise ValueError("the width of its stream is unknown")
+        raise DryRunError("the width of its stream is unknown")
     values: dict[str, Any] = {}
-    for name, parameter in inspect.signature(layer.forward).parameters.items():
+    parameters = inspect.signature(layer.forward).parameters
+    batch = (1,) if _ROTATION in parameters else ()  # a layer of Transformers
+    for name, parameter in parameters.items():
         if name in stream:
-            values[name] = torch.empty(TOKENS, width, dtype=dtype, device="meta")
+            values[name] = torch.empty(*batch, TOKENS, width, dtype=dtype, device="meta")
+        elif name == _ROTATION:
+            head_dim = next((part.head_dim for part in map(parts, layer.modules()) if isinstance(part, Core)), width)
+            values[name] = tuple(torch.empty(1, TOKENS, head_dim, dtype=dtype, device="meta") for _ in range(2))
         elif name in _POSITIONS:
-            values[name] = torch.empty(TOKENS, dtype=torch.int64, device="meta")
+            values[name] = torch.empty(*batch, TOKENS, dtype=torch.int64, device="meta")
         elif parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             values[name] = None
     return values
 
 
 _POSITIONS = ("positions", "position_ids")
+_ROTATION = "position_embeddings"
+
+
+def _is_rows(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has one row for each token."""
+    return tensor.numel() == TOKENS * tensor.shape[-1]
 
 
 class _Reader:
     """Reads the events of one layer."""
 
-    def __init__(self, layer: nn.Module, parts: Parts, events: list[Event], inside: Inside) -> None:
+    def __init__(self, layer: nn.Module, parts: Parts, events: list[Call], inside: Inside) -> None:
         self.layer, self.parts, self.events, self.inside = layer, parts, events, inside
         self.cores = [n for n, event in enumerate(events) if isinstance(event.part, Core)]
         self.experts = [n for n, event in enumerate(events) if isinstance(event.part, Experts)]
@@ -103,8 +111,8 @@ class _Reader:
         event = self.events[number]
         assert isinstance(event.part, Core)
         heads, v_dim = self._heads(number, event.part)
-        if event.path is None:
-            self.inside.lack(tuple(_QKV), "attention is called outside of the layer's modules")
+        if event.path is None or not event.hooked:
+            self.inside.lack(tuple(_QKV), "attention's core is not called as a module of the layer")
             return
         self.inside.missing.update({h: reason for h, reason in event.part.lacks.items() if h != "heads"})
         if heads is None:
@@ -146,7 +154,7 @@ class _Reader:
 
         Returns how many heads there are over all ranks, and the length of each one's result; None if unknown.
         """
-        _, readers = self._carried(self.events[number].returned, number, core.heads)
+        _, readers = flow.carried(self.events, self.events[number].returned, number, core.heads)
         if len(readers) != 1 or not isinstance(self.events[readers[0]].part, Linear):
             names = ", ".join(sorted({self._name(n) for n in readers})) or "nothing"
             self.inside.lack(("heads",), f"no projection alone reads attention's result, but {names}")
@@ -156,7 +164,7 @@ class _Reader:
         assert isinstance(event.part, Linear)
         v_dim, rest = divmod(tensor.shape[-1], core.heads)
         total, uneven = divmod(event.part.inputs, v_dim or 1)
-        if rest or uneven or event.path is None or tensor.shape[0] != TOKENS:
+        if rest or uneven or event.path is None or not _is_rows(tensor):
             self.inside.lack(("heads",), f"{self._name(readers[0])} reads a tensor of the shape {list(tensor.shape)}")
             return None, None
         if reason := core.lacks.get("heads"):
@@ -166,7 +174,7 @@ class _Reader:
             self._fix("heads", readers[0], tensor)
         return total, v_dim
 
-    def _kv_heads(self, event: Event, heads: int) -> int:
+    def _kv_heads(self, event: Call, heads: int) -> int:
         """Return how many heads keys have over all ranks."""
         assert isinstance(event.part, Core)
         makers = [e.part.kv_heads for e in self.events if isinstance(e.part, Linear) and e.part.kv_heads is not None]
@@ -194,7 +202,7 @@ class _Reader:
         event = self.events[downs[0]]
         assert isinstance(event.part, Linear)
         slot, tensor = event.given[0]
-        if event.path is None or tensor.shape[0] != TOKENS or event.part.inputs % tensor.shape[-1]:
+        if event.path is None or not _is_rows(tensor) or event.part.inputs % tensor.shape[-1]:
             reason = f"the down projection reads a tensor of the shape {list(tensor.shape)}"
             self.inside.lack(("neurons",), reason)
             return
@@ -218,7 +226,7 @@ class _Reader:
         for gate in range(number - 1, -1, -1):
             if logits is None or not isinstance(self.events[gate].part, Linear):
                 continue
-            same, readers = self._carried(self.events[gate].returned[:1], gate)
+            same, readers = flow.carried(self.events, self.events[gate].returned[:1], gate)
             if id(logits[1]) in same:
                 path, part = self.events[gate].path, self.events[gate].part
                 assert isinstance(part, Linear)
@@ -239,50 +247,10 @@ class _Reader:
             return
         self._place("router", path, None, (part.outputs,))
 
-    # The way of a tensor.
-
-    def _carried(self, start: tuple[torch.Tensor, ...], number: int, heads: int = 0) -> tuple[set[int], list[int]]:
-        """Return the tensors that hold a value in its own layout, as ids, and the events that read one otherwise.
-
-        number: of the event that returns the value.
-        heads: how many heads the value is made of; each may be cut to its first numbers.
-        """
-        same = {id(tensor) for tensor in start}
-        readers = []
-        for n, event in enumerate(self.events[number + 1 :], number + 1):
-            given = [tensor for _, tensor in event.given if id(tensor) in same]
-            if not given:
-                continue
-            if self._carries(event, given, heads):
-                same |= {id(tensor) for tensor in event.returned}
-            else:
-                readers.append(n)
-        return same, readers
-
-    @staticmethod
-    def _carries(event: Event, given: list[torch.Tensor], heads: int) -> bool:
-        if isinstance(event.part, Norm):
-            return event.returned[0].shape == given[0].shape
-        if event.part is not None:
-            return False
-        if event.func in _LAYOUT:
-            return True
-        if event.func in _GATING:  # an output gate multiplies each number by one of its own
-            return len(given) == 1 and event.returned[0].shape == given[0].shape
-        if event.func is torch.ops.aten.slice:
-            (cut,) = event.returned
-            return cut.shape == given[0].shape or (
-                heads > 0 and cut.dim() > 2 and cut.shape[:-1] == given[0].shape[:-1]
-            )
-        return False
-
     def _fix(self, hook: str, number: int, tensor: torch.Tensor) -> None:
         """Note whether anything reads a tensor after the event that it is steered for."""
-        for n, event in enumerate(self.events[number + 1 :], number + 1):
-            for _, other in event.given:
-                if not event.is_view(other) and overlap(other, tensor):
-                    self.inside.fixed[hook] = f"{self._name(n)} reads the same tensor"
-                    return
+        if (reader := flow.later_reader(self.events, number, tensor)) is not None:
+            self.inside.fixed[hook] = f"{self._name(reader)} reads the same tensor"
 
     def _place(self, hook: str, path: str, slot: Slot | None, shape: tuple[int, ...]) -> None:
         self.inside.places[hook] = (path, slot)

@@ -25,7 +25,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from capflow.capture.site import Site
-from capflow_engine.structure import HookPlace, Structure, UnclearError, adds_residual, follow, is_norm
+from capflow_engine.layer.structure import HookPlace, Structure, UnclearError, adds_residual, follow, is_norm
 
 Places = dict[Site, tuple[nn.Module, HookPlace]]
 """By site, a module, and the place in it where a norm returns the site's value."""
