@@ -25,6 +25,9 @@ WITHOUT_REFERENCE = dict.fromkeys(("bloom", "falcon", "gptj", "codegen"), ("q", 
 SCALED = ("biogpt", "blip-2", "opt")
 """Transformers multiplies these queries by attention's scale; here the product is undone, as vLLM scales later."""
 
+EVENS_FIRST = ("llama4", "llama4_text")
+"""vLLM changes the order of these queries' and keys' dimensions as it loads weights: the even ones first."""
+
 
 def watch(stack, seen, number, layer, mixers, model_type):
     """Keep what a layer computes inside, by layer and hook, while it runs.
@@ -33,10 +36,11 @@ def watch(stack, seen, number, layer, mixers, model_type):
     seen: gets the rows, `{(layer, hook): [tokens, width]}`.
     mixers: the layer's modules that mix tokens.
     """
+    mixers = [each for each in mixers if "attention" in type(each).__name__.lower()] or mixers
     if len(mixers) == 1:
         if output := _first(mixers[0], _OUTPUT):
             _given(stack, seen, (number, "heads"), output)
-        _queries(stack, seen, number, mixers[0], scaled=model_type in SCALED)
+        _queries(stack, seen, number, mixers[0], model_type)
     for name in _MLP:
         mlp = getattr(layer, name, None) if name else layer
         if mlp is None:
@@ -85,7 +89,7 @@ def _linear(module):
     return next(each for each in module.modules() if isinstance(each, nn.Linear))
 
 
-def _queries(stack, seen, number, mixer, *, scaled):
+def _queries(stack, seen, number, mixer, model_type):
     """Keep the queries, keys and values that Transformers' attention function is given, after their rotation."""
     whole = AttentionInterface.get_interface
     inside = set(mixer.modules())
@@ -95,11 +99,19 @@ def _queries(stack, seen, number, mixer, *, scaled):
 
         def attend(module, query, key, value, *rest, **options):
             if module in inside:
-                for hook, heads in zip("qkv", (query, key, value), strict=True):  # [batch, heads, tokens, dim]
-                    scale = heads.shape[-1] ** -0.5 if hook == "q" and scaled else 1.0
-                    _keep(seen, (number, hook), heads[0].transpose(0, 1).reshape(heads.shape[2], -1) / scale)
+                for hook, heads in zip("qkv", (query, key, value), strict=True):
+                    _keep(seen, (number, hook), _as_in_vllm(hook, heads[0].transpose(0, 1), model_type).flatten(1))
             return function(module, query, key, value, *rest, **options)
 
         return attend
 
     stack.enter_context(mock.patch.object(AttentionInterface, "get_interface", get_interface))
+
+
+def _as_in_vllm(hook, heads, model_type):
+    """Return queries, keys or values, `[tokens, heads, dim]`, in vLLM's scale and order."""
+    if hook == "q" and model_type in SCALED:
+        heads = heads * heads.shape[-1] ** 0.5
+    if hook != "v" and model_type in EVENS_FIRST:
+        heads = torch.cat((heads[..., ::2], heads[..., 1::2]), dim=-1)
+    return heads

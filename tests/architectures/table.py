@@ -166,6 +166,10 @@ NOTES = (
         "apertus": "vLLM computes the two parameters of its activation in bfloat16 for any dtype; "
         "the reference does the same",
         "bloom": "vLLM computes GELU exactly, Transformers uses the tanh approximation; the reference here is exact",
+        **dict.fromkeys(
+            inside.EVENS_FIRST, "vLLM has the even dimensions of queries and keys first; the reference does the same"
+        ),
+        **dict.fromkeys(inside.SCALED, "Transformers scales queries before attention, vLLM in it: compared unscaled"),
         "ernie4_5_moe": "vLLM's router on a CPU leaves out the biases for the choice of experts; they are zero here",
     }
     | dict.fromkeys(

@@ -160,8 +160,13 @@ class _Recorder(TorchDispatchMode):
             if not isinstance(part, Norm):
                 return recorder.called(module, *args, hooked=True, **kwargs)
             silent, recorder.silent = recorder.silent, True
-            returned = forward(*args, **kwargs)
-            recorder.silent = silent
+            try:
+                returned = forward(*args, **kwargs)
+            except Exception:  # noqa: BLE001 - what a norm returns is known without its Python
+                returned = tuple(torch.empty_like(given) for given in _tensors((args, kwargs)))
+                returned = returned if len(returned) > 1 else returned[0]
+            finally:
+                recorder.silent = silent
             recorder.note(part, module, _slots(module, args, kwargs), returned)
             return returned
 

@@ -67,7 +67,7 @@ def _values(layer: nn.Module, dtype: torch.dtype, stream: tuple[str, ...], parts
         raise DryRunError("the width of its stream is unknown")
     values: dict[str, Any] = {}
     parameters = inspect.signature(layer.forward).parameters
-    batch = (1,) if _ROTATION in parameters else ()  # a layer of Transformers
+    batch = (1,) if _OF_TRANSFORMERS & set(parameters) else ()
     for name, parameter in parameters.items():
         if name in stream:
             values[name] = torch.empty(*batch, TOKENS, width, dtype=dtype, device="meta")
@@ -83,6 +83,8 @@ def _values(layer: nn.Module, dtype: torch.dtype, stream: tuple[str, ...], parts
 
 _POSITIONS = ("positions", "position_ids")
 _ROTATION = "position_embeddings"
+_OF_TRANSFORMERS = {_ROTATION, "attention_mask", "past_key_values", "layer_past"}
+"""Arguments of Transformers' own layers, whose stream has a dimension of prompts."""
 
 
 def _is_rows(tensor: torch.Tensor) -> bool:

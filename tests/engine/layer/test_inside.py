@@ -313,6 +313,38 @@ def test_neurons_are_missing_where_two_projections_end_the_mlp():
     assert structure(Layer(mlp=Twice)).missing["neurons"] == "the MLP has several down projections"
 
 
+def test_a_norm_may_need_values():
+    class ReadingNorm(Norm):
+        def forward(self, x):
+            return x * self.weight if x.sum() > 0 else x
+
+    layer = Layer(attention_with(gated=lambda self, x, h: self.o_norm(x)))
+    layer.mixer.o_norm = ReadingNorm(QUERY)
+    assert structure(layer).shapes["heads"] == (HEADS, HEAD_DIM)
+
+
+def test_a_layer_of_transformers_has_a_dimension_of_prompts():
+    class Batched(Attention):
+        def forward(self, hidden_states, rotation):
+            cos, sin = rotation
+            prompts, tokens, _ = hidden_states.shape
+            q, k, v = (
+                self.qkv(hidden_states)[0].view(prompts, tokens, -1, HEAD_DIM).split([HEADS, KV_HEADS, KV_HEADS], 2)
+            )
+            q = q * cos.unsqueeze(2) + q.flip(-1) * sin.unsqueeze(2)
+            heads = self.core.forward(q.reshape(tokens, -1), k.reshape(tokens, -1), v.reshape(tokens, -1))
+            return self.o(heads.reshape(prompts, tokens, -1).contiguous())[0]
+
+    class Whole(Layer):
+        def forward(self, hidden_states, position_embeddings=None, **kwargs):
+            stream = hidden_states + self.mixer(self.a(hidden_states), position_embeddings)
+            return stream + self.mlp(self.b(stream))
+
+    found = structure(Whole(Batched))
+    assert found.shapes == {"heads": (HEADS, HEAD_DIM), "neurons": (NEURONS,)}
+    assert found.missing["k"] == "attention's core is not called as a module of the layer"
+
+
 def test_what_needs_values_is_refused_and_changes_nothing_else():
     class Reading(MLP):
         def forward(self, x):
