@@ -1,4 +1,4 @@
-"""The hook points inside attention and the MLP, on decoder layers written by hand: which are found, and what refuses."""
+"""The hook points inside attention and the MLP, on layers written by hand: which are found, and what refuses."""
 
 from dataclasses import replace
 
