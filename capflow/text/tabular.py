@@ -28,10 +28,10 @@ class Tabular:
     def to_polars(self) -> Any:
         """Return the table as a data frame of Polars. Raises UsageError if Polars is not installed."""
         try:
-            import polars
+            import polars as pl
         except ModuleNotFoundError as e:
             raise _missing("polars") from e
-        return polars.from_arrow(self.to_arrow())
+        return pl.from_arrow(self.to_arrow())
 
 
 def _missing(package: str) -> UsageError:

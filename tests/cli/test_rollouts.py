@@ -17,7 +17,7 @@ from capflow_models import LayerSteeringSpec, SteeringSpec, TransformersSteerabl
 from capflow_models.jobs.rolloutjob import RolloutJob
 from capflow_models.lines import LineFile, read_lines
 from capflow_models.model import Sampling
-from capflow_models.rollouts import RolloutPlan, RolloutPrompt, missing, roll_out
+from capflow_models.rollouts.plan import RolloutPlan, RolloutPrompt, missing, roll_out
 from tests.kit.engines import WIDTH, engine, environment, save_tiny, save_words
 from tests.kit.waiting import eventually
 

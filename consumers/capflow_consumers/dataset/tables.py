@@ -1,4 +1,7 @@
-"""A data set and its captures as tables: one of rows for Arrow, and one of HTML for notebooks."""
+"""A data set and its captures as tables: one of rows for Arrow, and one of HTML for notebooks.
+
+A capture is a `capflow_consumers.dataset.capture.RequestCapture`, which imports this module.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,10 @@ from capflow.text.notebook import html_table
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from capflow_consumers.dataset.capture import RequestCapture
-
 _SHOWN = 8
 
 
-def arrow_of(captures: Iterable[RequestCapture]) -> pa.Table:
+def arrow_of(captures: Iterable[Any]) -> pa.Table:
     """Return a table with a line for each row of captures.
 
     Columns: `request`, `layer`, `hook`, `position`, `token_id`, and `row`, a list of float32.
@@ -63,17 +64,17 @@ def _columns(request: str, site: Any, rows: Any) -> dict[str, Any]:
     }
 
 
-def capture_html(capture: RequestCapture) -> str:
+def capture_html(capture: Any) -> str:
     """Return what a notebook shows of a capture: its sites."""
     lines = [(str(site), f"{capture.rows_at(site):,}", _shape(capture, site)) for site in capture.sites]
     return html_table(["site", "rows", "row"], lines, repr(capture))
 
 
-def _shape(capture: RequestCapture, site: Any) -> str:
+def _shape(capture: Any, site: Any) -> str:
     return " x ".join(map(str, capture.shape_of(site)))
 
 
-def dataset_html(captures: Iterable[RequestCapture], caption: str) -> str:
+def dataset_html(captures: Iterable[Any], caption: str) -> str:
     """Return what a notebook shows of a data set: its first captures."""
     lines = [
         (

@@ -7,7 +7,6 @@ goes away with the cache.
 
 from __future__ import annotations
 
-import html
 import itertools
 import math
 import tempfile
@@ -26,6 +25,8 @@ from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site, hook_named, layers_by_hook
 from capflow.capture.spec import CaptureSpec, Wanted
 from capflow.errors import CapflowError, UsageError, explain
+from capflow.text.notebook import html_table
+from capflow.text.tabular import Tabular
 from capflow_engine.request.params import sampling_params
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class _Rows(NamedTuple):
     token_ids: npt.NDArray[np.int32]
 
 
-class ActivationCache:
+class ActivationCache(Tabular):
     """The rows of some prompts.
 
     `cache["post_block:12"]` is an array `[prompts, rows, hidden_size]`, in the order of the prompts and of their
@@ -119,8 +120,8 @@ class ActivationCache:
     def to_arrow(self) -> pa.Table:
         """Return a table with a line for each row.
 
-        Columns: `prompt` (its number), `layer`, `hook`, `position`, `token_id`, `row` (a flat list of float32). Polars,
-        pandas and DuckDB take it as it is: `polars.from_arrow(…)`, `….to_pandas()`, `duckdb.from_arrow(…)`.
+        Columns: `prompt` (its number), `layer`, `hook`, `position`, `token_id`, `row` (a flat list of float32).
+        `to_pandas` and `to_polars` give the same; DuckDB takes it as it is: `duckdb.from_arrow(…)`.
         """
         import pyarrow as pa
 
@@ -152,9 +153,7 @@ class ActivationCache:
             (hook, ", ".join(map(str, layers)), " x ".join(map(str, self[layers[0], hook].shape)))
             for hook, layers in layers_by_hook(self.sites).items()
         ]
-        rows = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in line)}</tr>" for line in cells)
-        head = "<tr><th>hook</th><th>layers</th><th>prompts x rows x shape of a row</th></tr>"
-        return f"<table><caption>{html.escape(repr(self))}</caption>{head}{rows}</table>"
+        return html_table(["hook", "layers", "prompts x rows x shape of a row"], cells, repr(self))
 
 
 def cache(

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
-from typing import Any, Self
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 
-def counting_bar(console: Console) -> Progress | NotebookBar:
-    """Return a bar with a count and both times; it shows nothing where there is neither terminal nor notebook."""
-    if in_notebook():
-        return NotebookBar()
+def counting_bar(console: Console) -> Progress:
+    """Return a bar with a count and both times; it shows nothing where the console is no terminal."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
@@ -31,30 +29,21 @@ def in_notebook() -> bool:
     return type(shell).__name__ == "ZMQInteractiveShell"
 
 
-class NotebookBar:
-    """Bars of tqdm, with the part of Rich's interface that jobs use."""
+@contextmanager
+def notebook_bar(noun: str) -> Iterator[Callable[[int, int], None] | None]:
+    """Show a bar of tqdm while a block runs in a notebook; yield what takes the counts, of what is done and of all.
 
-    disable = False
+    It yields None anywhere else.
+    """
+    if not in_notebook():
+        yield None
+        return
+    from tqdm.auto import tqdm
 
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._bars: list[Any] = []
+    with tqdm(desc=noun) as bar:
 
-    def __enter__(self) -> Self:
-        return self
+        def progress(count: int, total: int) -> None:
+            bar.total = total
+            bar.update(count - bar.n)
 
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
-
-    def add_task(self, description: str, *, total: int, completed: int = 0) -> int:
-        """Show a bar; return its number."""
-        from tqdm.auto import tqdm
-
-        bar = self._stack.enter_context(tqdm(desc=description, total=total, initial=completed))
-        self._bars.append(bar)
-        return len(self._bars) - 1
-
-    def update(self, task: Any, *, completed: int) -> None:
-        """Set how much is done."""
-        bar = self._bars[task]
-        bar.update(completed - bar.n)
+        yield progress

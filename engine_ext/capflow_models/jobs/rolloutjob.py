@@ -26,10 +26,10 @@ from capflow_models.backends import Backend, open_model
 from capflow_models.jobs.bar import counting_bar
 from capflow_models.jobs.ending import check_interrupted, run_program
 from capflow_models.jobs.table import print_table
-from capflow_models.judges import Judge, parse_judges
 from capflow_models.lines import LineFile, read_lines
 from capflow_models.model import Sampling, SteerableModel
-from capflow_models.rollouts import (
+from capflow_models.rollouts.judges import Judge, parse_judges
+from capflow_models.rollouts.plan import (
     PLAIN,
     Rollout,
     RolloutPlan,

@@ -19,6 +19,7 @@ from capflow.errors import UsageError, explain
 from capflow.extras import require
 from capflow.files import make_directory
 from capflow_models.experiment.records import OutputLines
+from capflow_models.jobs.bar import notebook_bar
 from capflow_models.output import remove_leftovers
 from capflow_models.sweep.metrics import METRICS_DEFAULT, SweepRun, check_metrics, digests
 from capflow_models.sweep.model import inspected
@@ -128,7 +129,7 @@ def sweep_patch(
     batch: requests asked for at a time; a kill loses at most one batch.
     resamples, confidence: of the bootstrap intervals over pairs.
     engine: further arguments of `capflow.LLM`.
-    progress: called with the numbers of finished and of all runs.
+    progress: called with the numbers of finished and of all runs. In a notebook a bar shows them by default.
     """
     options = PatchOptions(hooks, layers, positions, direction, metrics, align, batch, resamples, confidence, engine)
     return _swept(model, pairs, options, out, progress)
@@ -172,10 +173,11 @@ def _swept(
     # An iterator of names can be read once.
     options = dataclasses.replace(options, metrics=check_metrics(options.metrics, options.named("metrics")))
     plan = plan_of(model, Path(pairs) if isinstance(pairs, str | Path) else pairs, options)
-    if out is None:
-        with tempfile.TemporaryDirectory(prefix="capflow-sweep-") as directory:
-            return computed(plan, options, Path(directory), progress)
-    return computed(plan, options, Path(out), progress)
+    with notebook_bar("runs") as shown:
+        if out is None:
+            with tempfile.TemporaryDirectory(prefix="capflow-sweep-") as directory:
+                return computed(plan, options, Path(directory), progress or shown)
+        return computed(plan, options, Path(out), progress or shown)
 
 
 def plan_of(model: str, source: PairSource, options: PatchOptions) -> SweepPlan:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from capflow.files import make_directory, write_whole
-from capflow_models.sweep.results.result import SweepResult, html_table, image_of, strongest_table
+from capflow.text.notebook import html_table
+from capflow_models.sweep.results.result import SweepResult, image_of, strongest_table
 
 PLOTS = "plots"
 REPORT = "report.html"

@@ -18,7 +18,7 @@ from capflow.probes.probe import Probe
 from capflow_models import LayerSteeringSpec, SteeringSpec, TransformersSteerableModel, save_vectors
 from capflow_models.jobs import rolloutjob
 from capflow_models.jobs.rolloutjob import RolloutJob, run
-from capflow_models.judges import answer_tokens, parse_judges
+from capflow_models.rollouts.judges import answer_tokens, parse_judges
 from tests.kit.engines import WIDTH, engine, save_tiny, save_words
 
 RNG = np.random.default_rng(3)
