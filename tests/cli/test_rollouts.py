@@ -15,9 +15,9 @@ from capflow.capture.site import Site
 from capflow.errors import UsageError
 from capflow_models import LayerSteeringSpec, SteeringSpec, TransformersSteerableModel, save_vectors
 from capflow_models.jobs.rolloutjob import RolloutJob
-from capflow_models.lines import LineFile, read_lines
 from capflow_models.model import Sampling
 from capflow_models.rollouts.plan import RolloutPlan, RolloutPrompt, missing, roll_out
+from capflow_models.runs.lines import LineFile, read_lines
 from tests.kit.engines import WIDTH, engine, environment, save_tiny, save_words
 from tests.kit.waiting import eventually
 

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from capflow_models.lines import read_lines
+from capflow_models.runs.lines import read_lines
 from capflow_models.vectors.fit import Pair
 from tests.kit.sources import ROOT
 

@@ -148,7 +148,7 @@ def test_nothing_that_the_engine_side_writes_can_be_read_by_others(tmp_path, at_
     from capflow_engine.steering.module import load_module
     from capflow_engine.steering.store import SteeringStore
     from capflow_models.jobs.rolloutjob import write_parquet
-    from capflow_models.lines import LineFile
+    from capflow_models.runs.lines import LineFile
     from capflow_models.spec import LayerSteeringSpec, SteeringSpec
     from capflow_models.specfiles import save_spec
     from capflow_models.vectors.file import save_vectors

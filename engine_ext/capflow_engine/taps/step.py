@@ -68,7 +68,10 @@ class Step:
             if rows.shape[1] != hidden.shape[1]:
                 raise CapflowError(explain("a tap", got=f"{hidden.shape[1]} numbers", expected=str(rows.shape[1])))
             if isinstance(source, torch.Tensor):
-                torch.index_select(hidden, 0, source, out=rows)
+                if rows.dtype == hidden.dtype:
+                    torch.index_select(hidden, 0, source, out=rows)
+                else:  # some models compute the logits of experts in float32
+                    rows.copy_(hidden.index_select(0, source))
                 if residual is not None:
                     torch.add(rows, residual.index_select(0, source), out=rows)
             else:

@@ -119,10 +119,19 @@ class Tap(nn.Module):
     rows: torch.Tensor
 
     def __init__(
-        self, index: int, place: HookPlace, tables: Tables, bank: Bank, device: torch.device, width_class: int = 0
+        self,
+        index: int,
+        place: HookPlace,
+        tables: Tables,
+        bank: Bank,
+        device: torch.device,
+        width_class: int = 0,
+        width: int = 0,
     ) -> None:
         super().__init__()
         self.slots, self.items, self.used, self.scale = place.slots, place.items, place.used, place.scale
+        # Of a site whose rows have a shape of their own: a model may pass them as `[tokens, heads, head_dim]`.
+        self.width = width if width_class else None
         self.register_buffer("site", torch.tensor([index], dtype=torch.int32, device=device), persistent=False)
         for name, tensor in {**tables.device_tensors(width_class), **bank.device_tensors()}.items():
             self.register_buffer(name, tensor, persistent=False)
@@ -146,6 +155,9 @@ class Tap(nn.Module):
         parts: the stream as one tensor, or as `hidden` and `residual`; `residual` may be None.
         """
         assert parts[0] is not None
+        if self.width is not None and parts[0].shape[-1] != self.width:
+            parts = [None if part is None else part.view(-1, self.width) for part in parts]
+            assert parts[0] is not None
         torch.ops.capflow.tap(parts[0], parts[1] if len(parts) > 1 else None, *self._arguments())
 
     def _arguments(self) -> tuple[Any, ...]:

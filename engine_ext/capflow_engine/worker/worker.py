@@ -166,7 +166,8 @@ class WorkerCapture:
     def _install(self, owned: Sequence[tuple[Site, Any, HookPlace]]) -> None:
         """Put a tap at each site, given its layer and its place there."""
         for n, (site, layer, place) in enumerate(owned):
-            tap = Tap(n, place, self.tables, self.bank, self.device, self.widths.of_site[n])
+            number = self.widths.of_site[n]
+            tap = Tap(n, place, self.tables, self.bank, self.device, number, self.widths.classes[number].part)
             height.register(tap.site, str(site))
             install(layer, site.hook, place, tap)
         height.watch(self.runner.get_model())

@@ -16,8 +16,8 @@ from capflow.probes.probe import Probe, save_vector
 from capflow_models.experiment.file import Experiment, ProbeSource, VectorSource
 from capflow_models.experiment.prompts import read_texts
 from capflow_models.experiment.results import statistics
-from capflow_models.lines import read_lines
 from capflow_models.model import SteerableModel
+from capflow_models.runs.lines import read_lines
 from capflow_models.vectors.fit import Pair, fit_vectors
 
 PromptRows = Callable[[Sequence[str], Site], list[npt.NDArray[np.float32]]]

@@ -43,7 +43,7 @@ from capflow_models.experiment.results.metrics import tables_of
 from capflow_models.experiment.results.report import broken_lines, verdict, write_report
 from capflow_models.experiment.schedule import CellKey, SeedBlock, blocks, key_of
 from capflow_models.jobs.ending import check_interrupted, run_program
-from capflow_models.output import remove_leftovers
+from capflow_models.runs.output import remove_leftovers
 
 if TYPE_CHECKING:  # it needs vLLM
     from capflow_models.experiment.session import ArmAnswer, Session

@@ -15,8 +15,8 @@ import msgspec
 
 from capflow.errors import UsageError, explain
 from capflow_models.experiment.schedule import CellKey
-from capflow_models.lines import LineFile
-from capflow_models.output import as_json
+from capflow_models.runs.lines import LineFile
+from capflow_models.runs.output import as_json
 
 CELLS = "cells.jsonl"
 

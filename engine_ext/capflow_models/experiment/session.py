@@ -25,7 +25,6 @@ from capflow.errors import CapflowError, explain
 from capflow.probes.probe import Probe, as_float32
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat.versions.surface import FORCED_TOKENS
-from capflow_models.engine_session import EngineSession, unknown_argument
 from capflow_models.experiment.arms import (
     POSITIONS,
     Directions,
@@ -39,6 +38,7 @@ from capflow_models.experiment.file import Experiment
 from capflow_models.experiment.fits import Fitter
 from capflow_models.experiment.prompts import LabelledPrompt
 from capflow_models.experiment.records import ROWS
+from capflow_models.runs.engine_session import EngineSession, unknown_argument
 from capflow_models.vllm_model import VLLMSteerableModel
 
 PROCESSOR = "capflow_engine.compat.forced:ForcedTokens"

@@ -23,7 +23,7 @@ from capflow.lenses.unembedding import Unembedding
 from capflow.version import __version__
 from capflow_models.backends import resolved_model
 from capflow_models.jobs.ending import run_program
-from capflow_models.lines import read_texts
+from capflow_models.runs.lines import read_texts
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 """In which a model can be computed."""

@@ -26,7 +26,6 @@ from capflow_models.backends import Backend, open_model
 from capflow_models.jobs.bar import counting_bar
 from capflow_models.jobs.ending import check_interrupted, run_program
 from capflow_models.jobs.table import print_table
-from capflow_models.lines import LineFile, read_lines
 from capflow_models.model import Sampling, SteerableModel
 from capflow_models.rollouts.judges import Judge, parse_judges
 from capflow_models.rollouts.plan import (
@@ -40,6 +39,7 @@ from capflow_models.rollouts.plan import (
     missing,
     roll_out,
 )
+from capflow_models.runs.lines import LineFile, read_lines
 from capflow_models.vectors.file import load_sites
 
 BATCH = {"vllm": 64, "transformers": 1}

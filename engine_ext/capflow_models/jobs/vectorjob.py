@@ -22,7 +22,7 @@ from capflow.text.printable import printable
 from capflow_models.backends import Backend, open_model
 from capflow_models.jobs.ending import run_program
 from capflow_models.jobs.table import print_table
-from capflow_models.lines import read_lines
+from capflow_models.runs.lines import read_lines
 from capflow_models.spec import Vector
 from capflow_models.vectors.file import check_out, origin_of, save_vectors
 from capflow_models.vectors.sets import read_pairs

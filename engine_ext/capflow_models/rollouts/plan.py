@@ -17,9 +17,9 @@ import msgspec
 from capflow.capture.site import Site
 from capflow.errors import UsageError, explain
 from capflow_models.backends import Backend
-from capflow_models.lines import LineFile
 from capflow_models.model import Job, Sampling, SteerableModel
 from capflow_models.rollouts.judges import Judge
+from capflow_models.runs.lines import LineFile
 from capflow_models.spec import LayerSteeringSpec, SteeringSpec, Vector
 
 PLAIN = "none"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from capflow.errors import UsageError, explain
-from capflow_models.lines import numbered_lines, read_content
+from capflow_models.runs.lines import numbered_lines, read_content
 
 Prompt = str | list[int]
 """A text, or token ids."""

@@ -20,7 +20,7 @@ from capflow.extras import require
 from capflow.files import make_directory
 from capflow_models.experiment.records import OutputLines
 from capflow_models.jobs.bar import notebook_bar
-from capflow_models.output import remove_leftovers
+from capflow_models.runs.output import remove_leftovers
 from capflow_models.sweep.metrics import METRICS_DEFAULT, SweepRun, check_metrics, digests
 from capflow_models.sweep.model import inspected
 from capflow_models.sweep.pairs import PairReader, PairSource, PromptPair, TokenPair, read_pairs

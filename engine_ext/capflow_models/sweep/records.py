@@ -15,8 +15,8 @@ import msgspec
 from capflow.errors import UsageError, explain
 from capflow.files import write_whole
 from capflow.text import jsontext
-from capflow_models.lines import LineFile
-from capflow_models.output import as_json
+from capflow_models.runs.lines import LineFile
+from capflow_models.runs.output import as_json
 from capflow_models.sweep.metrics import SweepRun
 from capflow_models.sweep.plan import RunKey, SweepPlan
 

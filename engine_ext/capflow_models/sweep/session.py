@@ -21,7 +21,7 @@ from capflow.errors import UsageError, explain
 from capflow.probes.probe import as_float32
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat.versions.surface import FORCED_TOKENS
-from capflow_models.engine_session import EngineSession, unknown_argument
+from capflow_models.runs.engine_session import EngineSession, unknown_argument
 from capflow_models.sweep.metrics import SweepRun
 from capflow_models.sweep.pairs import TokenPair
 from capflow_models.sweep.plan import BASELINES, BASES, DONORS, RunKey

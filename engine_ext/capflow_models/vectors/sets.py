@@ -24,8 +24,8 @@ import msgspec
 from capflow.errors import UsageError, explain
 from capflow.text import jsontext
 from capflow_models.backends import resolved_model
-from capflow_models.lines import numbered_lines, read_content, read_lines, read_texts
 from capflow_models.model import Prompt
+from capflow_models.runs.lines import numbered_lines, read_content, read_lines, read_texts
 from capflow_models.vectors.fit import Pair
 
 PLACE = "{text}"

@@ -1,4 +1,4 @@
-"""The hook points inside attention and the MLP, on layers written by hand: which are found, and what refuses."""
+"""The hook points inside attention and the MLP, on layers written by hand: which are inside, and what refuses."""
 
 from dataclasses import replace
 
@@ -113,8 +113,8 @@ def attention_with(**methods):
 
 
 def test_finds_what_the_core_and_both_projections_are_given():
-    found = structure(Layer())
-    assert {hook: found.places.get(hook) for hook in INSIDE_HOOKS} == {
+    inside = structure(Layer())
+    assert {hook: inside.places.get(hook) for hook in INSIDE_HOOKS} == {
         "q": HookPlace("mixer.core", (Slot(0, "query"),)),
         "k": HookPlace("mixer.core", (Slot(1, "key"),)),
         "v": HookPlace("mixer.core", (Slot(2, "value"),)),
@@ -122,16 +122,16 @@ def test_finds_what_the_core_and_both_projections_are_given():
         "neurons": HookPlace("mlp.down", (Slot(0, "x"),)),
         "router": None,
     }
-    assert found.shapes == {
+    assert inside.shapes == {
         "q": (HEADS, HEAD_DIM),
         "k": (KV_HEADS, HEAD_DIM),
         "v": (KV_HEADS, HEAD_DIM),
         "heads": (HEADS, HEAD_DIM),
         "neurons": (NEURONS,),
     }
-    assert found.missing["router"] == "the layer's MLP is no mixture of experts"
-    assert not set(found.fixed) & set(INSIDE_HOOKS)
-    assert {"pre_attn", "attn_out", "mlp_in", "post_block"} <= set(found.places)
+    assert inside.missing["router"] == "the layer's MLP is no mixture of experts"
+    assert not set(inside.fixed) & set(INSIDE_HOOKS)
+    assert {"pre_attn", "attn_out", "mlp_in", "post_block"} <= set(inside.places)
 
 
 def test_a_rank_has_a_part_of_the_heads_and_the_shape_counts_all():
@@ -140,8 +140,8 @@ def test_a_rank_has_a_part_of_the_heads_and_the_shape_counts_all():
     layer.mixer.qkv.part = replace(layer.mixer.qkv.part, outputs=QUERY // 4 + 2 * HEAD_DIM)
     layer.mlp.up.part, layer.mlp.down.part = Linear(WIDTH, NEURONS // 4), Linear(NEURONS, WIDTH, down=True)
     layer.mixer.forward = lambda positions, hidden_states: _rank(layer.mixer, hidden_states)
-    found = structure(layer)
-    assert found.shapes == structure(Layer()).shapes
+    inside = structure(layer)
+    assert inside.shapes == structure(Layer()).shapes
 
     layer.mixer.qkv.part = replace(layer.mixer.qkv.part, kv_heads=None)  # such projections share no head
     assert structure(layer).shapes["k"] == (4, HEAD_DIM)
@@ -154,11 +154,11 @@ def _rank(mixer, hidden_states):
 
 @pytest.mark.parametrize("inner", [False, True])
 def test_the_router_is_what_the_gate_returns(inner):
-    found = structure(Layer(mlp=lambda: Mixture(inner)))
-    assert found.places["router"] == HookPlace("mlp.gate")
-    assert found.shapes["router"] == (EXPERTS,)
-    assert found.missing["neurons"] == "the layer's MLP is a mixture of experts"
-    assert "router" not in found.fixed
+    inside = structure(Layer(mlp=lambda: Mixture(inner)))
+    assert inside.places["router"] == HookPlace("mlp.gate")
+    assert inside.shapes["router"] == (EXPERTS,)
+    assert inside.missing["neurons"] == "the layer's MLP is a mixture of experts"
+    assert "router" not in inside.fixed
 
 
 def test_logits_that_something_else_reads_are_only_captured():
@@ -167,9 +167,9 @@ def test_logits_that_something_else_reads_are_only_captured():
             logits, _ = self.gate(x)
             return self.experts(x, router_logits=logits) * logits.sum(-1, keepdim=True)
 
-    found = structure(Layer(mlp=Scaling))
-    assert found.places["router"] == HookPlace("mlp.gate")
-    assert found.fixed["router"] == "aten.sum.dim_IntList reads the router's logits, too"
+    inside = structure(Layer(mlp=Scaling))
+    assert inside.places["router"] == HookPlace("mlp.gate")
+    assert inside.fixed["router"] == "aten.sum.dim_IntList reads the router's logits, too"
 
 
 def test_the_router_is_missing_where_experts_are_given_something_else():
@@ -193,9 +193,9 @@ def test_the_router_is_missing_where_experts_are_given_something_else():
     ids=["gate", "norm", "shape and dtype"],
 )
 def test_heads_may_be_gated_normed_and_shaped_on_their_way(gated):
-    found = structure(Layer(attention_with(gated=gated)))
-    assert found.places["heads"] == HookPlace("mixer.o", (Slot(0, "x"),))
-    assert found.shapes["heads"] == (HEADS, HEAD_DIM)
+    inside = structure(Layer(attention_with(gated=gated)))
+    assert inside.places["heads"] == HookPlace("mixer.o", (Slot(0, "x"),))
+    assert inside.shapes["heads"] == (HEADS, HEAD_DIM)
 
 
 @pytest.mark.parametrize(
@@ -211,10 +211,10 @@ def test_heads_may_be_gated_normed_and_shaped_on_their_way(gated):
     ids=["transposed", "flipped", "summed", "squared", "empty", "other"],
 )
 def test_heads_are_missing_where_the_projection_reads_something_else(gated, readers):
-    found = structure(Layer(attention_with(gated=gated)))
-    assert found.missing["heads"] == f"no projection alone reads attention's result, but {readers}"
-    assert "heads" not in found.places
-    assert "neurons" in found.places
+    inside = structure(Layer(attention_with(gated=gated)))
+    assert inside.missing["heads"] == f"no projection alone reads attention's result, but {readers}"
+    assert "heads" not in inside.places
+    assert "neurons" in inside.places
 
 
 def test_heads_may_be_cut_to_their_values_and_values_are_then_padded():
@@ -226,10 +226,10 @@ def test_heads_may_be_cut_to_their_values_and_values_are_then_padded():
         def gated(self, x, h):
             return x.view(-1, HEADS, HEAD_DIM)[..., :4].reshape(-1, HEADS * 4)
 
-    found = structure(Layer(Padded))
-    assert found.shapes["heads"] == (HEADS, 4)
-    assert found.missing["v"] == "values are padded to the length of a key"
-    assert found.shapes["k"] == (KV_HEADS, HEAD_DIM)
+    inside = structure(Layer(Padded))
+    assert inside.shapes["heads"] == (HEADS, 4)
+    assert inside.missing["v"] == "values are padded to the length of a key"
+    assert inside.shapes["k"] == (KV_HEADS, HEAD_DIM)
 
 
 def test_a_tensor_that_is_two_arguments_is_only_captured():
@@ -239,10 +239,10 @@ def test_a_tensor_that_is_two_arguments_is_only_captured():
             q, k, _ = qkv.split([QUERY, KEY, KEY], dim=-1)
             return self.o(self.core(q, k, k))[0]
 
-    found = structure(Layer(Same))
-    assert found.fixed["k"] == "attention is given the same tensor as its value"
-    assert found.fixed["v"] == "attention is given the same tensor as its key"
-    assert "q" not in found.fixed
+    inside = structure(Layer(Same))
+    assert inside.fixed["k"] == "attention is given the same tensor as its value"
+    assert inside.fixed["v"] == "attention is given the same tensor as its key"
+    assert "q" not in inside.fixed
 
 
 def test_a_tensor_that_is_read_again_is_only_captured():
@@ -254,9 +254,9 @@ def test_a_tensor_that_is_read_again_is_only_captured():
             out, _ = self.o(heads)
             return out * k.mean() * heads.view(-1, QUERY).dtype.itemsize
 
-    found = structure(Layer(Again))
-    assert found.fixed["k"] == "aten.mean.default reads the same tensor"
-    assert not set(found.fixed) & {"q", "v", "heads"}  # a view reads no number; other columns are other numbers
+    inside = structure(Layer(Again))
+    assert inside.fixed["k"] == "aten.mean.default reads the same tensor"
+    assert not set(inside.fixed) & {"q", "v", "heads"}  # a view reads no number; other columns are other numbers
 
 
 @pytest.mark.parametrize(
@@ -270,9 +270,9 @@ def test_a_tensor_that_is_read_again_is_only_captured():
 def test_a_core_says_what_it_lacks(lacks, hooks):
     layer = Layer()
     layer.mixer.core.part = replace(layer.mixer.core.part, lacks=lacks)
-    found = structure(layer)
-    assert set(found.places) & set(ATTENTION_HOOKS) == hooks
-    assert {hook: found.missing[hook] for hook in lacks} == lacks
+    inside = structure(layer)
+    assert set(inside.places) & set(ATTENTION_HOOKS) == hooks
+    assert {hook: inside.missing[hook] for hook in lacks} == lacks
 
 
 def test_a_core_whose_forward_is_called_alone_has_no_hooks():
@@ -281,9 +281,9 @@ def test_a_core_whose_forward_is_called_alone_has_no_hooks():
             q, k, v = self.qkv(hidden_states)[0].split([QUERY, KEY, KEY], dim=-1)
             return self.o(self.core.forward(q, k, v))[0]
 
-    found = structure(Layer(Direct))
-    assert found.missing["q"] == "attention's core is not called as a module of the layer"
-    assert found.places["heads"].module == "mixer.o"
+    inside = structure(Layer(Direct))
+    assert inside.missing["q"] == "attention's core is not called as a module of the layer"
+    assert inside.places["heads"].module == "mixer.o"
 
 
 def test_a_layer_without_attention_or_with_two_has_neurons_alone():
@@ -300,9 +300,9 @@ def test_a_layer_without_attention_or_with_two_has_neurons_alone():
             return self.core(x, h, h)
 
     for attention, reason in ((Other, "its mixer is no attention"), (Two, "the layer has several attention cores")):
-        found = structure(Layer(attention))
-        assert {found.missing[hook] for hook in ATTENTION_HOOKS} == {reason}
-        assert found.places["neurons"].module == "mlp.down"
+        inside = structure(Layer(attention))
+        assert {inside.missing[hook] for hook in ATTENTION_HOOKS} == {reason}
+        assert inside.places["neurons"].module == "mlp.down"
 
 
 def test_neurons_are_missing_where_two_projections_end_the_mlp():
@@ -340,9 +340,9 @@ def test_a_layer_of_transformers_has_a_dimension_of_prompts():
             stream = hidden_states + self.mixer(self.a(hidden_states), position_embeddings)
             return stream + self.mlp(self.b(stream))
 
-    found = structure(Whole(Batched))
-    assert found.shapes == {"heads": (HEADS, HEAD_DIM), "neurons": (NEURONS,)}
-    assert found.missing["k"] == "attention's core is not called as a module of the layer"
+    inside = structure(Whole(Batched))
+    assert inside.shapes == {"heads": (HEADS, HEAD_DIM), "neurons": (NEURONS,)}
+    assert inside.missing["k"] == "attention's core is not called as a module of the layer"
 
 
 def test_what_needs_values_is_refused_and_changes_nothing_else():
@@ -350,11 +350,11 @@ def test_what_needs_values_is_refused_and_changes_nothing_else():
         def forward(self, x):
             return super().forward(x) * len(x.tolist())
 
-    found = structure(Layer(mlp=Reading))
+    inside = structure(Layer(mlp=Reading))
     reason = "its forward cannot be run without values: "
-    assert all(found.missing[hook].startswith(reason) for hook in INSIDE_HOOKS)
-    assert len(found.missing["q"]) <= 200
-    assert found.places["mlp_out"].module == "mlp"
+    assert all(inside.missing[hook].startswith(reason) for hook in INSIDE_HOOKS)
+    assert len(inside.missing["q"]) <= 200
+    assert inside.places["mlp_out"].module == "mlp"
 
 
 def test_a_dry_run_leaves_nothing_behind():

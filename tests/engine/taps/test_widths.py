@@ -176,6 +176,19 @@ def test_the_classes_of_a_worker():
         Widths.of(INFO, (Site(0, "heads"),), 3)
 
 
+@pytest.mark.parametrize("requests", [1, 40], ids=["runs", "indexed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_logits_in_another_dtype_come_in_the_models(requests, dtype):
+    planner = Planner(1)
+    tracked = [
+        Tracked(str(n), str(n), 4, planner.program({0: Positions.ALL}), planner.nothing) for n in range(requests)
+    ]
+    plan = planner.plan([Scheduled(each, 2 * n, 0, 1) for n, each in enumerate(tracked)])
+    logits, rows = torch.randn(2 * requests, 5), torch.empty(requests, 5, dtype=dtype)
+    Step(plan, rows, None).tap(0, logits, None)
+    assert torch.equal(rows, logits[::2].to(dtype))
+
+
 def test_a_tap_of_other_rows_than_planned_ends_the_step():
     planner = Planner(1)
     tracked = Tracked("r", "r", 4, planner.program({0: Positions.ALL}), planner.nothing)

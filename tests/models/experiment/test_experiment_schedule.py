@@ -16,8 +16,8 @@ from capflow_models.experiment.gating import first_firing, steered_positions
 from capflow_models.experiment.prompts import LabelledPrompt, read_rows
 from capflow_models.experiment.records import ROWS, Cell, OutputLines, done_of, encoded, read_cells
 from capflow_models.experiment.schedule import blocks, key_of
-from capflow_models.lines import LineFile
-from capflow_models.output import remove_leftovers
+from capflow_models.runs.lines import LineFile
+from capflow_models.runs.output import remove_leftovers
 
 PROMPTS = [LabelledPrompt(n, f"p{n}", f"w{n}", "target" if n < 6 else "benign") for n in range(12)]
 SETTINGS = [
