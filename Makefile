@@ -10,7 +10,7 @@ STAY := $(shell test -t 2 && echo --stay)
 
 .DEFAULT_GOAL := help
 export NO_MKDOCS_2_WARNING := 1
-.PHONY: help demo check check-types check-waiting check-others test-one test lane-engines lane-waiting lane-browser-rows lane-others proof simulate simulate-fleet fuzz chaos soak soak-requests architectures matrix lint format bench docs docs-serve metrics proto env system compiler page-tools lock sbom audit clean
+.PHONY: help demo check check-types check-waiting check-others test-one test lane-engines lane-waiting lane-browser-rows lane-others proof notebooks simulate simulate-fleet fuzz chaos soak soak-requests architectures matrix lint format bench docs docs-serve metrics proto env system compiler page-tools lock sbom audit clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -82,6 +82,9 @@ proof: env system  ## run the long tests, minutes each
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint .venv/constraints.txt "ray[serve]>=2.40" "sae-lens>=6" \
 		"kubernetes-validate>=1.31"
 	$(PYTHON) -m pytest -m long
+
+notebooks: env system  ## run the notebooks of examples/ on the demo model
+	$(PYTHON) -m tests.kit.notebooks examples/*.ipynb
 
 simulate-fleet: env  ## run 1,000 workers and 8 hubs, of which one dies, and say what one hub can take; ten minutes
 	$(PYTHON) -m tests.fleet

@@ -1,0 +1,47 @@
+"""The notebooks of examples/: their form, and their code, run on the demo model."""
+
+import json
+
+import pytest
+
+from tests.kit.notebooks import NOTEBOOKS, cells, run
+from tests.kit.sources import ROOT
+
+# The others start an engine.
+CHEAP = "steer"
+
+SHOWS = {
+    "capture_and_probe": ["<td>post_block</td>", "layer 17  ", "glad.safetensors: ", "token_id"],
+    "steer": ["<td>2 x length ", "'sad': ", "plain  ", "glad  "],
+    "patch_sweep": ["SweepResult: 1 pair", "recovery"],
+}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_stored_without_outputs_and_is_documented(path):
+    page = json.loads(path.read_text(encoding="utf-8"))
+    assert (page["nbformat"], page["nbformat_minor"]) == (4, 5)
+    code = [cell for cell in page["cells"] if cell["cell_type"] == "code"]
+    assert [(cell["outputs"], cell["execution_count"]) for cell in code] == [([], None)] * len(code)
+    assert len({cell["id"] for cell in page["cells"]}) == len(page["cells"])
+    assert all(len(line) <= 120 for cell in page["cells"] for line in "".join(cell["source"]).splitlines())
+    assert f"`{path.name}`" in (ROOT / "docs" / "notebooks.md").read_text(encoding="utf-8")
+    for source in cells(path):
+        compile(source, path.name, "exec")
+
+
+def test_each_notebook_is_run():
+    assert {path.stem for path in NOTEBOOKS} == SHOWS.keys()
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.long] * (path.stem != CHEAP)) for path in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
+def test_a_notebook_runs(path):
+    output = run(path)
+    for text in SHOWS[path.stem]:
+        assert text in output
