@@ -41,6 +41,8 @@ def execute(path: Path) -> None:
 def run(path: Path) -> str:
     """Run a notebook in a process of its own; return what it printed."""
     variables = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    # Threads that wait for each other would cost more than they bring for so small a model.
+    variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     command = [sys.executable, "-m", "tests.kit.notebooks", "--here", str(path)]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True, timeout=900, check=False
