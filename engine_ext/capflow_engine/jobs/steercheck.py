@@ -41,7 +41,7 @@ from capflow_engine.jobs.trial import (
 
 Say = Callable[[str], None]
 Rows = Mapping[Site, npt.NDArray[np.float32]]
-"""Captured rows by site, `[tokens, hidden]`."""
+"""Captured rows by site, `[tokens, width]`."""
 
 _ASKED_AGAIN = 3
 _LENGTH = 16
@@ -111,7 +111,7 @@ class Checks:
 
     def _vector(self, site: Site, rng: np.random.Generator) -> npt.NDArray[np.float32]:
         norm = RELATIVE_NORM * float(np.median(np.linalg.norm(self._rows[site], axis=-1)))
-        vector = rng.standard_normal(self.llm.capflow_model.hidden_size)
+        vector = rng.standard_normal(self.llm.capflow_model.width_of(site))
         return np.asarray(norm * vector / np.linalg.norm(vector), np.float32)
 
     def _ask(self, max_tokens: int = 1, **steering: Any) -> tuple[Answer, Rows]:
@@ -130,14 +130,19 @@ class Checks:
         return fields({site: make(vector) for site, vector in self.vectors.items()})
 
     def fired(self, site: Site) -> Fired:
-        """Add a vector at a site, and measure what changes."""
+        """Add a vector at a site, and measure what changes.
+
+        Keys that all move by one vector move all scores of a query by one number, which the softmax of attention takes
+        no notice of. There, the change is that of the token after the first one, whose own key is not moved.
+        """
         plain, *again = self._answers
         vector = self.vectors[site]
-        steered, rows = self._ask(steering_vectors=fields({site: vector}))
+        token = 1 if site.hook == "k" else 0
+        steered, rows = self._ask(token + 1, prefill_steering_vectors=fields({site: vector}))
         decoded, _ = self._ask(2, decode_steering_vectors=fields({site: vector}))
         by_hand = {"positions": list(range(_LENGTH)), "vector": list(self._rows[site] + vector)}
-        patched, _ = self._ask(steering_patches=fields({site: by_hand}))
-        change = moved(plain.logprobs[0], steered.logprobs[0])
+        patched, _ = self._ask(token + 1, steering_patches=fields({site: by_hand}))
+        change = moved(plain.logprobs[token], steered.logprobs[token])
         before = [one for one in self.sites if one == site or one.layer < site.layer]
         return Fired(
             str(site),
@@ -145,7 +150,7 @@ class Checks:
             moved=change,
             decode_moved=moved(plain.logprobs[1], decoded.logprobs[1]),
             changed_before=max(_relative(rows[one], self._rows[one]) for one in before),
-            patched_apart=moved(steered.logprobs[0], patched.logprobs[0]) / max(change, 1e-9),
+            patched_apart=moved(steered.logprobs[token], patched.logprobs[token]) / max(change, 1e-9),
         )
 
     def mates(self, plain_vllm: Sequence[Answer]) -> Mates:

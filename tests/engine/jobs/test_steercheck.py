@@ -174,9 +174,11 @@ def checked(tapped):
     checks = Checks(llm, root)
     plain = answers(llm, prompts(llm, LENGTHS), SamplingParams(**asks()))
     sites = chosen(checks.sites)
-    assert len(sites) == 3 * 7 + 1  # first, middle and last of seven hooks, and `final`
-    first = checks.fired(sites[0])
-    return replace(FINE, fired=[first]).failures(), replace(FINE, mates=checks.mates(plain)).failures()
+    assert len(sites) == 3 * 12 + 1  # first, middle and last of twelve hooks, and `final`
+    fired = [
+        checks.fired(site) for site in sites if site == sites[0] or (site.layer == 2 and site.hook in ("k", "neurons"))
+    ]
+    return replace(FINE, fired=fired).failures(), replace(FINE, mates=checks.mates(plain)).failures()
 
 
 @pytest.mark.engine
@@ -184,14 +186,14 @@ def test_steering_that_does_nothing_fails(tapped, monkeypatch):
     from capflow_engine.taps.bank import Bank
 
     assert checked(tapped) == ([], [])
-    upload, width = Bank._upload, tapped[0].capflow_model.hidden_size
+    upload, width = Bank._upload, tapped[0].capflow_model.steered_width
 
     def without_rows(target, lines, values):
         upload(target, lines, np.zeros_like(values) if values.shape[1] == width else values)
 
     monkeypatch.setattr(Bank, "_upload", staticmethod(without_rows))
     fired, _ = checked(tapped)
-    assert any("a vector added to the prompt changes nothing" in line for line in fired)
+    assert sum("a vector added to the prompt changes nothing" in line for line in fired) == 3
 
 
 @pytest.mark.engine
