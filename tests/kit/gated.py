@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 import capflow
-from capflow.capture.site import HOOKS, Site
+from capflow.capture.site import Site
 from capflow_engine.taps.step import Step
 from capflow_engine.worker.latches import Latches
 from tests.kit.engines import GREEDY, VOCABULARY, engine, prompts, relative_error, scheduled_ahead
+from tests.kit.entries import LLAMA_HOOKS, clamp, patch, shape_of, unit_of
 from tests.kit.sources import ROOT
 from tests.kit.steered import RAW, SteeredReference, entries, logits, vector
 from tests.kit.watching import watch
@@ -30,7 +31,7 @@ WRONG = 7
 """The exit status of a child that finds a wrong row, token or logit."""
 APART = 1e-3
 """How far each score is from its threshold, at least: rounding in the engine opens no gate."""
-EVERYTHING = {"hooks": dict.fromkeys(HOOKS, "all"), "positions": "all"}
+EVERYTHING = {"hooks": dict.fromkeys(LLAMA_HOOKS, "all"), "positions": "all"}
 ANSWERS = {**EVERYTHING, "positions": "all_generated"}
 """What leaves the blocks of a prompt readable from the cache: a position that is captured is computed."""
 SCORE_KINDS = ("dot", "cosine", "cast")
@@ -95,11 +96,8 @@ class GatedReference(SteeredReference):
         def factor(given):
             return values[given["gate"]] if given.get("gate") else np.ones(len(x))
 
-        for patch in entries(fields, "steering_patches", site):
-            for position in patch["positions"]:
-                at = position if position >= 0 else prompt_length + position
-                if at < len(x):
-                    x[at] += factor(patch)[at] * patch.get("amount", 1.0) * (np.asarray(patch["vector"]) - x[at])
+        for given in entries(fields, "steering_patches", site):
+            patch(x, given, site.hook, prompt_length, factor(given))
         added = entries(fields, "steering_vectors", site)
         for given in sorted(added, key=lambda given: not given.get("relative")):
             change = np.asarray(given["vector"], np.float64)
@@ -107,11 +105,8 @@ class GatedReference(SteeredReference):
             if given.get("relative"):
                 size = size * np.linalg.norm(x, axis=1) / np.linalg.norm(change)
             x += size[:, None] * change
-        for clamp in entries(fields, "steering_clamps", site):
-            direction = np.asarray(clamp["vector"], np.float64)
-            direction = direction / np.linalg.norm(direction)
-            along = x @ direction
-            x += np.outer(factor(clamp) * (np.clip(along, clamp["min"], clamp["max"]) - along), direction)
+        for given in entries(fields, "steering_clamps", site):
+            clamp(x, given, site.hook, factor(given))
 
     def generate(self, prompt, max_tokens, fields):
         """Return the answer that greedy decoding gives."""
@@ -167,12 +162,12 @@ def cases(reference, combinations, lengths, max_tokens, seed=0, *, opening="half
 
 
 def _fields(number, kind, sharpness, latch, positions, length, attempt, probe):
-    probed = [hook for hook in HOOKS if hook != "final"]
-    hook, other = probed[number % len(probed)], HOOKS[(number // 2 + 1) % len(HOOKS)]
+    probed = [hook for hook in LLAMA_HOOKS if hook != "final"]
+    hook, other = probed[number % len(probed)], LLAMA_HOOKS[(number // 2 + 1) % len(LLAMA_HOOKS)]
     gate = {
         "hook": hook,
         "layer": probe,
-        "vector": vector(100 + number + 50 * attempt, 1.0),
+        "vector": vector(100 + number + 50 * attempt, 1.0, hook),
         "score": kind,
         "threshold": 0.0,
     }
@@ -180,7 +175,7 @@ def _fields(number, kind, sharpness, latch, positions, length, attempt, probe):
     layer = 3 if other == "final" else min(probe + 1 + number % 2, 3)
     if not latch and number % 3 == 0:
         other, layer = hook, probe  # the site of the probe
-    strong = {"vector": vector(200 + number, 4.0), "gate": "g"}
+    strong = {"vector": vector(200 + number, 4.0, other), "gate": "g"}
     patched = sorted({-1, *range(0, length + 8, 3)} - {length - 1})
     operation = [
         {"steering_vectors": {other: {layer: [{**strong, "scale": 1.5}]}}},
@@ -191,16 +186,26 @@ def _fields(number, kind, sharpness, latch, positions, length, attempt, probe):
             "steering_vectors": {
                 other: {
                     layer: [
-                        {"vector": vector(300 + number, 2.0), "scale": 1.0},
+                        {"vector": vector(300 + number, 2.0, other), "scale": 1.0},
                         {**strong, "scale": -0.4, "relative": True},
                         {**strong, "scale": 1.0},
                     ],
-                    3: [{"vector": vector(310 + number), "scale": 1.0, "gate": "g"}],
+                    3: [{"vector": vector(310 + number, 3.0, other), "scale": 1.0, "gate": "g"}],
                 }
             },
             "steering_clamps": {other: {layer: [{**strong, "min": -0.2, "max": 0.2}]}},
         },
-    ][(number + number // 5 * 2) % 5]
+        {
+            "steering_clamps": {
+                other: {
+                    layer: [
+                        {"index": 0, "value": vector(320 + number, 3.0, other)[: unit_of(other)], "gate": "g"},
+                        {"index": shape_of(other)[0] - 1, "value": 0.25, "gate": "g", "strength": 0.5},
+                    ]
+                }
+            }
+        },
+    ][(number + number // 6 * 2) % 6]
     return {"steering_gates": {"g": gate}, **operation}
 
 

@@ -4,24 +4,27 @@
 `test_steering_engine` runs it for the V2 model runner.
 """
 
+import contextlib
+import functools
 import sys
 
 import numpy as np
 import torch
 
 import capflow
-from capflow.capture.site import HOOKS, Site
+from capflow.capture.site import SHAPED_HOOKS, Site
 from capflow.steering.request import STEERING_FIELDS
-from tests.kit.engines import GREEDY, LAYERS, VOCABULARY, WIDTH, Reference, engine, prompts
+from tests.kit.engines import GREEDY, LAYERS, VOCABULARY, Reference, engine, prompts
+from tests.kit.entries import LLAMA_HOOKS, clamp, patch, shape_of, unit_of, width_of
 
 LOGITS_MAX = 1e-4
 RAW = {"logprobs_mode": "raw_logits", "max_logprobs": VOCABULARY}
 """What an engine must be given so that its logits can be compared."""
 
 
-def vector(seed, norm=3.0):
-    """Return a vector of the model's width."""
-    values = np.random.default_rng(seed).standard_normal(WIDTH).astype(np.float32)
+def vector(seed, norm=3.0, hook="post_block"):
+    """Return a vector as wide as a hook's rows."""
+    values = np.random.default_rng(seed).standard_normal(width_of(hook)).astype(np.float32)
     return norm * values / np.linalg.norm(values)
 
 
@@ -31,38 +34,35 @@ def cases():
     Patches are in the prompt and after it; an amount below 1 shows that one comes before what its phase adds there.
     """
     asked = {"plain": {}}
-    for hook in HOOKS:
-        start = _length(len(asked) + _PATCHED)
+    for hook in LLAMA_HOOKS:
+        kept = _CASES_SHAPED if hook in SHAPED_HOOKS else _CASES
+        start = _length(len(asked) + kept.index("patch"))
+        at_hook = functools.partial(vector, hook=hook)
         # `final` is a site of the last layer alone.
         one, two, three = (LAYERS - 1 if hook == "final" else n for n in (1, 2, 3))
         every, some = ({one}, {one}) if hook == "final" else (range(LAYERS), (0, 2))
         # A change of `final` reaches no later token.
         at = -1 if hook == "final" else -2
-        asked |= {
-            f"{hook} base": {"steering_vectors": {hook: {one: vector(1)}}},
-            f"{hook} prefill": {"prefill_steering_vectors": {hook: {two: {"vector": vector(2), "scale": 2.0}}}},
-            f"{hook} decode": {"decode_steering_vectors": {hook: {n: vector(n) for n in every}}},
-            f"{hook} bounds": {"steering_clamps": {hook: {one: {"vector": vector(3), "min": -0.1, "max": 0.2}}}},
-            f"{hook} ablation": {
-                "prefill_steering_clamps": {hook: {n: {"vector": vector(4), "value": 0} for n in some}}
-            },
-            f"{hook} half": {
-                "decode_steering_clamps": {hook: {three: {"vector": vector(5), "value": 1.5, "strength": 0.5}}}
-            },
-            f"{hook} patch": {
+        made = {
+            "base": {"steering_vectors": {hook: {one: at_hook(1)}}},
+            "prefill": {"prefill_steering_vectors": {hook: {two: {"vector": at_hook(2), "scale": 2.0}}}},
+            "decode": {"decode_steering_vectors": {hook: {n: at_hook(n) for n in every}}},
+            "bounds": {"steering_clamps": {hook: {one: {"vector": at_hook(3), "min": -0.1, "max": 0.2}}}},
+            "ablation": {"prefill_steering_clamps": {hook: {n: {"vector": at_hook(4), "value": 0} for n in some}}},
+            "half": {"decode_steering_clamps": {hook: {three: {"vector": at_hook(5), "value": 1.5, "strength": 0.5}}}},
+            "patch": {
                 "steering_patches": {
                     hook: {
                         one: [
-                            {"positions": [2, -1], "vector": vector(6)},
-                            {"positions": [start, start + 2], "vector": [vector(20), vector(21)]},
+                            {"positions": [2, -1], "vector": at_hook(6)},
+                            {"positions": [start, start + 2], "vector": [at_hook(20), at_hook(21)]},
                         ]
                     }
                 }
             },
-            f"{hook} blend": {
-                "steering_patches": {hook: {two: {"positions": [at], "vector": vector(7), "amount": 0.25}}}
-            },
+            "blend": {"steering_patches": {hook: {two: {"positions": [at], "vector": at_hook(7), "amount": 0.25}}}},
         }
+        asked |= {f"{hook} {case}": made[case] for case in kept}
     # Directions that are not orthogonal, so that the order of clamps shows.
     several = [
         {"vector": vector(8), "value": 1.5},
@@ -100,8 +100,45 @@ def cases():
         "steering_clamps": {"post_block": {1: several[:1]}},
         "steering_patches": {"post_block": {1: {"positions": [-1], "vector": vector(29)}}},
     }
+    for hook in (*SHAPED_HOOKS[:-1], "post_block"):
+        asked[f"{hook} entries"] = _of_entries(hook, _length(len(asked)))
     asked["scale 0"] = {"steering_vectors": {"post_block": {1: {"vector": vector(1), "scale": 0.0}}}}
     return asked
+
+
+def _of_entries(hook, start):
+    """Return what acts on entries of a hook's rows: alone, among others, and in each tier.
+
+    start: the first generated position.
+    """
+    last, unit = shape_of(hook)[0] - 1, unit_of(hook)
+    at_hook = functools.partial(vector, hook=hook)
+    rows = at_hook(30)[: 2 * unit].tolist()
+    bound = {"index": [last, 0], "min": -0.05, "max": 0.1} if unit == 1 else {"index": last, "value": rows[:unit]}
+    both = sorted({last, 0}, reverse=True)
+    return {
+        "steering_vectors": {hook: {1: at_hook(31, 1.0)}},
+        "steering_clamps": {
+            hook: {
+                1: [
+                    {"vector": at_hook(32), "value": 0.5},
+                    bound,
+                    {"index": both, "value": rows[: unit * len(both)], "strength": 0.5},
+                    {"vector": at_hook(33), "min": -0.1},
+                ],
+                2: {"index": 0, "value": 0.125},
+            }
+        },
+        "decode_steering_clamps": {hook: {1: {"index": last, "value": -0.25}}},
+        "steering_patches": {
+            hook: {
+                1: [
+                    {"positions": [0, -1], "vector": [rows[:unit], rows[-unit:]], "index": last},
+                    {"positions": [start], "vector": rows[:unit], "index": 0, "amount": 0.5},
+                ]
+            }
+        },
+    }
 
 
 def entries(fields, name, site):
@@ -170,23 +207,46 @@ class SteeredReference(Reference):
                     lambda m, a, o, n=n: steer(Site(n, "post_block"), o[0] if isinstance(o, tuple) else o)
                 ),
             ]
+            hooks.append(
+                layer.self_attn.o_proj.register_forward_pre_hook(lambda m, a, n=n: steer(Site(n, "heads"), a[0]))
+            )
+            down = getattr(mlp, "down_proj", None)
+            if down is not None:
+                hooks.append(down.register_forward_pre_hook(lambda m, a, n=n: steer(Site(n, "neurons"), a[0])))
         last = Site(len(self.layers) - 1, "final")
         hooks.append(self.model.model.norm.register_forward_hook(lambda m, a, o: steer(last, o)))
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._attending(steer):
                 return self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0].numpy()
         finally:
             for hook in hooks:
                 hook.remove()
 
+    @contextlib.contextmanager
+    def _attending(self, steer):
+        """Let `steer` change the queries, keys and values that attention is computed of, while a block runs."""
+        module = sys.modules[type(self.layers[0].self_attn).__module__]
+        attend = module.eager_attention_forward
+
+        def steered(attention, *states_and_mask, **more):
+            states, (mask, *rest) = states_and_mask[:3], states_and_mask[3:]
+            changed = []
+            for hook, state in zip("qkv", states, strict=True):  # [1, heads, tokens, head_dim]
+                rows = state.transpose(1, 2).flatten(2)
+                steer(Site(attention.layer_idx, hook), rows)
+                changed.append(rows.view(1, -1, state.shape[1], state.shape[3]).transpose(1, 2))
+            return attend(attention, *changed, mask, *rest, **more)
+
+        module.eager_attention_forward = steered
+        try:
+            yield
+        finally:
+            module.eager_attention_forward = attend
+
     @staticmethod
     def _patch(x, site, prompt_length, fields):
-        for patch in entries(fields, "steering_patches", site):
-            rows = np.broadcast_to(patch["vector"], (len(patch["positions"]), WIDTH))
-            for position, row in zip(patch["positions"], rows, strict=True):
-                at = position if position >= 0 else prompt_length + position
-                if 0 <= at < len(x):
-                    x[at] += patch.get("amount", 1.0) * (row - x[at])
+        for given in entries(fields, "steering_patches", site):
+            patch(x, given, site.hook, prompt_length)
 
     @staticmethod
     def _phase(x, site, tiers, parts):
@@ -201,20 +261,15 @@ class SteeredReference(Reference):
                     change = norms * change / np.linalg.norm(change)
                 x += scale * given.get("scale", 1.0) * change
         for fields, scale in parts:
-            for clamp in (each for tier in tiers for each in entries(fields, f"{tier}steering_clamps", site)):
-                direction = np.asarray(clamp["vector"], np.float64)
-                direction = direction / np.linalg.norm(direction)
-                low, high = (
-                    clamp.get("value", clamp.get(end, none)) for end, none in (("min", -np.inf), ("max", np.inf))
-                )
-                along = x @ direction
-                x += scale * clamp.get("strength", 1.0) * np.outer(np.clip(along, low, high) - along, direction)
+            for given in (each for tier in tiers for each in entries(fields, f"{tier}steering_clamps", site)):
+                clamp(x, given, site.hook, scale)
         return x
 
 
 _LENGTHS = (5, 17, 70, 9, 33, 3)
-_PATCHED = 6
-"""How many cases of a hook come before the one with patches."""
+_CASES = ("base", "prefill", "decode", "bounds", "ablation", "half", "patch", "blend")
+_CASES_SHAPED = ("prefill", "decode", "patch")
+"""The cases of a hook; those of one whose rows have a shape of their own, whose entries are acted on, too."""
 
 
 def _length(case):
@@ -247,7 +302,8 @@ def prove(llm, reference, max_tokens=5):
         unsteered = reference.logits(prompt, len(prompt), {})[-1]
         plain[name] = np.abs(expected[0] - unsteered).max()
     # What steers the prompt changes the first token's logits, and what steers only positions after it does not.
-    silent = {"plain", "scale 0", *(name for name in plain if "decode" in name or "half" in name)}
+    # All keys moved by one vector move all scores of a query by one number, which attention takes no notice of.
+    silent = {"plain", "scale 0", "k prefill", *(name for name in plain if "decode" in name or "half" in name)}
     silenced = {name for name, change in plain.items() if change < LOGITS_MAX}
     assert silenced == silent, f"{sorted(silenced ^ silent)}"
     return outputs
