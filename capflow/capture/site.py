@@ -261,6 +261,8 @@ def refusal_of_fixed(field: str, site: Site, verb: str = "steer") -> str:
     if site.hook in ("attn_in", "mlp_in"):  # some models cannot be steered there
         reader = "attention" if site.hook == "attn_in" else "the MLP"
         do = f"{verb} another hook: a change there would reach more than {reader}, or --steer-sites leaves the site out"
+    elif site.hook in DIVIDED_HOOKS:
+        do = f"{verb} another hook: tensor-parallel ranks divide rows of this one, or --steer-sites leaves the site out"
     else:
         do = f"{verb} another site, or start the engine with --steer-sites {site}"
     return explain(field, got=got, do=do)

@@ -209,7 +209,9 @@ class Tapped(NamedTuple):
         sites = tapped_sites(patterns, layers)
         fixed = {site: reason for site in sites if (reason := layers[site.layer].fixed.get(site.hook))}
         if ranks > 1:
-            fixed |= {site: f"{ranks} ranks divide it" for site in sites if site.hook in DIVIDED_HOOKS}
+            fixed |= {
+                site: f"{ranks} tensor-parallel ranks divide its rows" for site in sites if site.hook in DIVIDED_HOOKS
+            }
         steerable = {site for site in sites if site not in fixed}
         if steered is not None:
             named = [] if list(steered) == [STEER_NONE] else steered

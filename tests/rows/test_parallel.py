@@ -11,12 +11,17 @@ import time
 import pytest
 
 import capflow
-from capflow.capture.site import HOOKS, Site
-from tests.kit.engines import GREEDY, LAYERS, answers, engine, prompts, relative_error, vector
+from capflow.capture.site import DIVIDED_HOOKS, Site
+from capflow.errors import UsageError
+from tests.kit.engines import GREEDY, LAYERS, answers, engine, prompts, relative_error, save_tiny, vector
+from tests.kit.entries import LLAMA_HOOKS, shape_of
+from tests.kit.experts import ExpertReference
 from tests.kit.hubs import free_port
 from tests.kit.rows import ALL, SITES
+from tests.kit.selectors_model import meant
 from tests.kit.servers import environment, healthy, post, wait_until
 from tests.kit.steered import SteeredReference
+from tests.kit.steered import vector as steered_vector
 from tests.kit.waiting import eventually
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
@@ -55,27 +60,91 @@ def test_two_pipeline_stages_each_tell_of_their_layers(tiny_with_words, referenc
 @pytest.mark.long
 @pytest.mark.parametrize(
     "arguments",
-    [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2, "enforce_eager": False}],
-    ids=["ranks", "stages"],
+    [
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 2, "enforce_eager": False},
+        {"pipeline_parallel_size": 2, "enforce_eager": False},
+    ],
+    ids=["ranks", "compiled ranks", "stages"],
 )
 def test_every_hook_of_a_model_in_two_processes(tiny_with_words, tmp_path, arguments):
+    """The second rank has the same key and value head as the first, and the other head of all else.
+
+    What ranks divide can be steered by stages alone. The last turn captures the end of prompts that are cached.
+    """
     reference = SteeredReference(tiny_with_words)
     given = [prompt["prompt_token_ids"] for prompt in prompts((9, 70, 3), seed=4)]
-    steering = {
-        "steering_vectors": {"attn_in": {2: vector(1)}, "attn_out": {1: vector(2)}},
-        "decode_steering_vectors": {"final": {LAYERS - 1: vector(3)}},
-    }
+    turns = [
+        ({}, "all"),
+        (
+            {
+                "steering_vectors": {"attn_in": {2: vector(1)}, "attn_out": {1: vector(2)}},
+                "decode_steering_vectors": {"final": {LAYERS - 1: vector(3)}},
+            },
+            "all",
+        ),
+    ]
+    if "pipeline_parallel_size" in arguments:
+        entries = {"heads": {1: {"index": 0, "value": 0}}, "neurons": {3: {"index": [5, 90], "min": 0.1}}}
+        turns.append(({"steering_clamps": entries, "steering_vectors": {"v": {2: steered_vector(4, hook="v")}}}, "all"))
+    turns.append(({}, [{"last": 20}, "all_generated"]))
     consumers = [f"filesystem:root={tmp_path},capture=requests"]
-    with engine(tiny_with_words, sites=["*:*"], consumers=consumers, in_process=False, **arguments) as llm:
-        assert {site.hook for site in llm.capflow_model.sites} == set(HOOKS)
-        for fields in ({}, steering):
-            cache = capflow.cache(llm, given, hooks=HOOKS, positions="all", max_tokens=5, **{**GREEDY, **fields})
-            assert set(cache) == set(llm.capflow_model.sites)
+    small = {"block_size": 32, "num_gpu_blocks_override": 40}
+    with engine(tiny_with_words, sites=["*:*"], consumers=consumers, in_process=False, **small, **arguments) as llm:
+        model = llm.capflow_model
+        assert {site.hook for site in model.sites} == set(LLAMA_HOOKS)
+        divided = {site for site in model.sites if site.hook in DIVIDED_HOOKS}
+        assert set(model.fixed) == (divided if "tensor_parallel_size" in arguments else set())
+        for fields, positions in turns:
+            asked = {**GREEDY, **fields}
+            cache = capflow.cache(llm, given, hooks=LLAMA_HOOKS, positions=positions, max_tokens=5, **asked)
+            assert set(cache) == set(model.sites)
+            for number, (prompt, answer) in enumerate(zip(given, answers(cache.outputs), strict=True)):
+                tokens = [*prompt, *answer[:-1]]
+                _, rows = reference.run(tokens, len(prompt), fields)
+                at = meant(positions, len(prompt), len(tokens))
+                for site in cache:
+                    shape = (len(at), *shape_of(site.hook))
+                    got = cache[site][number, : len(at)]
+                    assert got.shape == shape, site
+                    error = relative_error(got.reshape(len(at), -1), rows[site][at])
+                    assert error < 1e-5, f"{site} of prompt {number}: {error:.1e}"
+        assert cache.outputs[1].num_cached_tokens == 32
+        if divided.isdisjoint(model.fixed):
+            return
+        params = capflow.sampling_params(steering_clamps={"heads": {1: {"index": 0, "value": 0}}}, max_tokens=2)
+        with pytest.raises(UsageError) as refused:
+            llm.generate([{"prompt_token_ids": given[0]}], params, use_tqdm=False)
+        assert "heads:1, which can only be captured; steer another hook: tensor-par" in str(refused.value)
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.long
+def test_divided_hooks_cannot_be_named_as_steered(tiny_with_words):
+    arguments = {"tensor_parallel_size": 2, "skip_tokenizer_init": True, "dtype": "float32"}
+    with pytest.raises(UsageError) as refused:
+        capflow.LLM(tiny_with_words, sites=["*:*"], steer_sites=["heads:*"], **arguments)
+    assert "--steer-sites: got heads:*, expected a site that can be steered" in str(refused.value)
+    assert "2 tensor-parallel ranks divide its rows" in str(refused.value)
+
+
+@pytest.mark.long
+def test_experts_are_chosen_and_read_with_two_ranks(tmp_path):
+    model = save_tiny(tmp_path / "mixtral", "mixtral")
+    reference = ExpertReference(model)
+    given = [prompt["prompt_token_ids"] for prompt in prompts((9, 70), seed=4)]
+    consumers = [f"filesystem:root={tmp_path / 'rows'},capture=requests"]
+    forced = {"steering_clamps": {"router": {1: {"index": 3, "value": 1e4}, 2: {"index": [0, 2], "value": -1e4}}}}
+    hooks = ("router", "heads", "k", "post_block")
+    with engine(model, sites=["*:*"], consumers=consumers, in_process=False, tensor_parallel_size=2) as llm:
+        for fields in ({}, forced):
+            cache = capflow.cache(llm, given, hooks=hooks, positions="all", max_tokens=4, **GREEDY, **fields)
             for number, (prompt, answer) in enumerate(zip(given, answers(cache.outputs), strict=True)):
                 tokens = [*prompt, *answer[:-1]]
                 _, rows = reference.run(tokens, len(prompt), fields)
                 for site in cache:
-                    error = relative_error(cache[site][number, : len(tokens)], rows[site])
+                    got = cache[site][number, : len(tokens)].reshape(len(tokens), -1)
+                    error = relative_error(got, rows[site])
                     assert error < 1e-5, f"{site} of prompt {number}: {error:.1e}"
 
 
