@@ -1,0 +1,257 @@
+"""Rows and steering of hooks whose rows have a shape of their own, held against Transformers.
+
+One engine is shared; it has few blocks, so that requests preempt each other, and its prompts come in chunks.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import capflow
+from capflow.capture.site import DIVIDED_HOOKS, Site
+from capflow.errors import UsageError
+from capflow.transport.client import Client
+from capflow_engine.compat import engine as compat
+from tests.kit.children import Run, run
+from tests.kit.engines import GREEDY, LAYERS, engine, prompts, relative_error, save_tiny
+from tests.kit.entries import LLAMA_HOOKS, shape_of
+from tests.kit.experts import ExpertReference
+from tests.kit.rows import FLOAT32_BOUND
+from tests.kit.selectors_model import meant
+from tests.kit.steered import SteeredReference, vector
+from tests.kit.watching import watch
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+CROWDED = {"block_size": 32, "num_gpu_blocks_override": 10, "max_model_len": 160, "sites": ["*:*"]}
+EVERYTHING = {"hooks": dict.fromkeys(LLAMA_HOOKS, "all"), "positions": "all"}
+DIVIDED = {"hooks": dict.fromkeys(DIVIDED_HOOKS, "all"), "positions": "all"}
+ASKED = [
+    (EVERYTHING, {}),
+    ({"hooks": {"heads": [1], "k": [0]}, "positions": "last_prompt"}, {}),
+    ({"hooks": {"neurons": "all", "q": [2, 3], "post_block": [3]}, "positions": "all_generated", "max_rows": 9}, {}),
+    ({"hooks": {"v": [-1], "neurons": [0]}, "positions": [{"every": 3}, "last_prompt"], "dtype": "float16"}, {}),
+    (None, {}),
+    (
+        {"hooks": {"heads": "all", "v": [2], "mlp_out": "all"}, "positions": "all"},
+        {
+            "steering_clamps": {"heads": {1: {"index": 0, "value": 0}}, "neurons": {2: {"index": [5, 90], "max": 0}}},
+            "decode_steering_vectors": {"k": {0: vector(1, hook="k")}},
+            "steering_patches": {"q": {3: {"positions": [4, -1], "vector": vector(2, hook="q")[:32], "index": 1}}},
+        },
+    ),
+]
+LENGTHS = (60, 97, 62, 33, 58, 59)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny):
+    return SteeredReference(tiny)
+
+
+@pytest.fixture(scope="module")
+def shared(tiny, tmp_path_factory):
+    """An engine and the directory of its rows."""
+    root = tmp_path_factory.mktemp("rows") / "rows"
+    with engine(tiny, consumers=[f"filesystem:root={root},capture=requests"], **CROWDED) as llm:
+        yield llm, root
+
+
+def hold(capture, spec, rows, tokens, prompt, bound=FLOAT32_BOUND):
+    """Hold the rows of a request against the reference's, at every site and position that it asked for."""
+    capture.verify()
+    layers = {
+        hook: range(LAYERS) if some == "all" else [n % LAYERS for n in some] for hook, some in spec["hooks"].items()
+    }
+    layers |= {"final": [LAYERS - 1]} if "final" in layers else {}
+    assert set(capture.sites) == {Site(n, hook) for hook, some in layers.items() for n in some}
+    positions = meant(spec["positions"], prompt, len(tokens), spec.get("max_rows"))
+    dtype, bound = (np.float16, 2e-3) if spec.get("dtype") == "float16" else (np.float32, bound)
+    for site in capture.sites:
+        assert capture[site].positions.tolist() == positions, site
+        assert capture[site].token_ids.tolist() == [tokens[n] for n in positions], site
+        assert capture[site].shaped.shape == (len(positions), *shape_of(site.hook)), site
+        assert capture[site].rows.dtype == dtype, site
+        error = relative_error(capture[site].rows, rows[site][positions])
+        assert error < bound, f"{site} is off by {error:.1e}"
+
+
+EXPERTS = {"hooks": {"router": "all", "heads": [1], "post_block": "all"}, "positions": "all"}
+FORCED = {"steering_clamps": {"router": {1: {"index": 3, "value": 1e4}, 2: {"index": [0, 2], "value": -1e4}}}}
+
+
+def test_router_logits_are_captured_and_steered(tmp_path):
+    """The first test: vLLM makes no model with experts beside a running engine of another in one process."""
+    model, root = save_tiny(tmp_path / "mixtral", "mixtral"), tmp_path / "rows"
+    reference = ExpertReference(model)
+    asked = [
+        {},
+        FORCED,
+        {"steering_vectors": {"router": {0: vector(3, hook="router")}}},
+        {"steering_patches": {"router": {3: {"positions": [2], "vector": [9.0], "index": 1}}}},
+    ]
+    with engine(model, consumers=[f"filesystem:root={root},capture=requests"], **CROWDED) as llm:
+        assert {site.hook for site in llm.capflow_model.sites} >= {"router", "heads", "q"}
+        params = [
+            capflow.sampling_params(id=f"r{n}", capture=EXPERTS, max_tokens=4, **GREEDY, **fields)
+            for n, fields in enumerate(asked)
+        ]
+        outputs = llm.generate(prompts((9, 70, 12, 5)), params, use_tqdm=False)
+    data = capflow.open(root)
+    for n, (output, fields) in enumerate(zip(outputs, asked, strict=True)):
+        prompt, answer = output.prompt_token_ids, list(output.outputs[0].token_ids)
+        tokens = [*prompt, *answer[:-1]]
+        logits, rows = reference.run(tokens, len(prompt), fields)
+        hold(data[f"r{n}"], EXPERTS, rows, tokens, len(prompt))
+        assert logits[len(prompt) - 1 :].argmax(-1).tolist() == answer
+        plain = reference.run(tokens, len(prompt), {})[0]
+        assert (np.abs(logits - plain).max() > 1e-3) == bool(fields)
+
+
+def test_requests_for_different_hooks_and_positions_in_one_batch(shared, reference):
+    """They are chunked and preempted."""
+    llm, root = shared
+    counts = watch(llm)
+    params = [
+        capflow.sampling_params(id=f"r{n}", capture=spec, max_tokens=60, **GREEDY, **fields)
+        for n, (spec, fields) in enumerate(ASKED)
+    ]
+    outputs = llm.generate(prompts(LENGTHS), params, use_tqdm=False)
+    data = capflow.open(root)
+    for n, (output, (spec, fields)) in enumerate(zip(outputs, ASKED, strict=True)):
+        prompt, answer = output.prompt_token_ids, list(output.outputs[0].token_ids)
+        assert len(answer) == 60
+        if spec is None:
+            assert f"r{n}" not in data
+            continue
+        tokens = [*prompt, *answer[:-1]]
+        hold(data[f"r{n}"], spec, reference.run(tokens, len(prompt), fields)[1], tokens, len(prompt))
+    assert counts["preempted"] > 0
+    assert counts["chunks"] > 1
+
+
+@pytest.mark.parametrize(
+    ("positions", "cached"), [("all_generated", 96), ([{"last": 20}], 64), ([40, "last_prompt"], 32), ("all", 0)]
+)
+def test_captured_positions_of_a_cached_prompt_are_computed_again(shared, reference, positions, cached):
+    llm, root = shared
+    (prompt,) = prompts((98,), seed=6)
+    llm.generate([prompt], capflow.sampling_params(max_tokens=1, **GREEDY), use_tqdm=False)
+    spec, name = {**DIVIDED, "positions": positions}, f"cached {cached}"
+    (output,) = llm.generate(
+        [prompt], capflow.sampling_params(id=name, capture=spec, max_tokens=3, **GREEDY), use_tqdm=False
+    )
+    assert output.num_cached_tokens == cached
+    tokens = [*prompt["prompt_token_ids"], *list(output.outputs[0].token_ids)[:-1]]
+    hold(capflow.open(root)[name], spec, reference.run(tokens, 98, {})[1], tokens, 98)
+
+
+def test_each_of_n_samples_has_rows_of_its_own(shared, reference):
+    llm, root = shared
+    (prompt,) = prompts((20,), seed=9)
+    dice = {"temperature": 1.0, "seed": 7, "ignore_eos": True, "detokenize": False}
+    params = capflow.sampling_params(id="dice", capture=DIVIDED, max_tokens=5, n=2, **dice)
+    (output,) = llm.generate([prompt], params, use_tqdm=False)
+    one, two = output.outputs
+    assert list(one.token_ids) != list(two.token_ids)
+    for sample in output.outputs:
+        tokens = [*prompt["prompt_token_ids"], *list(sample.token_ids)[:-1]]
+        rows = reference.run(tokens, 20, {})[1]
+        hold(capflow.open(root)[f"dice#{sample.index}"], DIVIDED, rows, tokens, 20)
+
+
+def test_an_aborted_request_has_the_rows_that_were_computed(shared, reference):
+    llm, root = shared
+    core = llm.llm_engine
+    (prompt,) = prompts((70,), seed=5)
+    core.add_request("cut", prompt, capflow.sampling_params(id="cut", capture=DIVIDED, max_tokens=50, **GREEDY))
+    answer = []
+    for _ in range(6):
+        for output in core.step():
+            answer = list(output.outputs[0].token_ids)
+    core.abort_request(["cut"])
+    compat.flush(core)
+    with Client(llm.capflow_settings.hubs[0].address) as client:
+        (result,) = client.results(["cut"], wait=True, timeout=20)["cut"].values()
+    assert result.status == "ok"
+    capture = capflow.open(root)["cut"]
+    assert 70 < capture.computed_length <= 70 + len(answer)
+    tokens = [*prompt["prompt_token_ids"], *answer][: capture.computed_length]
+    hold(capture, DIVIDED, reference.run(tokens, 70, {})[1], tokens, 70)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"capture": {"hooks": {"router": [1]}}}, "router"),
+        ({"capture": {"hooks": {"heads": [4]}}}, "4"),
+        ({"steering_vectors": {"heads": {1: [1.0] * 96}}}, "heads.1: got 96 numbers, expected 64, 2 heads of 32"),
+        ({"steering_vectors": {"neurons": {1: [1.0] * 64}}}, "neurons.1: got 64 numbers, expected 96"),
+        (
+            {"steering_clamps": {"heads": {1: {"index": 2, "value": 0}}}},
+            "heads.1.index: got 2, expected a head of 0..1",
+        ),
+        (
+            {"steering_gates": {"g": {"hook": "k", "layer": 1, "vector": [1.0] * 64, "threshold": 0.0}}},
+            "steering_gates.g.vector: got 64 numbers, expected 32, 1 heads of 32",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_it_runs(shared, fields, words):
+    llm, _ = shared
+    with pytest.raises(UsageError) as refused:
+        llm.generate(prompts((4,)), capflow.sampling_params(max_tokens=2, **fields), use_tqdm=False)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+# --- other engines ---
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", FLOAT32_BOUND), ("bfloat16", 0.05)])
+def test_rows_in_a_compiled_engine(tiny, reference, tmp_path, dtype, bound):
+    root = tmp_path / "rows"
+    arguments = {**CROWDED, "enforce_eager": False, "dtype": dtype}
+    asked = [each for each in ASKED if each[0] is not None and "dtype" not in each[0]]
+    with engine(tiny, consumers=[f"filesystem:root={root},capture=requests"], **arguments) as llm:
+        params = [
+            capflow.sampling_params(id=f"r{n}", capture={**spec, "dtype": "float32"}, max_tokens=20, **GREEDY, **fields)
+            for n, (spec, fields) in enumerate(asked)
+        ]
+        outputs = llm.generate(prompts(LENGTHS[: len(asked)]), params, use_tqdm=False)
+    data = capflow.open(root)
+    for n, (output, (spec, fields)) in enumerate(zip(outputs, asked, strict=True)):
+        prompt = output.prompt_token_ids
+        tokens = [*prompt, *list(output.outputs[0].token_ids)[:-1]]
+        hold(data[f"r{n}"], spec, reference.run(tokens, len(prompt), fields)[1], tokens, len(prompt), bound)
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("engine_arguments", "v2"), [({"speculative_config": NGRAM}, False), ({}, True)], ids=["drafts", "v2"]
+)
+def test_rows_in_a_process_of_their_own(tiny, reference, tmp_path, engine_arguments, v2):
+    """Rows of rejected drafts never come, those of accepted ones once; and the V2 runner has the same rows."""
+    tokens = (60, 33, 48, 61) if not v2 else (5, 9, 4, 6)
+    asked = [
+        {"id": f"r{n}", "prompt": prompt["prompt_token_ids"], "capture": EVERYTHING, "max_tokens": most}
+        for n, (prompt, most) in enumerate(zip(prompts((30, 5, 70, 17)), tokens, strict=True))
+    ]
+    job = Run(tiny, str(tmp_path / "rows"), asked, engine={"sites": ["*:*"], **engine_arguments}, v2=v2)
+    answers, report = run(dataclasses.replace(job))
+    if v2:
+        assert report["runner"] == "vllm.v1.worker.cpu.model_runner"
+    else:
+        assert report["counts"]["accepted"] > 10
+        assert report["counts"]["rejected"] > 10
+    data = capflow.open(job.root)
+    for answer in answers:
+        assert answer.status == "ok"
+        tokens = [*answer.prompt, *answer.tokens[:-1]]
+        rows = reference.run(tokens, len(answer.prompt), {})[1]
+        hold(data[answer.id], EVERYTHING, rows, tokens, len(answer.prompt))
