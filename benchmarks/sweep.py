@@ -173,7 +173,7 @@ def main() -> int:
     engine = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256}
     plan = plan_of(args.model, PAIRS, PatchOptions(layers=args.layers, engine=engine))
     plan = SweepPlan(
-        plan.model, plan.pairs[: args.pairs], plan.sites, plan.positions[: args.pairs], plan.directions, {}, engine
+        plan.model, plan.pairs[: args.pairs], plan.parts, plan.positions[: args.pairs], plan.directions, {}, engine
     )
     model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
     turns: dict[str, Callable[[SweepPlan], Values]] = {

@@ -205,6 +205,19 @@ def answers(outputs):
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+@contextlib.contextmanager
+def in_this_process():
+    """Have engines run in this process while a block runs."""
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with environment(**variables, VLLM_LOGGING_LEVEL="ERROR"), collecting_little():
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        try:
+            yield
+        finally:
+            cleanup_dist_env_and_memory()
+
+
 class Reference:
     """Transformers' hidden states, with vectors added at given positions of given layers."""
 

@@ -136,7 +136,8 @@ def test_the_engine_knows_no_models(name):
 def test_few_modules_of_the_models_know_the_engine_and_none_vllm():
     models = {name: {top(i) for i in IMPORTS[name]} for name in FILES if top(name) == "capflow_models"}
     importers = {name for name, imported in models.items() if "capflow_engine" in imported}
-    named = "backends experiment.session model runs.engine_session stream sweep.metrics sweep.session transformers_model vectors.file"
+    named = "backends experiment.session model runs.engine_session stream sweep.metrics sweep.session sweep.shapes"
+    named += " transformers_model vectors.file"
     assert importers <= {f"capflow_models.{name}" for name in (*named.split(), "vllm_model")}
     assert not [name for name, imported in models.items() if "vllm" in imported]
 

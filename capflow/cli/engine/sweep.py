@@ -11,7 +11,8 @@ import click
 from capflow.text.examples import examples
 
 _METRICS = "Of logit_diff, probability, logprob, kl, MODULE:FUNCTION."
-_POSITIONS = "all, changed, last, 3, -1, 2-5, comma separated."
+_POSITIONS = "all, changed, last, 3, -1, 2-5, comma separated; together: all in one run."
+_INDEX = "Heads, experts or neurons: all, 3, 2-5, comma separated; whole: entire rows."
 
 
 def _common(hook: str) -> Callable[[Any], Any]:
@@ -32,6 +33,10 @@ def _common(hook: str) -> Callable[[Any], Any]:
             "--layers", default="all", show_default=True, metavar="LAYERS", help="As in a capture: 4-11, 3+7."
         ),
         click.option("--positions", default="all", show_default=True, metavar="P,P,…", help=_POSITIONS),
+        click.option("--index", default="all", show_default=True, metavar="N,N,…", help=_INDEX),
+        click.option(
+            "--group", type=click.IntRange(1), default=64, show_default=True, help="Neurons that are changed at once."
+        ),
         click.option(
             "--metrics", default="logit_diff,probability,kl", show_default=True, metavar="M,M,…", help=_METRICS
         ),
@@ -86,7 +91,7 @@ def sweep() -> None:
     help="denoise puts clean rows into the corrupted run, noise the reverse.",
 )
 def patch(direction: str, **options: Any) -> None:
-    """Put rows of one prompt's run into another's, at each hook, layer and position.
+    """Put rows of one prompt's run into another's, at each hook, layer and position; heads and experts one by one.
 
     Writes tables (Parquet and DuckDB), heatmaps and a report. A sweep that was stopped continues when it is started
     again.
@@ -95,19 +100,22 @@ def patch(direction: str, **options: Any) -> None:
 
 
 @sweep.command(
-    short_help="Replace rows by zeros or a mean.",
-    epilog=examples("capflow sweep ablate --model demo --pairs pairs.jsonl --by zero --out ablated"),
+    short_help="Replace rows by zeros, a mean or another prompt's.",
+    epilog=examples(
+        "capflow sweep ablate --model demo --pairs pairs.jsonl --by zero --out ablated",
+        "capflow sweep ablate --model demo --pairs pairs.jsonl --hooks heads --positions together --out heads",
+    ),
 )
 @_common("mlp_out")
 @click.option(
     "--by",
-    type=click.Choice(["zero", "mean", "both"]),
+    type=click.Choice(["zero", "mean", "resample", "both", "all"]),
     default="mean",
     show_default=True,
-    help="What comes in a row's place: zeros, or the mean over all prompts.",
+    help="In a row's place: zeros, the mean over all prompts, the corrupted prompt's row; both: the first two.",
 )
 def ablate(by: str, **options: Any) -> None:
-    """Replace rows of the clean prompts by zeros or a mean, at each hook, layer and position.
+    """Replace rows of the clean prompts by zeros, a mean or the corrupted prompt's, at each hook, layer and position.
 
     Writes and continues as `capflow sweep patch` does.
     """

@@ -42,6 +42,21 @@ def check_model(engine_args: Any, patterns: Iterable[str], steered: Sequence[str
     return Tapped.of(patterns, structures(engine_args), steered, ranks=engine_args.tensor_parallel_size)
 
 
+def tapped_by(model: str, arguments: Mapping[str, Any], patterns: Iterable[str]) -> Tapped:
+    """Return the tapped sites of a model that `capflow.LLM` would start with these arguments, as `check_model` does.
+
+    model: a directory, or a name of the hub.
+    arguments: those of `capflow.LLM`; its own are left out.
+    patterns: the sites to tap, as in `--sites`.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    names = compat.argument_names()
+    with explaining(model):
+        engine_args = EngineArgs(model=model, **{name: each for name, each in arguments.items() if name in names})
+    return check_model(engine_args, patterns)
+
+
 def info_of(engine_args: Any, tapped: Tapped) -> ModelInfo:
     """Return the description of a model that has not started, from its configuration alone; the dtype is left empty.
 

@@ -23,8 +23,9 @@ import msgspec
 
 from capflow.errors import UsageError, explain
 from capflow.plugins.function import function_named
+from capflow_models.sweep.items import items_of
 from capflow_models.sweep.origin import digest_of
-from capflow_models.sweep.plan import RunKey, items_of
+from capflow_models.sweep.plan import RunKey
 
 
 class SweepRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

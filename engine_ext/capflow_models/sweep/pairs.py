@@ -108,8 +108,8 @@ class TokenPair(NamedTuple):
         return tuple(roles)
 
 
-ROLES = ("before", "changed_first", "changed_middle", "changed_last", "after_first", "after", "last")
-"""What a position is to its pair. The prompt's last token is `last`, whatever else it is."""
+ROLES = ("before", "changed_first", "changed_middle", "changed_last", "after_first", "after", "last", "together")
+"""What a position is to its pair. The prompt's last token is `last`, whatever else it is; `together` is no position."""
 
 
 def read_pairs(source: PairSource) -> tuple[list[PromptPair], list[str]]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from capflow import limits
 from capflow.errors import UsageError, explain
 from capflow.extras import require
 from capflow.files import make_directory
@@ -24,6 +25,7 @@ from capflow_models.runs.output import remove_leftovers
 from capflow_models.sweep.metrics import METRICS_DEFAULT, SweepRun, check_metrics, digests
 from capflow_models.sweep.model import inspected
 from capflow_models.sweep.pairs import PairReader, PairSource, PromptPair, TokenPair, read_pairs
+from capflow_models.sweep.parts import GROUP_DEFAULT, Chosen
 from capflow_models.sweep.plan import (
     ABLATIONS,
     DIRECTIONS,
@@ -71,6 +73,8 @@ class PatchOptions:
     resamples: int = RESAMPLES_DEFAULT
     confidence: float = CONFIDENCE_DEFAULT
     engine: Mapping[str, Any] | None = None
+    index: Any = "all"
+    group: int = GROUP_DEFAULT
     dashes: bool = False
     allowed: Sequence[str] = DIRECTIONS
 
@@ -82,10 +86,13 @@ class PatchOptions:
         """Raise UsageError for a value that no model and no pairs can make valid."""
         if self.align is not None and self.align not in ALIGNS:
             raise UsageError(explain(self.named("align"), got=self.align, expected=f"one of {', '.join(ALIGNS)}"))
-        for name in ("batch", "resamples"):
+        for name in ("batch", "resamples", "group"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise UsageError(explain(self.named(name), got=repr(value), expected="1 or more"))
+        if self.group > limits.ENTRIES_MAX:
+            expected = f"1..{limits.ENTRIES_MAX}"
+            raise UsageError(explain(self.named("group"), got=self.group, expected=expected))
         if not isinstance(self.engine, Mapping | None):
             expected = "arguments of capflow.LLM by name"
             raise UsageError(explain("engine", got=repr(self.engine), expected=expected))
@@ -108,6 +115,8 @@ def sweep_patch(
     resamples: int = RESAMPLES_DEFAULT,
     confidence: float = CONFIDENCE_DEFAULT,
     engine: Mapping[str, Any] | None = None,
+    index: Any = "all",
+    group: int = GROUP_DEFAULT,
     progress: Progress | None = None,
 ) -> SweepResult:
     """Patch every chosen hook, layer and position of pairs of prompts on one engine; return the results.
@@ -118,9 +127,11 @@ def sweep_patch(
     model: a directory, a name, or `demo` for the demo model.
     pairs: a file of JSON Lines, or objects: `clean`, `corrupted`, `answer`, `wrong_answer` and optionally `id`. The
         prompts of a pair have equally many tokens, each answer is one token.
-    hooks: the hook points to patch.
+    hooks: the hook points to patch. At `heads`, `q`, `k` and `v` one head is patched at a time, at `router` one expert,
+        at `neurons` a group.
     layers: as in a capture spec: `all`, `"4-11"`, `[3, 7]`.
-    positions: `all`, `changed` (where the prompts differ), `last`, numbers, ranges such as `"2-5"`, or several.
+    positions: `all`, `changed` (where the prompts differ), `last`, numbers, ranges such as `"2-5"`, or several, one at
+        a time; `together` for all of them in one run.
     direction: `denoise` (clean rows in the corrupted run), `noise` (the reverse), or `both`.
     metrics: of `logit_diff`, `probability`, `logprob`, `kl`, and functions as `module:function`.
     out: a directory for runs and tables, from which a stopped sweep continues; None keeps nothing.
@@ -129,9 +140,13 @@ def sweep_patch(
     batch: requests asked for at a time; a kill loses at most one batch.
     resamples, confidence: of the bootstrap intervals over pairs.
     engine: further arguments of `capflow.LLM`.
+    index: the heads, experts or neurons: `all`, numbers, ranges such as `"2-5"`, or several; `whole` for entire rows.
+    group: how many neurons are patched at once.
     progress: called with the numbers of finished and of all runs. In a notebook a bar shows them by default.
     """
-    options = PatchOptions(hooks, layers, positions, direction, metrics, align, batch, resamples, confidence, engine)
+    options = PatchOptions(
+        hooks, layers, positions, direction, metrics, align, batch, resamples, confidence, engine, index, group
+    )
     return _swept(model, pairs, options, out, progress)
 
 
@@ -149,8 +164,8 @@ def sweep_ablate(
 
     A recovery of 1 leaves the clean run unchanged. Raises as `sweep_patch` does.
 
-    by: `zero` puts zeros in a row's place, `mean` the site's mean row over all prompts, without their first positions;
-        `both` does each.
+    by: `zero` puts zeros in a row's place, `mean` the site's mean row over all prompts, without their first positions,
+        `resample` the corrupted prompt's row; `both` is zero and mean, `all` each of them.
     options: further ones of `sweep_patch`.
     """
     names = {each.name for each in dataclasses.fields(PatchOptions)} - {"direction", "dashes", "allowed"}
@@ -183,6 +198,7 @@ def _swept(
 def plan_of(model: str, source: PairSource, options: PatchOptions) -> SweepPlan:
     """Return the plan of a sweep. Raises UsageError for everything that can be wrong before an engine starts."""
     from capflow_models.sweep.session import check_engine
+    from capflow_models.sweep.shapes import shaped
 
     options.check()
     engine = options.engine or {}
@@ -191,6 +207,8 @@ def plan_of(model: str, source: PairSource, options: PatchOptions) -> SweepPlan:
     name = "direction" if options.allowed == DIRECTIONS else "by"
     directions = check_directions(options.direction, options.named(name), options.allowed)
     at = PatchPositions.parse(options.positions, options.named("positions"))
+    chosen = Chosen.parse(options.index, options.named("index"))
+    chosen.check(hooks, options.named("index"))
     given, places = read_pairs(source)
     functions = digests(check_metrics(options.metrics, options.named("metrics")), options.named("metrics"))
     described = inspected(model, engine)
@@ -203,7 +221,9 @@ def plan_of(model: str, source: PairSource, options: PatchOptions) -> SweepPlan:
     positions = [
         at.of(pair, f"{place}: {options.named('positions')}") for pair, place in zip(pairs, places, strict=True)
     ]
-    return SweepPlan(model, pairs, sites, positions, directions, functions, dict(engine), described.origin)
+    present, shapes = shaped(model, engine, sites, strict=options.layers != "all", where=options.named("hooks"))
+    parts = list(chosen.parts(present, shapes, options.group, options.named("index")))
+    return SweepPlan(model, pairs, parts, positions, directions, functions, dict(engine), described.origin)
 
 
 def computed(plan: SweepPlan, options: PatchOptions, out: Path, progress: Progress | None = None) -> SweepResult:

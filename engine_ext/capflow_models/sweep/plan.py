@@ -6,64 +6,55 @@ import hashlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import msgspec
 
+from capflow import limits
 from capflow.capture.site import HOOK_DEFAULT, HOOKS, Site, hook_named
 from capflow.capture.spec import CaptureSpec, read_layers
 from capflow.errors import UsageError, explain
+from capflow_models.sweep.items import items_of
 from capflow_models.sweep.origin import described
 from capflow_models.sweep.pairs import TokenPair
+from capflow_models.sweep.parts import RowPart
 
 DIRECTIONS = ("denoise", "noise")
 """`denoise` puts rows of the clean run into the corrupted one, `noise` rows of the corrupted run into the clean one."""
 
-ABLATIONS = ("zero", "mean")
-"""`zero` puts zeros into the clean run, `mean` the site's mean row over all prompts. They count as directions, too."""
+ABLATIONS = ("zero", "mean", "resample")
+"""What comes into the clean run: zeros, the site's mean row over all prompts, or the corrupted run's row.
 
-BASES = {"denoise": "corrupted", "noise": "clean", "zero": "clean", "mean": "clean"}
+They count as directions, too.
+"""
+
+BASES = {"denoise": "corrupted", "noise": "clean", "zero": "clean", "mean": "clean", "resample": "clean"}
 """The prompt that a direction changes."""
 
-DONORS = {"denoise": "clean", "noise": "corrupted"}
+DONORS = {"denoise": "clean", "noise": "corrupted", "resample": "corrupted"}
 """The prompt whose rows a direction puts in. The other directions put in rows of no prompt of the pair."""
 
 BASELINES = ("clean", "corrupted")
 """The unchanged runs."""
 
+TOGETHER = -1
+"""In the place of a position: all positions of the prompt, changed in one run."""
+
 _RANGE = re.compile(r"(\d{1,7})-(\d{1,7})")
-_POSITIONS = "all, changed, last, positions such as 3, 2-5 or -1, or several of these separated by commas"
+_POSITIONS = "all, changed, last, together, positions such as 3, 2-5 or -1, or several of these separated by commas"
 
 
 class RunKey(NamedTuple):
     """One run. A baseline has its name as the direction, no site and position -1.
 
-    site: as `HOOK:LAYER`.
+    site: as `HOOK:LAYER`, or with entries of the row as `HOOK:LAYER[3]` or `HOOK:LAYER[0-15]`.
+    position: `TOGETHER` if all positions are changed at once.
     """
 
     pair: str
     direction: str
     site: str = ""
     position: int = -1
-
-
-def items_of(value: Any, where: str, expected: str) -> list[str]:
-    """Return the items of a comma-separated text, of a number or of a list of both, as texts.
-
-    Raises UsageError for another value, and for one without items.
-    """
-    if isinstance(value, str):
-        items = value.split(",")
-    elif isinstance(value, Integral):
-        items = [str(value)]
-    elif isinstance(value, Iterable) and not isinstance(value, bytes | Mapping):
-        items = [str(item) for item in value]
-    else:
-        raise UsageError(explain(where, got=repr(value), expected=expected))
-    if not items:
-        raise UsageError(explain(where, got="none", expected=expected))
-    return [item.strip() for item in items]
 
 
 def read_hooks(value: str | Sequence[str], where: str = "--hooks") -> list[str]:
@@ -111,13 +102,16 @@ class PatchPositions(NamedTuple):
             number = re.fullmatch(r"-?\d{1,7}", item)
             bounds = _RANGE.fullmatch(item)
             if (bounds and int(bounds[1]) > int(bounds[2])) or not (
-                item in ("all", "changed", "last") or number or bounds
+                item in ("all", "changed", "last", "together") or number or bounds
             ):
                 raise UsageError(explain(where, got=item or repr(value), expected=_POSITIONS))
         return cls(items)
 
     def of(self, pair: TokenPair, where: str = "--positions") -> list[int]:
-        """Return the positions in a pair, ascending. Raises UsageError for one outside of its prompts."""
+        """Return the positions in a pair, ascending; `TOGETHER` stands for all at once and comes first.
+
+        Raises UsageError for a position outside of the prompts, and for more than a run may change at once.
+        """
         length = len(pair.clean)
         positions: set[int] = set()
         for item in self.items:
@@ -127,6 +121,11 @@ class PatchPositions(NamedTuple):
                 positions.update(pair.changed)
             elif item == "last":
                 positions.add(length - 1)
+            elif item == "together":
+                if length > limits.POSITIONS_LISTED_MAX:
+                    expected = f"at most {limits.POSITIONS_LISTED_MAX} for together"
+                    raise UsageError(explain(where, got=f"{length} tokens in pair {pair.id}", expected=expected))
+                positions.add(TOGETHER)
             else:
                 bounds = _RANGE.fullmatch(item)
                 first, stop = (int(bounds[1]), int(bounds[2])) if bounds else (int(item), int(item))
@@ -142,6 +141,7 @@ class SweepPlan:
     """A sweep.
 
     pairs: of prompts, in tokens.
+    parts: what is changed: sites, or entries of their rows.
     positions: of each pair.
     functions: the names of the user's metrics, each with a digest of its module's file.
     engine: arguments of `capflow.LLM`.
@@ -150,12 +150,17 @@ class SweepPlan:
 
     model: str
     pairs: Sequence[TokenPair]
-    sites: Sequence[Site]
+    parts: Sequence[RowPart]
     positions: Sequence[Sequence[int]]
     directions: Sequence[str]
     functions: Mapping[str, str]
     engine: Mapping[str, Any]
     origin: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def sites(self) -> list[Site]:
+        """The sites of the parts, each once."""
+        return list(dict.fromkeys(part.site for part in self.parts))
 
     def keys(self, number: int) -> Iterator[RunKey]:
         """Yield the runs of a pair: its baselines first."""
@@ -163,20 +168,20 @@ class SweepPlan:
         for baseline in BASELINES:
             yield RunKey(name, baseline)
         for direction in self.directions:
-            for site in self.sites:
+            for part in self.parts:
                 for position in self.positions[number]:
-                    yield RunKey(name, direction, str(site), position)
+                    yield RunKey(name, direction, str(part), position)
 
     @property
     def run_count(self) -> int:
         """The number of runs, baselines included."""
-        changed = sum(map(len, self.positions)) * len(self.sites) * len(self.directions)
+        changed = sum(map(len, self.positions)) * len(self.parts) * len(self.directions)
         return changed + len(BASELINES) * len(self.pairs)
 
     @property
     def token_count(self) -> int:
         """The number of prompt tokens of all runs, as far as no cache has them."""
-        each = len(self.sites) * len(self.directions)
+        each = len(self.parts) * len(self.directions)
         return sum(
             len(pair.clean) * (each * len(at) + len(BASELINES))
             for pair, at in zip(self.pairs, self.positions, strict=True)
@@ -201,11 +206,15 @@ class SweepPlan:
 def check_directions(
     value: str | Collection[str], where: str = "--direction", allowed: Sequence[str] = DIRECTIONS
 ) -> list[str]:
-    """Return the directions that a name means; `both` means all allowed ones. Raises UsageError for another name."""
-    expected = f"one of {', '.join(allowed)}, both"
+    """Return the directions that a name means: `both` the first two of the allowed ones, `all` each of them.
+
+    Raises UsageError for another name.
+    """
+    groups = {"both": allowed[:2]} | ({"all": allowed} if len(allowed) > 2 else {})
+    expected = f"one of {', '.join([*allowed, *groups])}"
     names = items_of(value, where, expected)
-    if names == ["both"]:
-        return list(allowed)
+    if len(names) == 1 and names[0] in groups:
+        return list(groups[names[0]])
     for name in names:
         if name not in allowed:
             raise UsageError(explain(where, got=name, expected=expected))

@@ -20,6 +20,7 @@ from capflow_models.jobs.bar import counting_bar
 from capflow_models.jobs.ending import check_interrupted, run_program
 from capflow_models.sweep.origin import described
 from capflow_models.sweep.pairs import PairFile
+from capflow_models.sweep.parts import GROUP_DEFAULT
 from capflow_models.sweep.patch import PatchOptions, computed, plan_of
 from capflow_models.sweep.plan import ABLATIONS, DIRECTIONS, SweepPlan
 from capflow_models.sweep.records import done_count
@@ -31,9 +32,9 @@ MANIFEST = "run.json"
 class SweepJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options of a sweep.
 
-    kind: `patch`, or `ablate`, whose directions are `zero` and `mean`.
+    kind: `patch`, or `ablate`, whose directions are `zero`, `mean` and `resample`.
     backend: always `vllm`.
-    metrics: comma separated, as `hooks` and `positions`.
+    metrics: comma separated, as `hooks`, `positions` and `index`.
     align: empty for the default.
     command: the command line, for the report.
     """
@@ -55,6 +56,8 @@ class SweepJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     command: list[str] = []
     kind: Literal["patch", "ablate"] = "patch"
     backend: str = "vllm"
+    index: str = "all"
+    group: int = GROUP_DEFAULT
 
     def options(self) -> PatchOptions:
         """Return the options as `sweep_patch` takes them."""
@@ -69,6 +72,8 @@ class SweepJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.resamples,
             self.confidence,
             self.engine,
+            self.index,
+            self.group,
             dashes=True,
             allowed=DIRECTIONS if self.kind == "patch" else ABLATIONS,
         )
@@ -116,7 +121,7 @@ def show_plan(plan: SweepPlan, done: int) -> None:
     lengths = sorted({len(pair.clean) for pair in plan.pairs})
     counts = sorted({len(at) for at in plan.positions})
     console.print(
-        f"{len(plan.pairs)} pairs of {_span(lengths)} tokens, {len(plan.sites)} sites, {_span(counts)} positions, "
+        f"{len(plan.pairs)} pairs of {_span(lengths)} tokens, {_places(plan)}, {_span(counts)} positions, "
         f"{' and '.join(plan.directions)}"
     )
     console.print(f"{plan.run_count} runs of one token, {plan.token_count} prompt tokens at most")
@@ -138,6 +143,8 @@ def manifest_of(job: SweepJob, plan: SweepPlan, sha256: str, seconds: float) -> 
         "hooks": job.hooks,
         "layers": job.layers,
         "positions": job.positions,
+        "index": job.index,
+        "group": job.group,
         "direction": job.direction,
         "metrics": job.metrics,
         "confidence": f"{100 * job.confidence:.10g}%",
@@ -148,6 +155,12 @@ def manifest_of(job: SweepJob, plan: SweepPlan, sha256: str, seconds: float) -> 
         "command": shlex.join(job.command),
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
     }
+
+
+def _places(plan: SweepPlan) -> str:
+    """Return how many sites a plan changes, and how many parts of their rows if it changes parts."""
+    sites, parts = len(plan.sites), len(plan.parts)
+    return f"{sites} sites" + f" with {parts} heads, experts or groups" * any(part.entries for part in plan.parts)
 
 
 def _span(numbers: list[int]) -> str:

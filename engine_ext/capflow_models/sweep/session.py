@@ -24,7 +24,8 @@ from capflow_engine.compat.versions.surface import FORCED_TOKENS
 from capflow_models.runs.engine_session import EngineSession, unknown_argument
 from capflow_models.sweep.metrics import SweepRun
 from capflow_models.sweep.pairs import TokenPair
-from capflow_models.sweep.plan import BASELINES, BASES, DONORS, RunKey
+from capflow_models.sweep.parts import RowPart
+from capflow_models.sweep.plan import BASELINES, BASES, DONORS, TOGETHER, RunKey
 
 PROCESSOR = "capflow_engine.compat.measured:MeasuredLogits"
 MEASURED_KEY = "capflow_measured"
@@ -94,7 +95,7 @@ class SweepSession(EngineSession):
         """Return how many pairs may be computed at a time, with the rows of these baselines in memory."""
         vocabulary = self.llm.llm_engine.model_config.get_vocab_size()
         length = max(len(pair.clean) for pair in pairs)
-        rows = len(donors) * length * len(self._sites) * self.llm.capflow_model.hidden_size * 4
+        rows = len(donors) * length * sum(map(self.llm.capflow_model.width_of, self._sites)) * 4
         size: int = max(1, min(REFERENCE_BYTES_MAX // (4 * vocabulary), ROWS_BYTES_MAX // max(1, rows)))
         return size
 
@@ -154,23 +155,31 @@ class SweepSession(EngineSession):
         """Compute patched runs of the present group in one batch."""
         names, prompts, params = [], [], []
         for key in keys:
-            pair, site = pairs[key.pair], Site.parse(key.site)
-            base, row = BASES[key.direction], self._row(key, site)
-            patch = {site.hook: {site.layer: {"positions": [key.position], "vector": row}}}
+            pair, part = pairs[key.pair], RowPart.parse(key.site)
             names.append(self._name())
-            prompts.append(getattr(pair, base))
-            params.append(self._params(pair, names[-1], steering_patches=patch))
+            prompts.append(getattr(pair, BASES[key.direction]))
+            patches = {part.site.hook: {part.site.layer: self._patch(key, part, len(prompts[-1]))}}
+            params.append(self._params(pair, names[-1], steering_patches=patches))
         measured = self._generate(prompts, params)
         return [_run(key, measured[name]) for key, name in zip(keys, names, strict=True)]
 
-    def _row(self, key: RunKey, site: Site) -> npt.NDArray[np.float32]:
-        """Return the row that a run puts in."""
+    def _patch(self, key: RunKey, part: RowPart, length: int) -> dict[str, Any]:
+        """Return the patch of a run in the form of `steering_patches`.
+
+        length: how many tokens the prompt has.
+        """
+        positions = list(range(length)) if key.position == TOGETHER else [key.position]
+        rows = part.of(self._donated(key, part.site, positions), self.llm.capflow_model.shape_of(part.site))
+        return {"positions": positions, "vector": rows} | ({"index": part.entries} if part.entries else {})
+
+    def _donated(self, key: RunKey, site: Site, positions: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Return the row that a run puts in at every position, `[width]`, or one for each, `[positions, width]`."""
         if key.direction == "zero":
-            return np.zeros(self.llm.capflow_model.hidden_size, np.float32)
+            return np.zeros(self.llm.capflow_model.width_of(site), np.float32)
         if key.direction == "mean":
             return self._means[site]
-        row: npt.NDArray[np.float32] = self._rows[key.pair, DONORS[key.direction]][site][key.position]
-        return row
+        rows: npt.NDArray[np.float32] = self._rows[key.pair, DONORS[key.direction]][site][positions]
+        return rows
 
     def _params(self, pair: TokenPair, name: str, **fields: Any) -> Any:
         asked = {

@@ -1,7 +1,5 @@
 """Patch sweeps in a real engine against Transformers with forward hooks, resumption, and what the command writes."""
 
-import contextlib
-import itertools
 import json
 import os
 import subprocess
@@ -14,13 +12,14 @@ import pytest
 import torch
 
 import capflow
-from capflow.capture.site import HOOKS
+from capflow.capture.site import STREAM_HOOKS
 from capflow.errors import UsageError
 from capflow_models import SweepResult, sweep_ablate, sweep_patch
 from capflow_models.sweep import patch, program
 from capflow_models.sweep.program import SweepJob
 from capflow_models.sweep.session import SweepSession
-from tests.kit.engines import LAYERS, WIDTH, collecting_little, environment
+from tests.kit.engines import LAYERS, WIDTH, in_this_process
+from tests.kit.hooked import Hooked
 from tests.kit.sources import ROOT
 
 pytestmark = pytest.mark.engine
@@ -55,19 +54,6 @@ def pairs():
     ]  # fmt: skip
 
 
-@contextlib.contextmanager
-def in_process():
-    """Have engines run in this process while a block runs."""
-    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with environment(**variables, VLLM_LOGGING_LEVEL="ERROR"), collecting_little():
-        from vllm.distributed import cleanup_dist_env_and_memory
-
-        try:
-            yield
-        finally:
-            cleanup_dist_env_and_memory()
-
-
 @pytest.fixture(scope="module")
 def functions(tmp_path_factory):
     """A module of a user's metrics, which can be imported."""
@@ -96,9 +82,10 @@ def swept(tiny_with_words, pairs, functions, tmp_path_factory):
 
     capflow.LLM.generate = counted
     try:
-        with in_process():
+        with in_this_process():
             result = sweep_patch(
-                tiny_with_words, pairs, hooks=HOOKS, positions=POSITIONS, direction="both", out=out, engine=ENGINE,
+                tiny_with_words, pairs, hooks=STREAM_HOOKS, positions=POSITIONS, direction="both", out=out,
+                engine=ENGINE,
                 metrics=("logit_diff", "probability", "logprob", "kl", "my_metrics:rank"),
             )  # fmt: skip
     finally:
@@ -106,53 +93,6 @@ def swept(tiny_with_words, pairs, functions, tmp_path_factory):
     assert runners == {"0"}, "the second model runner has other logits processors"
     assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
     return result, out, cached
-
-
-def placed(layer, hook):
-    """Return the module of a layer that a hook point is at, and whether it lies before that."""
-    return {
-        "pre_attn": (layer, True),
-        "attn_in": (layer.input_layernorm, False),
-        "attn_out": (layer.self_attn, False),
-        "post_attn": (layer.post_attention_layernorm, True),
-        "mlp_in": (layer.post_attention_layernorm, False),
-        "mlp_out": (layer.mlp, False),
-        "post_block": (layer, False),
-    }[hook]
-
-
-class Hooked:
-    """Transformers with forward hooks: it keeps the rows of a prompt, or replaces one of them."""
-
-    def __init__(self, model):
-        self.model, self.layers = model, model.model.layers
-
-    def run(self, tokens, patch=None):
-        """Return the logits of the next token, and the rows by layer and hook.
-
-        patch: layer, hook, position and the new row.
-        """
-        rows = {}
-
-        def visit(place, tensor):
-            rows[place] = tensor[0].clone()
-            if patch is not None and place == patch[:2]:
-                tensor[0, patch[2]] = patch[3]
-
-        with contextlib.ExitStack() as stack:
-            for number, hook in itertools.product(range(len(self.layers)), HOOKS):
-                final = (self.model.model.norm, False)
-                module, before = final if hook == "final" else placed(self.layers[number], hook)
-                at = (LAYERS - 1 if hook == "final" else number, hook)
-                if before:
-                    handle = module.register_forward_pre_hook(lambda _, args, at=at: visit(at, args[0]))
-                else:
-                    handle = module.register_forward_hook(
-                        lambda _, __, output, at=at: visit(at, output[0] if isinstance(output, tuple) else output)
-                    )
-                stack.callback(handle.remove)
-            with torch.no_grad():
-                return self.model(torch.tensor([tokens]), use_cache=False).logits[0, -1], rows
 
 
 def measured(logits, clean, answer, wrong):
@@ -179,7 +119,7 @@ def test_every_patch_equals_transformers_with_hooks(swept, prompts, reference):
     rows = {}
     for row in result.to_arrow().to_pylist():
         rows.setdefault((row["pair"], row["direction"], row["hook"], row["layer"], row["position"]), []).append(row)
-    assert len(rows) == 2 * (LAYERS * (len(HOOKS) - 1) + 1) * (4 + 4), "final is a hook of the last layer alone"
+    assert len(rows) == 2 * (LAYERS * (len(STREAM_HOOKS) - 1) + 1) * (4 + 4), "final is a hook of the last layer alone"
     moved = 0.0
     for (pair, direction, hook, layer, position), mine in rows.items():
         clean, corrupted, answer, wrong = prompts[pair]
@@ -235,7 +175,7 @@ def test_a_stopped_sweep_continues(swept, tiny_with_words, pairs, tmp_path, monk
             raise KeyboardInterrupt
 
     options = {
-        "hooks": HOOKS, "positions": POSITIONS, "direction": "both", "out": out, "engine": ENGINE, "batch": 64,
+        "hooks": STREAM_HOOKS, "positions": POSITIONS, "direction": "both", "out": out, "engine": ENGINE, "batch": 64,
         "metrics": ("logit_diff",),
     }  # fmt: skip
     computing, missing = [], patch._missing
@@ -246,7 +186,7 @@ def test_a_stopped_sweep_continues(swept, tiny_with_words, pairs, tmp_path, monk
 
     with monkeypatch.context() as patched:
         patched.setattr(patch, "_missing", held)
-        with in_process(), pytest.raises(KeyboardInterrupt):
+        with in_this_process(), pytest.raises(KeyboardInterrupt):
             sweep_patch(tiny_with_words, pairs, **options, progress=stop)
     assert not list(out.glob(".capflow-sweep-*")), "the engine is closed, and its rows are removed"
     assert "CAPFLOW_MEASURED_OUT" not in os.environ
@@ -260,16 +200,16 @@ def test_a_stopped_sweep_continues(swept, tiny_with_words, pairs, tmp_path, monk
     monkeypatch.setattr(
         capflow.LLM, "generate", lambda self, p, *a, **k: asked.append(len(p)) or generate(self, p, *a, **k)
     )
-    with in_process():
+    with in_this_process():
         result = sweep_patch(tiny_with_words, pairs, **options)
     assert sum(asked) <= total - len(lines) + 4, "only the missing runs are computed, and the baselines they need"
     assert not list(out.glob(".capflow-sweep-*"))
-    key = ["pair", "direction", "hook", "layer", "position"]
+    key = ["pair", "direction", "hook", "layer", "index", "position"]
     metric = whole.patches.filter(np.array(whole.patches["metric"]) == "logit_diff")
     for name in key:
         assert result.patches[name].equals(metric[name])
     assert np.abs(result.patches["value"].to_numpy() - metric["value"].to_numpy()).max() < BOUND
-    settings = {"engine": ENGINE, "out": out, "hooks": HOOKS, "positions": POSITIONS, "direction": "both"}
+    settings = {"engine": ENGINE, "out": out, "hooks": STREAM_HOOKS, "positions": POSITIONS, "direction": "both"}
     for change, message in (
         (
             {"engine": {**ENGINE, "max_num_seqs": 8}},
@@ -303,7 +243,7 @@ def captured(monkeypatch):
 
 def test_an_ablation_equals_transformers_with_hooks(tiny_with_words, pairs, prompts, reference, tmp_path, captured):
     options = {"hooks": ("mlp_out", "pre_attn"), "layers": [1, 2], "positions": "1,last", "metrics": ("logit_diff",)}
-    with in_process():
+    with in_this_process():
         result = sweep_ablate(tiny_with_words, pairs, by="both", out=tmp_path / "out", engine=ENGINE, **options)
     assert captured == ["clean", "corrupted"], "for the mean alone"
     hooked = Hooked(reference.model)
@@ -319,7 +259,7 @@ def test_an_ablation_equals_transformers_with_hooks(tiny_with_words, pairs, prom
     assert max(abs(row["recovery"] - 1) for row in patches) > 0.3
     with pytest.raises(UsageError, match="the mean: got means over other prompts there"):
         sweep_ablate(tiny_with_words, pairs[:1], by="mean", out=tmp_path / "out", engine=ENGINE, **options)
-    with pytest.raises(UsageError, match="by: got noise, expected one of zero, mean, both"):
+    with pytest.raises(UsageError, match="by: got noise, expected one of zero, mean, resample, both, all"):
         sweep_ablate(tiny_with_words, pairs, by="noise")
     with pytest.raises(UsageError, match="layer: got an unknown option, expected one of align, batch"):
         sweep_ablate(tiny_with_words, pairs, layer=3)
@@ -353,7 +293,7 @@ def test_a_sweep_measures_where_vllm_would_take_the_second_model_runner(tiny_wit
 
 
 def test_a_function_that_fails_is_named(tiny_with_words, pairs, functions):
-    with in_process(), pytest.raises(UsageError, match="the metric my_metrics:broken: got IndexError"):
+    with in_this_process(), pytest.raises(UsageError, match="the metric my_metrics:broken: got IndexError"):
         sweep_patch(tiny_with_words, pairs[:1], layers=[0], metrics=["my_metrics:broken"], engine=ENGINE)
 
 
@@ -366,7 +306,7 @@ def test_the_command_writes_a_report(tiny_with_words, pairs, tmp_path, capsys, c
     program.run(SweepJob(**{name: getattr(job, name) for name in job.__struct_fields__} | {"dry_run": True}))
     assert "2 pairs of 5 to 40 tokens, 2 sites, 5 to 40 positions, denoise" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
-    with in_process():
+    with in_this_process():
         program.run(job)
     assert captured == ["clean"]
     written = capsys.readouterr().err

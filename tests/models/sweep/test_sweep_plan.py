@@ -80,7 +80,7 @@ def test_a_wrong_pair_is_named(plan, changes, message):
         ({"layers": "2-9"}, "layers: got layers 2-9, expected a range within 0"),
         ({"layers": [4]}, r"layers: got layer 4, expected 0\.\.3"),
         ({"layers": "x"}, "layers: got x"),
-        ({"positions": "first"}, "positions: got first, expected all, changed, last, positions such as"),
+        ({"positions": "first"}, "positions: got first, expected all, changed, last, together, positions such as"),
         ({"positions": "3-1"}, "positions: got 3-1"),
         ({"positions": "4"}, r"pairs, pair 1: positions: got position 4, expected -4\.\.3, as pair 1 has 4 tokens"),
         ({"positions": -5}, r"positions: got position -5"),

@@ -11,6 +11,7 @@ from capflow.errors import UsageError
 from capflow_models.experiment.results.statistics import draw
 from capflow_models.sweep.metrics import SweepRun
 from capflow_models.sweep.pairs import PairReader, read_pairs
+from capflow_models.sweep.parts import RowPart
 from capflow_models.sweep.plan import PatchPositions, RunKey, SweepPlan
 from capflow_models.sweep.records import encoded, runs_of
 from capflow_models.sweep.results import tables
@@ -30,8 +31,8 @@ def plan_of(lengths=(5, 5, 5)):
         corrupted = [*clean[:1], *(token + 100 for token in clean[1:3]), *clean[3:]]
         pairs.append({"clean": clean, "corrupted": corrupted, "answer": 1, "wrong_answer": 2})
     tokens = PairReader(None, 300).tokens(*read_pairs(pairs))
-    sites = [Site(layer, "post_block") for layer in range(2)]
-    return SweepPlan("m", tokens, sites, [range(len(p.clean)) for p in tokens], ["denoise", "noise"], {"m:f": ""}, {})
+    parts = [RowPart(Site(layer, "post_block")) for layer in range(2)]
+    return SweepPlan("m", tokens, parts, [range(len(p.clean)) for p in tokens], ["denoise", "noise"], {"m:f": ""}, {})
 
 
 def runs_for(plan, seed=1):

@@ -13,7 +13,7 @@ from capflow.extras import missing, require
 from capflow.files import make_directory, whole_file
 from capflow.text.notebook import html_table
 from capflow.text.tabular import Tabular
-from capflow_models.sweep.results.heatmap import figure_of, png_of, strongest
+from capflow_models.sweep.results.heatmap import figure_of, part_of, png_of, strongest
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -27,9 +27,11 @@ _SHOWN = 8
 class SweepResult(Tabular):
     """A finished sweep.
 
-    patches: a row for each pair, direction, hook, layer, position and metric, as a `pyarrow.Table`: `value`, those of
-        the unchanged runs `clean` and `corrupted`, and `recovery`, 0 for the corrupted run and 1 for the clean one.
-    summary: means over pairs by direction, hook, layer, place and metric, with bootstrap intervals.
+    patches: a row for each pair, direction, hook, layer, index, position and metric, as a `pyarrow.Table`: `value`,
+        those of the unchanged runs `clean` and `corrupted`, and `recovery`, 0 for the corrupted run and 1 for the clean
+        one. `index` is the head, the expert or the first of `entries` neurons; NULL for a whole row. `position` is NULL
+        where all positions are changed together.
+    summary: means over pairs by direction, hook, layer, index, place and metric, with bootstrap intervals.
     pairs: a row for each pair and metric: the prompts, the answers, and the values of the unchanged runs.
     """
 
@@ -130,7 +132,7 @@ def strongest_table(summary: Any, direction: str, metric: str, count: int = _SHO
     """Return the strongest cells of a direction and a metric as an HTML table."""
     lines = [
         [
-            f"{row['hook']}:{row['layer']}",
+            part_of(row),
             row["place"],
             row["token"] or "",
             _number(row, "recovery"),

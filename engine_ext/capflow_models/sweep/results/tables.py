@@ -2,13 +2,15 @@
 
 | table | a row for each |
 |---|---|
-| patches | pair, direction, site, position and metric: the value, those of the two unchanged runs, and the recovery |
-| summary | direction, site, place and metric: means over pairs, with bootstrap intervals |
+| patches | pair, direction, site, index, position and metric: the value, those of the unchanged runs, the recovery |
+| summary | direction, site, index, place and metric: means over pairs, with bootstrap intervals |
 | pairs | pair and metric: prompts, answers, and the values of the two unchanged runs |
 
-A *place* is a position, a position from the end, or a role of positions. Positions of one role in a pair are averaged
-first. The mean recovery is the ratio of means, `mean(value - corrupted) / mean(clean - corrupted)`: a pair whose two
-prompts hardly differ does not decide it. Pairs are resampled with replacement, the same way for every cell.
+`index` is the first of `entries` heads, neurons or experts that were changed; both are NULL for whole rows. A *place*
+is a position, a position from the end, a role of positions, or `together`: all positions in one run. Positions of one
+role in a pair are averaged first. The mean recovery is the ratio of means, `mean(value - corrupted) / mean(clean -
+corrupted)`: a pair whose two prompts hardly differ does not decide it. Pairs are resampled with replacement, the same
+way for every cell.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from capflow.capture.site import Site
 from capflow_models.experiment.results.statistics import PROMPTS_MIN, draw, interval
 from capflow_models.sweep.metrics import SweepRun, value_of
 from capflow_models.sweep.pairs import ROLES, TokenPair
-from capflow_models.sweep.plan import RunKey, SweepPlan
+from capflow_models.sweep.parts import RowPart
+from capflow_models.sweep.plan import TOGETHER, RunKey, SweepPlan
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -58,20 +60,30 @@ def patches_table(plan: SweepPlan, runs: Mapping[RunKey, SweepRun], metrics: Seq
         for key in plan.keys(number):
             if not key.site:
                 continue
-            site, at = Site.parse(key.site), key.position
-            place = {
-                "pair": pair.id, "direction": key.direction, "hook": site.hook, "layer": site.layer, "position": at,
-                "token": pair.clean_texts[at], "corrupted_token": pair.corrupted_texts[at], "role": roles[at],
+            part, at = RowPart.parse(key.site), key.position
+            cell = {
+                "pair": pair.id, "direction": key.direction, "hook": part.site.hook, "layer": part.site.layer,
+                "index": part.first, "entries": part.size or None,
             }  # fmt: skip
+            place: dict[str, Any] = dict.fromkeys(("position", "token", "corrupted_token")) | {"role": "together"}
+            if at != TOGETHER:
+                place = {
+                    "position": at, "token": pair.clean_texts[at], "corrupted_token": pair.corrupted_texts[at],
+                    "role": roles[at],
+                }  # fmt: skip
             for metric in metrics:
                 clean, corrupted = (value_of(bases[name], metric) for name in ("clean", "corrupted"))
                 value = value_of(runs[key], metric)
                 recovery = (value - corrupted) / (clean - corrupted) if clean != corrupted else math.nan
                 rows.append(
-                    place
+                    cell
+                    | place
                     | {"metric": metric, "value": value, "clean": clean, "corrupted": corrupted, "recovery": recovery}
                 )
-    texts, numbers = ("pair", "direction", "hook", "token", "corrupted_token", "role", "metric"), ("layer", "position")
+    texts, numbers = (
+        ("pair", "direction", "hook", "token", "corrupted_token", "role", "metric"),
+        ("layer", "index", "entries", "position"),
+    )
     return _table(rows, pa.schema([
         (name, pa.string() if name in texts else pa.int32() if name in numbers else pa.float64()) for name in rows[0]
     ]))  # fmt: skip
@@ -100,17 +112,20 @@ def summary_table(
 ) -> pa.Table:
     """Return the table `summary`. Its `place_number` orders places; `token` is the one that all pairs have there.
 
+    The place `together` is behind all others.
+
     lengths: how many tokens the prompts of each pair have, by its id.
     """
     import pyarrow as pa
 
-    columns = {name: patches[name].to_pylist() for name in ("pair", "direction", "hook", "layer", "metric", "token")}
+    names = ("pair", "direction", "hook", "layer", "index", "entries", "metric", "token")
+    columns = {name: patches[name].to_pylist() for name in names}
     places = _places(patches, lengths, align)
     pairs = {name: number for number, name in enumerate(dict.fromkeys(columns["pair"]))}
     cells: dict[tuple[Any, ...], int] = {}
     index = np.array([
         cells.setdefault(cell, len(cells))
-        for cell in zip(columns["direction"], columns["hook"], columns["layer"], places, columns["metric"], strict=True)
+        for cell in zip(*(columns[name] for name in names[1:6]), places, columns["metric"], strict=True)
     ])  # fmt: skip
     pair_of = np.array([pairs[name] for name in columns["pair"]])
     value, clean, corrupted = (
@@ -125,29 +140,32 @@ def summary_table(
     for cell, token in zip(index.tolist(), columns["token"], strict=True):
         tokens.setdefault(cell, set()).add(token)
     rows = []
-    for (direction, hook, layer, place, metric), cell in cells.items():
+    behind = max(lengths.values()) if align == "position" else 0
+    for (direction, hook, layer, first, entries, place, metric), cell in cells.items():
         (low, high), (least, most) = bounds[:, :, cell].tolist()
         rows.append({
-            "direction": direction, "hook": hook, "layer": layer, "place": str(place),
-            "place_number": ROLES.index(place) if align == "role" else place,
+            "direction": direction, "hook": hook, "layer": layer, "index": first, "entries": entries,
+            "place": str(place),
+            "place_number": ROLES.index(place) if align == "role" else behind if place == "together" else place,
             "token": next(iter(tokens[cell])) if len(tokens[cell]) == 1 else None, "metric": metric,
             "pairs": int(present[cell]),
             "value": means[0, cell], "value_low": low, "value_high": high, "recovery": recoveries[0, cell],
             "recovery_low": least, "recovery_high": most,
         })  # fmt: skip
     kinds = {name: pa.string() for name in ("direction", "hook", "place", "token", "metric")}
-    kinds |= {name: pa.int32() for name in ("layer", "place_number", "pairs")}
+    kinds |= {name: pa.int32() for name in ("layer", "index", "entries", "place_number", "pairs")}
     return _table(rows, pa.schema([(name, kinds.get(name, pa.float64())) for name in rows[0]]))
 
 
 def _places(patches: pa.Table, lengths: Mapping[str, int], align: str) -> list[Any]:
     if align == "role":
         return list(patches["role"].to_pylist())
-    positions = patches["position"].to_pylist()
-    if align == "position":
-        return list(positions)
-    names = patches["pair"].to_pylist()
-    return [position - lengths[name] for name, position in zip(names, positions, strict=True)]
+    names, positions = patches["pair"].to_pylist(), patches["position"].to_pylist()
+    start = {name: 0 if align == "position" else length for name, length in lengths.items()}
+    return [
+        "together" if position is None else position - start[name]
+        for name, position in zip(names, positions, strict=True)
+    ]
 
 
 def _by_cell(values: Floats, pairs: npt.NDArray[Any], cells: npt.NDArray[Any], shape: tuple[int, int]) -> Floats:
