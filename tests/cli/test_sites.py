@@ -66,7 +66,13 @@ def test_shows_what_a_model_has_and_what_is_tapped(llama):
     done = sites(llama, "--sites", "post_block:*", "--sites", "mlp_in:1")
     assert done.returncode == 0, done.stderr
     first, head, *lines = done.stdout.splitlines()
-    *lines, other, more, taps = lines
+    *lines, reason, other, more, taps = lines
+    lines, shapes = lines[: len(FORWARD_HOOKS)], lines[len(FORWARD_HOOKS) :]
+    assert shapes == [
+        *(f"A row of {hook} has 2x32 numbers." for hook in ("heads", "q", "k", "v")),
+        "A row of neurons has 96 numbers.",
+    ]
+    assert reason == "LlamaDecoderLayer has no router: the layer's MLP is no mixture of experts"
     assert first == "LlamaDecoderLayer: layers 0-2"
     assert head.split() == ["hook", "layers", "tapped", "TransformerLens", "nnsight"]
     rows = {line.split()[0]: line.split()[1:] for line in lines}
@@ -75,6 +81,9 @@ def test_shows_what_a_model_has_and_what_is_tapped(llama):
     assert rows["mlp_in"] == ["0-2", "1", "ln2.hook_normalized", "mlp.input"]
     assert rows["attn_out"] == ["0-2", "-", "hook_attn_out", "-"]
     assert rows["final"] == ["2", "-", "(ln_final.hook_normalized)", "-"]
+    assert rows["heads"] == ["0-2", "-", "attn.hook_z", "self_attn.o_proj.input"]
+    assert rows["neurons"] == ["0-2", "-", "mlp.hook_post", "mlp.down_proj.input"]
+    assert rows["router"] == ["-", "-", "mlp.hook_router_logits", "-"]
     assert "blocks.LAYER.NAME" in other
     assert "model.layers.LAYER.NAME" in more
     assert taps.startswith("4 taps.")
@@ -86,9 +95,11 @@ def test_says_why_a_hook_is_not_there(parallel):
     layers = json.loads(done.stdout)
     assert len(layers) == 3
     for number, layer in enumerate(layers):
-        there = {*HOOKS, *(["final"] if number == 2 else [])} - {"post_attn"}
+        there = {*HOOKS, "heads", "neurons", *(["final"] if number == 2 else [])} - {"post_attn"}
         assert set(layer["available"]) == set(layer["tapped"]) == there
-        assert layer["missing"] == {"post_attn": "attention and the MLP stand side by side"}
+        assert layer["shapes"] == {"heads": [2, 32], "neurons": [96]}
+        assert set(layer["missing"]) == {"post_attn", "q", "k", "v", "router"}
+        assert layer["missing"]["post_attn"] == "attention and the MLP stand side by side"
 
 
 NOT_THERE = [("post_attn:1", "stand side by side"), ("post_block:3", "a layer of 0..2"), ("final:0", "the last layer")]

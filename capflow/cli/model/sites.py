@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from capflow.capture.site import FORWARD_HOOKS, NNSIGHT_NAMES, TRANSFORMER_LENS_NAMES
+from capflow.capture.site import FORWARD_HOOKS, NNSIGHT_NAMES, SHAPED_HOOKS, TRANSFORMER_LENS_NAMES
 from capflow.cli.model.child import last_event
 from capflow.extras import require
 from capflow.text.examples import examples
@@ -47,12 +47,14 @@ class LayerSites(msgspec.Struct, frozen=True):
     available: the hooks that the layer has.
     tapped: the hooks that would be tapped.
     missing: for each hook that the layer lacks, the reason.
+    shapes: by hook, the shape of a row, where it is not that of the stream.
     """
 
     layer: str
     available: list[str]
     tapped: list[str]
     missing: dict[str, str]
+    shapes: dict[str, tuple[int, ...]] = {}
 
 
 def _show(layers: list[LayerSites], console: Console) -> None:
@@ -70,6 +72,10 @@ def _show(layers: list[LayerSites], console: Console) -> None:
     for name in classes:
         console.print(f"{printable(name)}: layers {ranges(n for n, layer in enumerate(layers) if layer.layer == name)}")
     console.print(table)
+    for hook in SHAPED_HOOKS:
+        shapes = dict.fromkeys("x".join(map(str, layer.shapes[hook])) for layer in layers if hook in layer.shapes)
+        if shapes:
+            console.print(f"A row of {hook} has {' or '.join(shapes)} numbers.")
     for reason in reasons:
         console.print(printable(reason), markup=False)
     console.print("Also accepted: blocks.LAYER.NAME of TransformerLens, those in parentheses alone,")

@@ -46,6 +46,7 @@ def _tell_sites(args: argparse.Namespace, tell: Tell) -> None:
             "available": list(layer.places),
             "tapped": [site.hook for site in sorted(tapped) if site.layer == number],
             "missing": layer.missing,
+            "shapes": layer.shapes,
         }
         for number, layer in enumerate(layers)
     ]
