@@ -11,6 +11,7 @@ import pytest
 import capflow
 from capflow.capture.site import DIVIDED_HOOKS, Site
 from capflow.errors import UsageError
+from capflow.probes.probe import Probe, save_vector
 from capflow.transport.client import Client
 from capflow_engine.compat import engine as compat
 from tests.kit.children import Run, run
@@ -52,9 +53,16 @@ def reference(tiny):
 
 @pytest.fixture(scope="module")
 def shared(tiny, tmp_path_factory):
-    """An engine and the directory of its rows."""
+    """An engine with a controller, which reads rows of the stream beside them, and the directory of its rows."""
     root = tmp_path_factory.mktemp("rows") / "rows"
-    with engine(tiny, consumers=[f"filesystem:root={root},capture=requests"], **CROWDED) as llm:
+    Probe.make(Site(1, "post_block"), vector(8)).save(root.parent / "probe.safetensors")
+    save_vector(root.parent / "added.safetensors", Site(2, "mlp_out"), vector(9))
+    gate = f"gate:probe={root.parent}/probe.safetensors,vector={root.parent}/added.safetensors,threshold=1e9,score=dot"
+    consumers = [
+        f"filesystem:root={root},capture=requests",
+        f"{gate},positions=all_generated,requests=watched.*,mode=ordered",
+    ]
+    with engine(tiny, consumers=consumers, **CROWDED) as llm:
         yield llm, root
 
 
@@ -147,6 +155,16 @@ def test_captured_positions_of_a_cached_prompt_are_computed_again(shared, refere
     hold(capflow.open(root)[name], spec, reference.run(tokens, 98, {})[1], tokens, 98)
 
 
+def test_rows_beside_those_that_a_controller_scores(shared, reference):
+    """Rows of `k`, of half the stream's width, leave the step's rows no whole number of the stream's."""
+    llm, root = shared
+    spec = {"hooks": {"k": [0]}, "positions": [70, 72, 74]}
+    params = capflow.sampling_params(id="watched.1", capture=spec, max_tokens=8, **GREEDY)
+    (output,) = llm.generate(prompts((70,), seed=8), params, use_tqdm=False)
+    tokens = [*output.prompt_token_ids, *list(output.outputs[0].token_ids)[:-1]]
+    hold(capflow.open(root)["watched.1"], spec, reference.run(tokens, 70, {})[1], tokens, 70)
+
+
 def test_each_of_n_samples_has_rows_of_its_own(shared, reference):
     llm, root = shared
     (prompt,) = prompts((20,), seed=9)
@@ -173,8 +191,8 @@ def test_an_aborted_request_has_the_rows_that_were_computed(shared, reference):
     core.abort_request(["cut"])
     compat.flush(core)
     with Client(llm.capflow_settings.hubs[0].address) as client:
-        (result,) = client.results(["cut"], wait=True, timeout=20)["cut"].values()
-    assert result.status == "ok"
+        results = client.results(["cut"], wait=True, timeout=20)["cut"]
+    assert results["filesystem"].status == "ok"
     capture = capflow.open(root)["cut"]
     assert 70 < capture.computed_length <= 70 + len(answer)
     tokens = [*prompt["prompt_token_ids"], *answer][: capture.computed_length]

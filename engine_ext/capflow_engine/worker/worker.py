@@ -568,7 +568,7 @@ class WorkerCapture:
         """Keep the step that was just launched until it is settled."""
         number, noted = self._events.number, self._events.take()
         if plan.rows > plan.ship_rows:
-            self.deciding.keep(number, plan, self._buffer, scored, ready)
+            self.deciding.keep(number, plan, self._buffer, self._rows_copied(plan), scored, ready)
         if (self._planned.ships and self.sends) or noted.events:
             rows = self._buffer if plan.ships else None
             now = time.time_ns()

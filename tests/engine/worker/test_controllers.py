@@ -415,7 +415,7 @@ def test_a_step_with_more_rows_for_controllers_than_the_device_has_memory_for_wr
 def test_a_controller_steers_no_request_that_it_cannot_see(capture, request_id, done):
     """Its cache blocks are anybody's: it came before the controller did."""
     capture.controllers[0]._all[0].controller.step = [Steer(request_id, (TWO,))]
-    capture.deciding.keep(1, capture.planner.plan([]), None, [Scored((), None)], lambda: None)
+    capture.deciding.keep(1, capture.planner.plan([]), None, 0, [Scored((), None)], lambda: None)
     assert [each.key for each in capture.deciding.begin({}, {})] == ["seen"] * done
     assert bool(capture.controllers[0].troubles) != bool(done)
 

@@ -35,7 +35,8 @@ class Scored(NamedTuple):
 class Viewed(NamedTuple):
     """A step that controllers will see.
 
-    buffer: the memory of its rows; None if no controller reads rows.
+    buffer: the memory of its rows; None if no controller reads rows. Those of the stream come first.
+    rows: how many of the stream there are.
     scored: for each hub, the scored rows and their scores.
     ready: waits until rows and scores are copied from the device.
     requests: for each hub, the keys (vLLM's ids) of the requests that controllers see, by id.
@@ -45,6 +46,7 @@ class Viewed(NamedTuple):
     number: int
     plan: Plan
     buffer: Any
+    rows: int
     scored: Sequence[Scored]
     ready: Callable[[], None]
     requests: Sequence[Mapping[str, str]]
@@ -100,9 +102,11 @@ class Deciding:
             decided = decode(compat.from_first_rank(encode(decided)))
         return decided
 
-    def keep(self, number: int, plan: Plan, buffer: Any, scored: Sequence[Scored], ready: Callable[[], None]) -> None:
-        """Keep a step that was just launched until controllers see it."""
-        viewed = Viewed(number, plan, buffer, scored, ready, self._seen(), self.drafts)
+    def keep(
+        self, number: int, plan: Plan, buffer: Any, rows: int, scored: Sequence[Scored], ready: Callable[[], None]
+    ) -> None:
+        """Keep a step that was just launched until controllers see it; the arguments are fields of `Viewed`."""
+        viewed = Viewed(number, plan, buffer, rows, scored, ready, self._seen(), self.drafts)
         if any(controllers.here for controllers in self._controllers):
             self._viewed = viewed
         self._unanswered = viewed
@@ -160,7 +164,9 @@ class Deciding:
         """Return what a step has for the controllers of a hub; its copies have come."""
         rows = None
         if viewed.buffer is not None:
-            rows = viewed.buffer.view(DTYPES[self._info.dtype]).reshape(-1, self._info.hidden_size)
+            width, dtype = self._info.hidden_size, DTYPES[self._info.dtype]
+            stream = viewed.buffer[: viewed.rows * width * dtype.itemsize]
+            rows = stream.view(dtype).reshape(viewed.rows, width)
         parts, scores = viewed.scored[hub]
         return Shown(viewed.number, viewed.plan, rows, ends, parts, scores)
 
