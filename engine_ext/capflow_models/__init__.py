@@ -27,6 +27,7 @@ __all__ = [
     "save_vectors",
     "sweep_ablate",
     "sweep_patch",
+    "sweep_path",
 ]
 
 _LATER = {
@@ -39,6 +40,7 @@ _LATER = {
     "save_vectors": "capflow_models.vectors.file",
     "sweep_ablate": "capflow_models.sweep.patch",
     "sweep_patch": "capflow_models.sweep.patch",
+    "sweep_path": "capflow_models.sweep.patch",
 }
 
 

@@ -15,6 +15,16 @@ _POSITIONS = "all, changed, last, 3, -1, 2-5, comma separated; together: all in 
 _INDEX = "Heads, experts or neurons: all, 3, 2-5, comma separated; whole: entire rows."
 
 
+_AT = click.option("--positions", default="all", show_default=True, metavar="P,P,…", help=_POSITIONS)
+_DIRECTION = click.option(
+    "--direction",
+    type=click.Choice(["denoise", "noise", "both"]),
+    default="denoise",
+    show_default=True,
+    help="denoise puts clean rows into the corrupted run, noise the reverse.",
+)
+
+
 def _common(hook: str) -> Callable[[Any], Any]:
     """Return a decorator that gives a command the options of every sweep.
 
@@ -32,7 +42,6 @@ def _common(hook: str) -> Callable[[Any], Any]:
         click.option(
             "--layers", default="all", show_default=True, metavar="LAYERS", help="As in a capture: 4-11, 3+7."
         ),
-        click.option("--positions", default="all", show_default=True, metavar="P,P,…", help=_POSITIONS),
         click.option("--index", default="all", show_default=True, metavar="N,N,…", help=_INDEX),
         click.option(
             "--group", type=click.IntRange(1), default=64, show_default=True, help="Neurons that are changed at once."
@@ -83,13 +92,8 @@ def sweep() -> None:
     ),
 )
 @_common("post_block")
-@click.option(
-    "--direction",
-    type=click.Choice(["denoise", "noise", "both"]),
-    default="denoise",
-    show_default=True,
-    help="denoise puts clean rows into the corrupted run, noise the reverse.",
-)
+@_AT
+@_DIRECTION
 def patch(direction: str, **options: Any) -> None:
     """Put rows of one prompt's run into another's, at each hook, layer and position; heads and experts one by one.
 
@@ -107,6 +111,7 @@ def patch(direction: str, **options: Any) -> None:
     ),
 )
 @_common("mlp_out")
+@_AT
 @click.option(
     "--by",
     type=click.Choice(["zero", "mean", "resample", "both", "all"]),
@@ -120,6 +125,33 @@ def ablate(by: str, **options: Any) -> None:
     Writes and continues as `capflow sweep patch` does.
     """
     _become("ablate", by, options)
+
+
+@sweep.command(
+    short_help="Follow the direct path from heads to receivers.",
+    epilog=examples(
+        "capflow sweep path --model demo --pairs pairs.jsonl --receivers final --out paths",
+        "capflow sweep path --model demo --pairs pairs.jsonl --layers 0-11 --receivers q:12[3],k:12 --out paths",
+    ),
+)
+@_common("heads")
+@_DIRECTION
+@click.option(
+    "--receivers", required=True, metavar="R,R,…", help="What reads the stream: q:12, k:12[0], v:12, mlp_in:3, final."
+)
+@click.option(
+    "--frozen",
+    default="attn_out,mlp_out",
+    show_default=True,
+    metavar="H,H",
+    help="What adds to the stream behind a sender as in the unchanged run; attn_out alone leaves MLPs free.",
+)
+def path(direction: str, **options: Any) -> None:
+    """Change what a receiver reads from one head, or MLP, on the direct path, with what lies between frozen.
+
+    All positions are changed together. Writes and continues as `capflow sweep patch` does.
+    """
+    _become("path", direction, {**options, "positions": "together"})
 
 
 def _become(kind: str, direction: str, options: dict[str, Any]) -> NoReturn:

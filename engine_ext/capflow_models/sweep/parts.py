@@ -1,16 +1,19 @@
-"""What a run changes at a site: the whole row, or some entries of it: a head, a group of neurons, an expert."""
+"""What a run changes at a site: the whole row, or some entries of it: a head, a group of neurons, an expert.
+
+A sweep of paths has a part, the sender, and the place where its change is received.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from capflow import limits
-from capflow.capture.site import SHAPED_HOOKS, Site
+from capflow.capture.site import SHAPED_HOOKS, Site, hook_named
 from capflow.errors import UsageError, explain
 from capflow.steering.plain import unit_of
 from capflow_models.sweep.items import items_of
@@ -67,6 +70,22 @@ class RowPart(NamedTuple):
             return rows
         unit = unit_of(shape)
         return rows[..., self.first * unit : (self.first + self.size) * unit]
+
+
+class Path(NamedTuple):
+    """The direct path from a sender to a receiver, named `SENDER>RECEIVER`."""
+
+    sender: RowPart
+    receiver: RowPart
+
+    def __str__(self) -> str:
+        return f"{self.sender}>{self.receiver}"
+
+    @classmethod
+    def parse(cls, text: str) -> Path:
+        """Return the path that a text names. Raises UsageError for text of another form."""
+        sender, _, receiver = text.partition(">")
+        return cls(RowPart.parse(sender), RowPart.parse(receiver))
 
 
 class Chosen(NamedTuple):
@@ -137,3 +156,91 @@ class Chosen(NamedTuple):
                     stop += 1
                 yield RowPart(site, numbers[start], stop - start)
                 start = stop
+
+
+SENDERS = ("heads", "attn_out", "neurons", "mlp_out")
+"""The hooks of senders: what attention and MLPs make."""
+
+FREEZABLE = ("attn_out", "mlp_out")
+"""The hooks that may be frozen: what attention and MLPs add to the stream."""
+
+
+class Frozen(NamedTuple):
+    """What is frozen behind a sender.
+
+    hooks: of `FREEZABLE`.
+    layers: how many layers the model has.
+    """
+
+    hooks: tuple[str, ...]
+    layers: int
+
+    @classmethod
+    def parse(cls, value: Any, layers: int, where: str = "--frozen") -> Frozen:
+        """Return the frozen hooks that a comma-separated text or a list names. Raises UsageError."""
+        expected = f"hooks, of {', '.join(FREEZABLE)}"
+        hooks: dict[str, None] = {}
+        for name in items_of(value, where, expected):
+            if (hook := hook_named(name)) not in FREEZABLE:
+                raise UsageError(explain(where, got=name, expected=expected))
+            hooks[str(hook)] = None
+        return cls(tuple(hooks), layers)
+
+    @property
+    def sites(self) -> list[Site]:
+        """All sites that some sender freezes."""
+        return [Site(layer, hook) for hook in self.hooks for layer in range(self.layers)]
+
+    def behind(self, sender: Site) -> list[Site]:
+        """Return the sites that a sender freezes: those of later layers, and the MLP after its attention."""
+        beside = sender.hook in ("heads", "attn_out")
+        return [
+            site
+            for site in self.sites
+            if site.layer > sender.layer or (beside and site.hook == "mlp_out" and site.layer == sender.layer)
+        ]
+
+
+def check_senders(hooks: Iterable[str], where: str = "--hooks") -> None:
+    """Raise UsageError for a hook that makes nothing."""
+    for hook in hooks:
+        if hook not in SENDERS:
+            raise UsageError(explain(where, got=hook, expected=f"senders, of {', '.join(SENDERS)}"))
+
+
+def check_receivers(
+    receivers: Iterable[RowPart],
+    present: Collection[Site],
+    shapes: Mapping[Site, tuple[int, ...]],
+    where: str = "--receivers",
+) -> None:
+    """Raise UsageError for a receiver that is not in the model.
+
+    present: the sites that the model has.
+    shapes: of the sites whose rows are not the stream's.
+    """
+    for part in receivers:
+        if part.site not in present:
+            raise UsageError(explain(where, got=str(part), expected="a site of the model"))
+        count = shapes[part.site][0] if part.site in shapes else 0
+        if part.entries and part.entries[-1] >= count:
+            expected = f"0..{count - 1}, as {part.site} has {count} entries" if count else "no index at this hook"
+            raise UsageError(explain(where, got=str(part), expected=expected))
+
+
+def read_receivers(value: Any, layers: int, where: str = "--receivers") -> list[RowPart]:
+    """Return the receivers that a comma-separated text or a list names, as `q:12[3]`, `k:12` or `final`.
+
+    layers: how many layers the model has.
+
+    Raises UsageError for another text, for a layer that the model lacks, and for what may be frozen.
+    """
+    receivers: dict[RowPart, None] = {}
+    for text in items_of(value, where, "receivers such as q:12[3], k:12 or final"):
+        part = RowPart.parse(f"final:{layers - 1}" if text == "final" else text, where)
+        if part.site.layer >= layers:
+            raise UsageError(explain(where, got=text, expected=f"a layer of 0..{layers - 1}"))
+        if part.site.hook in FREEZABLE:
+            raise UsageError(explain(where, got=text, expected="what reads the stream, such as q, k, v or final"))
+        receivers[part] = None
+    return list(receivers)

@@ -10,10 +10,10 @@ import contextlib
 import dataclasses
 import math
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from capflow import limits
 from capflow.errors import UsageError, explain
@@ -25,9 +25,19 @@ from capflow_models.runs.output import remove_leftovers
 from capflow_models.sweep.metrics import METRICS_DEFAULT, SweepRun, check_metrics, digests
 from capflow_models.sweep.model import inspected
 from capflow_models.sweep.pairs import PairReader, PairSource, PromptPair, TokenPair, read_pairs
-from capflow_models.sweep.parts import GROUP_DEFAULT, Chosen
+from capflow_models.sweep.parts import (
+    FREEZABLE,
+    GROUP_DEFAULT,
+    Chosen,
+    Frozen,
+    RowPart,
+    check_receivers,
+    check_senders,
+    read_receivers,
+)
 from capflow_models.sweep.plan import (
     ABLATIONS,
+    BASELINES,
     DIRECTIONS,
     DONORS,
     PatchPositions,
@@ -50,6 +60,9 @@ from capflow_models.sweep.results.tables import (
     summary_table,
 )
 
+if TYPE_CHECKING:
+    from capflow_models.sweep.session import SweepSession
+
 BATCH_DEFAULT = 512
 
 Progress = Callable[[int, int], None]
@@ -59,6 +72,8 @@ Progress = Callable[[int, int], None]
 class PatchOptions:
     """What to patch, and how to compare it. `sweep_patch` explains the fields.
 
+    receivers: of paths; None without paths.
+    frozen: what is frozen behind the senders of paths.
     dashes: whether errors name options as on the command line.
     allowed: the directions to choose from: `DIRECTIONS`, or `ABLATIONS`, whose option is `by`.
     """
@@ -75,6 +90,8 @@ class PatchOptions:
     engine: Mapping[str, Any] | None = None
     index: Any = "all"
     group: int = GROUP_DEFAULT
+    receivers: Any = None
+    frozen: Any = FREEZABLE
     dashes: bool = False
     allowed: Sequence[str] = DIRECTIONS
 
@@ -168,12 +185,45 @@ def sweep_ablate(
         `resample` the corrupted prompt's row; `both` is zero and mean, `all` each of them.
     options: further ones of `sweep_patch`.
     """
-    names = {each.name for each in dataclasses.fields(PatchOptions)} - {"direction", "dashes", "allowed"}
+    _check_names(options, {"direction", "dashes", "allowed", "receivers", "frozen"})
+    chosen = PatchOptions(hooks=hooks, direction=by, allowed=ABLATIONS, **options)
+    return _swept(model, pairs, chosen, out, progress)
+
+
+def sweep_path(
+    model: str,
+    pairs: str | Path | Iterable[PromptPair | Mapping[str, Any]],
+    receivers: str | Sequence[str],
+    *,
+    hooks: str | Sequence[str] = ("heads",),
+    frozen: str | Sequence[str] = FREEZABLE,
+    out: str | Path | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> SweepResult:
+    """Patch the direct path from every chosen head, or MLP, to each receiver; return the results.
+
+    All positions are patched together. A run changes the rows of the receiver to what they are when only the sender has
+    the other prompt's rows, and what is frozen adds to the stream what it adds in the unchanged run. The cells have the
+    receiver in the column `receiver`. Raises as `sweep_patch` does.
+
+    receivers: places behind the senders that read the stream, such as `"q:12[3],k:12,final"`.
+    hooks: the senders' hook points: `heads`, `attn_out`, `neurons`, `mlp_out`.
+    frozen: `attn_out` and `mlp_out`, or one of them: `attn_out` lets paths through MLPs (Wang et al. 2023).
+    options: further ones of `sweep_patch`.
+    """
+    own = {"dashes", "allowed", "positions", "receivers", "frozen"}
+    _check_names(options, own)
+    chosen = PatchOptions(hooks=hooks, positions="together", receivers=receivers, frozen=frozen, **options)
+    return _swept(model, pairs, chosen, out, progress)
+
+
+def _check_names(options: Mapping[str, Any], own: Collection[str]) -> None:
+    """Raise UsageError for an option that a sweep does not have, or that its function sets."""
+    names = {each.name for each in dataclasses.fields(PatchOptions)} - set(own)
     for name in options:
         if name not in names:
             raise UsageError(explain(name, got="an unknown option", expected=f"one of {', '.join(sorted(names))}"))
-    chosen = PatchOptions(hooks=hooks, direction=by, allowed=ABLATIONS, **options)
-    return _swept(model, pairs, chosen, out, progress)
 
 
 def _swept(
@@ -221,9 +271,28 @@ def plan_of(model: str, source: PairSource, options: PatchOptions) -> SweepPlan:
     positions = [
         at.of(pair, f"{place}: {options.named('positions')}") for pair, place in zip(pairs, places, strict=True)
     ]
-    present, shapes = shaped(model, engine, sites, strict=options.layers != "all", where=options.named("hooks"))
-    parts = list(chosen.parts(present, shapes, options.group, options.named("index")))
-    return SweepPlan(model, pairs, parts, positions, directions, functions, dict(engine), described.origin)
+    receivers, frozen = _receivers(options, hooks, described.layers)
+    every = list(dict.fromkeys([*sites, *(part.site for part in receivers)]))
+    present, shapes = shaped(model, engine, every, strict=options.layers != "all", where=options.named("hooks"))
+    check_receivers(receivers, present, shapes, options.named("receivers"))
+    chosen_sites = [site for site in present if site in sites]
+    parts = list(chosen.parts(chosen_sites, shapes, options.group, options.named("index")))
+    origin = dict(described.origin) | ({"frozen hooks": ",".join(frozen.hooks)} if frozen else {})
+    plan = SweepPlan(model, pairs, parts, positions, directions, functions, dict(engine), origin, receivers, frozen)
+    if not plan.places:
+        raise UsageError(
+            explain(options.named("receivers"), got="none behind a sender", expected="one in a later layer")
+        )
+    return plan
+
+
+def _receivers(options: PatchOptions, hooks: Sequence[str], layers: int) -> tuple[list[RowPart], Frozen | None]:
+    """Return the receivers of a sweep of paths, and what is frozen; none without paths."""
+    if options.receivers is None:
+        return [], None
+    check_senders(hooks, options.named("hooks"))
+    frozen = Frozen.parse(options.frozen, layers, options.named("frozen"))
+    return read_receivers(options.receivers, layers, options.named("receivers")), frozen
 
 
 def computed(plan: SweepPlan, options: PatchOptions, out: Path, progress: Progress | None = None) -> SweepResult:
@@ -255,11 +324,22 @@ def result_of(plan: SweepPlan, options: PatchOptions, runs: Mapping[RunKey, Swee
     return SweepResult(patches, summary, pairs_table(plan, runs, metrics))
 
 
+def session_of(plan: SweepPlan, out: Path) -> SweepSession:
+    """Return the session that computes the runs of a plan."""
+    from capflow_models.sweep.paths import PathSession
+    from capflow_models.sweep.session import SweepSession
+
+    if plan.frozen is None:
+        return SweepSession(plan.model, plan.sites, out, plan.functions, plan.engine)
+    sites = sorted({*plan.sites, *plan.frozen.sites, *(part.site for part in plan.receivers)})
+    return PathSession(plan.frozen, plan.model, sites, out, plan.functions, plan.engine)
+
+
 def _missing(
     plan: SweepPlan, options: PatchOptions, out: Path, done: Mapping[RunKey, SweepRun]
 ) -> Generator[list[SweepRun], None, None]:
     """Compute the missing runs, group by group, and yield them in batches."""
-    from capflow_models.sweep.session import ROWS, SweepSession
+    from capflow_models.sweep.session import ROWS
 
     remove_leftovers(out, ROWS)
     todo = {
@@ -267,13 +347,17 @@ def _missing(
         for number, pair in enumerate(plan.pairs)
         if (keys := [key for key in plan.keys(number) if key not in done])
     }
-    with SweepSession(plan.model, plan.sites, out, plan.functions, plan.engine) as session:
+    with session_of(plan, out) as session:
         session.check_room(plan.pairs)
         if any(key.direction == "mean" for keys in todo.values() for key in keys):
             session.learn_means(plan.pairs)
         pairs = list(todo)
         largest = max(map(len, todo.values()))
-        donors = {DONORS[key.direction] for keys in todo.values() for key in keys if key.direction in DONORS}
+        donors = (
+            set(BASELINES)
+            if plan.receivers
+            else {DONORS[key.direction] for keys in todo.values() for key in keys if key.direction in DONORS}
+        )
         size = min(session.group_size(pairs, donors), max(1, math.ceil(options.batch / largest)))
         for start in range(0, len(pairs), size):
             group = pairs[start : start + size]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from capflow.errors import UsageError, explain
 from capflow_models.sweep.items import items_of
 from capflow_models.sweep.origin import described
 from capflow_models.sweep.pairs import TokenPair
-from capflow_models.sweep.parts import RowPart
+from capflow_models.sweep.parts import Frozen, Path, RowPart
 
 DIRECTIONS = ("denoise", "noise")
 """`denoise` puts rows of the clean run into the corrupted one, `noise` rows of the corrupted run into the clean one."""
@@ -145,6 +146,8 @@ class SweepPlan:
     positions: of each pair.
     functions: the names of the user's metrics, each with a digest of its module's file.
     engine: arguments of `capflow.LLM`.
+    receivers: where each part's change is received on the direct path; empty if the parts act on everything.
+    frozen: what is frozen behind the senders of paths; None without paths.
     origin: what else the values depend on: the identity of the model and versions, by name.
     """
 
@@ -156,6 +159,8 @@ class SweepPlan:
     functions: Mapping[str, str]
     engine: Mapping[str, Any]
     origin: Mapping[str, str] = field(default_factory=dict)
+    receivers: Sequence[RowPart] = ()
+    frozen: Frozen | None = None
 
     @property
     def sites(self) -> list[Site]:
@@ -168,20 +173,32 @@ class SweepPlan:
         for baseline in BASELINES:
             yield RunKey(name, baseline)
         for direction in self.directions:
-            for part in self.parts:
+            for place in self.places:
                 for position in self.positions[number]:
-                    yield RunKey(name, direction, str(part), position)
+                    yield RunKey(name, direction, place, position)
+
+    @functools.cached_property
+    def places(self) -> list[str]:
+        """What single runs change: the names of parts, or those of paths to receivers behind them."""
+        if not self.receivers:
+            return list(map(str, self.parts))
+        return [
+            str(Path(part, receiver))
+            for part in self.parts
+            for receiver in self.receivers
+            if part.site.layer < receiver.site.layer + (receiver.site.hook in ("post_block", "final"))
+        ]
 
     @property
     def run_count(self) -> int:
         """The number of runs, baselines included."""
-        changed = sum(map(len, self.positions)) * len(self.parts) * len(self.directions)
+        changed = sum(map(len, self.positions)) * len(self.places) * len(self.directions)
         return changed + len(BASELINES) * len(self.pairs)
 
     @property
     def token_count(self) -> int:
         """The number of prompt tokens of all runs, as far as no cache has them."""
-        each = len(self.parts) * len(self.directions)
+        each = len(self.places) * len(self.directions)
         return sum(
             len(pair.clean) * (each * len(at) + len(BASELINES))
             for pair, at in zip(self.pairs, self.positions, strict=True)

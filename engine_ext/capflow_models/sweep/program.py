@@ -1,4 +1,4 @@
-"""The program of `capflow sweep patch` and `ablate`. Its one argument is a `SweepJob` as JSON."""
+"""The program of `capflow sweep patch`, `ablate` and `path`. Its one argument is a `SweepJob` as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from capflow_models.jobs.bar import counting_bar
 from capflow_models.jobs.ending import check_interrupted, run_program
 from capflow_models.sweep.origin import described
 from capflow_models.sweep.pairs import PairFile
-from capflow_models.sweep.parts import GROUP_DEFAULT
+from capflow_models.sweep.parts import FREEZABLE, GROUP_DEFAULT
 from capflow_models.sweep.patch import PatchOptions, computed, plan_of
 from capflow_models.sweep.plan import ABLATIONS, DIRECTIONS, SweepPlan
 from capflow_models.sweep.records import done_count
@@ -32,7 +32,7 @@ MANIFEST = "run.json"
 class SweepJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options of a sweep.
 
-    kind: `patch`, or `ablate`, whose directions are `zero`, `mean` and `resample`.
+    kind: `patch`, `path`, which has receivers, or `ablate`, whose directions are `zero`, `mean` and `resample`.
     backend: always `vllm`.
     metrics: comma separated, as `hooks`, `positions` and `index`.
     align: empty for the default.
@@ -54,10 +54,12 @@ class SweepJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: dict[str, Any] = {}
     dry_run: bool = False
     command: list[str] = []
-    kind: Literal["patch", "ablate"] = "patch"
+    kind: Literal["patch", "ablate", "path"] = "patch"
     backend: str = "vllm"
     index: str = "all"
     group: int = GROUP_DEFAULT
+    receivers: str = ""
+    frozen: str = ",".join(FREEZABLE)
 
     def options(self) -> PatchOptions:
         """Return the options as `sweep_patch` takes them."""
@@ -74,8 +76,10 @@ class SweepJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.engine,
             self.index,
             self.group,
+            self.receivers if self.kind == "path" else None,
+            self.frozen,
             dashes=True,
-            allowed=DIRECTIONS if self.kind == "patch" else ABLATIONS,
+            allowed=ABLATIONS if self.kind == "ablate" else DIRECTIONS,
         )
 
 
@@ -135,31 +139,38 @@ def manifest_of(job: SweepJob, plan: SweepPlan, sha256: str, seconds: float) -> 
     sha256: of the file of pairs.
     seconds: of this run only.
     """
-    return {
-        "kind": job.kind,
-        "model": plan.model,
-        "engine": {name: described(value) for name, value in plan.engine.items()},
-        "pairs": f"{job.pairs}, SHA-256 {sha256}",
-        "hooks": job.hooks,
-        "layers": job.layers,
-        "positions": job.positions,
-        "index": job.index,
-        "group": job.group,
-        "direction": job.direction,
-        "metrics": job.metrics,
-        "confidence": f"{100 * job.confidence:.10g}%",
-        "resamples": job.resamples,
-        "runs": plan.run_count,
-        "seconds": round(seconds, 1),
-        "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": shlex.join(job.command),
-        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
-    }
+    return (
+        {
+            "kind": job.kind,
+            "model": plan.model,
+            "engine": {name: described(value) for name, value in plan.engine.items()},
+            "pairs": f"{job.pairs}, SHA-256 {sha256}",
+            "hooks": job.hooks,
+            "layers": job.layers,
+            "positions": job.positions,
+            "index": job.index,
+            "group": job.group,
+            "direction": job.direction,
+        }
+        | ({"receivers": job.receivers, "frozen": job.frozen} if job.kind == "path" else {})
+        | {
+            "metrics": job.metrics,
+            "confidence": f"{100 * job.confidence:.10g}%",
+            "resamples": job.resamples,
+            "runs": plan.run_count,
+            "seconds": round(seconds, 1),
+            "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "command": shlex.join(job.command),
+            "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+        }
+    )
 
 
 def _places(plan: SweepPlan) -> str:
     """Return how many sites a plan changes, and how many parts of their rows if it changes parts."""
     sites, parts = len(plan.sites), len(plan.parts)
+    if plan.receivers:
+        return f"{parts} senders, {len(plan.places)} paths"
     return f"{sites} sites" + f" with {parts} heads, experts or groups" * any(part.entries for part in plan.parts)
 
 

@@ -117,7 +117,7 @@ class SweepSession(EngineSession):
             fields = wanted if baseline in donors else {}
             params = [self._params(pair, name, id=name, **fields) for pair, name in zip(pairs, names, strict=True)]
             measured = self._generate(prompts, params)
-            runs += [_run(RunKey(pair.id, baseline), measured[name]) for pair, name in zip(pairs, names, strict=True)]
+            runs += [run_of(RunKey(pair.id, baseline), measured[name]) for pair, name in zip(pairs, names, strict=True)]
             if baseline in donors:
                 self._keep_rows(pairs, names, baseline)
         return runs
@@ -126,12 +126,19 @@ class SweepSession(EngineSession):
         """Take the captured rows of a baseline's requests, by name, into memory."""
         data = capflow.open(self.rows)
         for pair, name in zip(pairs, names, strict=True):
-            request = data[name]
-            # A copy: float32 rows are mapped from their files otherwise.
-            self._rows[pair.id, baseline] = {
-                site: np.array(as_float32(np.asarray(request[site].rows))) for site in self._sites
-            }
-            shutil.rmtree(Path(request.path), ignore_errors=True)
+            self._rows[pair.id, baseline] = self._taken(data[name], self._sites)
+
+    @staticmethod
+    def _taken(request: Any, sites: Iterable[Site]) -> Rows:
+        """Return the rows of a captured request, and remove its files."""
+        # A copy: float32 rows are mapped from their files otherwise.
+        rows = {site: np.array(as_float32(np.asarray(request[site].rows))) for site in sites}
+        shutil.rmtree(Path(request.path), ignore_errors=True)
+        return rows
+
+    def rows_of(self, pair: str, baseline: str) -> Rows:
+        """Return the captured rows of a pair of the present group."""
+        return self._rows[pair, baseline]
 
     def learn_means(self, pairs: Sequence[TokenPair]) -> None:
         """Compute each site's mean row over all positions but the first of all prompts of pairs.
@@ -161,7 +168,7 @@ class SweepSession(EngineSession):
             patches = {part.site.hook: {part.site.layer: self._patch(key, part, len(prompts[-1]))}}
             params.append(self._params(pair, names[-1], steering_patches=patches))
         measured = self._generate(prompts, params)
-        return [_run(key, measured[name]) for key, name in zip(keys, names, strict=True)]
+        return [run_of(key, measured[name]) for key, name in zip(keys, names, strict=True)]
 
     def _patch(self, key: RunKey, part: RowPart, length: int) -> dict[str, Any]:
         """Return the patch of a run in the form of `steering_patches`.
@@ -242,7 +249,8 @@ def _check_steerable(sites: Sequence[Site], fixed: Collection[Site]) -> None:
             raise UsageError(refusal_of_fixed("hooks", site, "patch"))
 
 
-def _run(key: RunKey, measured: Mapping[str, Any]) -> SweepRun:
+def run_of(key: RunKey, measured: Mapping[str, Any]) -> SweepRun:
+    """Return a run with what was measured of it."""
     return SweepRun(
         *key,
         tuple(measured["logits"]),

@@ -80,10 +80,10 @@ def figure_of(summary: pa.Table, direction: str, metric: str) -> tuple[str, Any]
 
 def _panels(rows: list[dict[str, Any]], layers: list[int], middle: float) -> tuple[list[Panel], int]:
     """Return the panels, and how many are left out."""
-    grouped: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    grouped: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for row in rows:
         at = _WHOLE if row["index"] is None else row["place_number"]
-        grouped.setdefault((row["hook"], at), []).append(row)
+        grouped.setdefault((row["hook"], at, row["receiver"] or ""), []).append(row)
     strength = {
         key: max((abs(row["recovery"] - middle) for row in some if row["recovery"] is not None), default=0.0)
         for key, some in grouped.items()
@@ -92,7 +92,7 @@ def _panels(rows: list[dict[str, Any]], layers: list[int], middle: float) -> tup
     single = sorted((key for key in grouped if key[1] != _WHOLE), key=lambda key: -strength[key])
     shown = {*whole, *single[:PANELS_MAX]}
     hooks = list(dict.fromkeys(row["hook"] for row in rows))
-    order = sorted(shown, key=lambda key: (hooks.index(key[0]), key[1] != _WHOLE, key[1]))
+    order = sorted(shown, key=lambda key: (hooks.index(key[0]), *key[1:]))
     return [_panel(grouped[key], layers) for key in order], len(grouped) - len(shown)
 
 
@@ -105,6 +105,8 @@ def _panel(rows: list[dict[str, Any]], layers: list[int]) -> Panel:
         if row["recovery"] is not None:
             grid[layers.index(row["layer"]), columns[row[name]]] = row["recovery"]
     title = rows[0]["hook"] if whole else f"{rows[0]['hook']}, {_label(rows[0])}"
+    if rows[0]["receiver"]:
+        title = f"{rows[0]['hook']} to {rows[0]['receiver']}"
     return Panel(title, list(labels.values()), grid)
 
 
@@ -146,7 +148,8 @@ def _label(row: dict[str, Any]) -> str:
 
 def part_of(row: dict[str, Any]) -> str:
     """Return the name of what a row of the summary changes: `heads:5[3]`, or `post_block:5` for a whole row."""
-    return f"{row['hook']}:{row['layer']}" + ("" if row["index"] is None else f"[{_entries(row)}]")
+    name = f"{row['hook']}:{row['layer']}" + ("" if row["index"] is None else f"[{_entries(row)}]")
+    return f"{name} to {row['receiver']}" if row["receiver"] else name
 
 
 def _entries(row: dict[str, Any]) -> str:

@@ -42,7 +42,7 @@ def write_report(result: SweepResult, manifest: Mapping[str, Any], out: Path) ->
         path.unlink()
     for name, (_, picture) in drawn.items():
         write_whole(out / PLOTS / f"{name}.png", picture)
-    title = {"patch": "Activation patching", "ablate": "Ablation"}[manifest["kind"]]
+    title = {"patch": "Activation patching", "ablate": "Ablation", "path": "Path patching"}[manifest["kind"]]
     body = [
         f"<h1>{title}</h1>",
         f"<p>{html.escape(_summary(result, manifest))}</p>",

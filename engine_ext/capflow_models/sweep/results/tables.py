@@ -6,11 +6,11 @@
 | summary | direction, site, index, place and metric: means over pairs, with bootstrap intervals |
 | pairs | pair and metric: prompts, answers, and the values of the two unchanged runs |
 
-`index` is the first of `entries` heads, neurons or experts that were changed; both are NULL for whole rows. A *place*
-is a position, a position from the end, a role of positions, or `together`: all positions in one run. Positions of one
-role in a pair are averaged first. The mean recovery is the ratio of means, `mean(value - corrupted) / mean(clean -
-corrupted)`: a pair whose two prompts hardly differ does not decide it. Pairs are resampled with replacement, the same
-way for every cell.
+`index` is the first of `entries` heads, neurons or experts that were changed; both are NULL for whole rows. `receiver`
+is the end of a path, NULL without paths. A *place* is a position, a position from the end, a role of positions, or
+`together`: all positions in one run. Positions of one role in a pair are averaged first. The mean recovery is the ratio
+of means, `mean(value - corrupted) / mean(clean - corrupted)`: a pair whose two prompts hardly differ does not decide it.
+Pairs are resampled with replacement, the same way for every cell.
 """
 
 from __future__ import annotations
@@ -60,10 +60,11 @@ def patches_table(plan: SweepPlan, runs: Mapping[RunKey, SweepRun], metrics: Seq
         for key in plan.keys(number):
             if not key.site:
                 continue
-            part, at = RowPart.parse(key.site), key.position
+            sender, _, receiver = key.site.partition(">")
+            part, at = RowPart.parse(sender), key.position
             cell = {
                 "pair": pair.id, "direction": key.direction, "hook": part.site.hook, "layer": part.site.layer,
-                "index": part.first, "entries": part.size or None,
+                "index": part.first, "entries": part.size or None, "receiver": receiver or None,
             }  # fmt: skip
             place: dict[str, Any] = dict.fromkeys(("position", "token", "corrupted_token")) | {"role": "together"}
             if at != TOGETHER:
@@ -80,10 +81,8 @@ def patches_table(plan: SweepPlan, runs: Mapping[RunKey, SweepRun], metrics: Seq
                     | place
                     | {"metric": metric, "value": value, "clean": clean, "corrupted": corrupted, "recovery": recovery}
                 )
-    texts, numbers = (
-        ("pair", "direction", "hook", "token", "corrupted_token", "role", "metric"),
-        ("layer", "index", "entries", "position"),
-    )
+    texts = ("pair", "direction", "hook", "receiver", "token", "corrupted_token", "role", "metric")
+    numbers = ("layer", "index", "entries", "position")
     return _table(rows, pa.schema([
         (name, pa.string() if name in texts else pa.int32() if name in numbers else pa.float64()) for name in rows[0]
     ]))  # fmt: skip
@@ -118,14 +117,14 @@ def summary_table(
     """
     import pyarrow as pa
 
-    names = ("pair", "direction", "hook", "layer", "index", "entries", "metric", "token")
+    names = ("pair", "direction", "hook", "layer", "index", "entries", "receiver", "metric", "token")
     columns = {name: patches[name].to_pylist() for name in names}
     places = _places(patches, lengths, align)
     pairs = {name: number for number, name in enumerate(dict.fromkeys(columns["pair"]))}
     cells: dict[tuple[Any, ...], int] = {}
     index = np.array([
         cells.setdefault(cell, len(cells))
-        for cell in zip(*(columns[name] for name in names[1:6]), places, columns["metric"], strict=True)
+        for cell in zip(*(columns[name] for name in names[1:7]), places, columns["metric"], strict=True)
     ])  # fmt: skip
     pair_of = np.array([pairs[name] for name in columns["pair"]])
     value, clean, corrupted = (
@@ -141,18 +140,18 @@ def summary_table(
         tokens.setdefault(cell, set()).add(token)
     rows = []
     behind = max(lengths.values()) if align == "position" else 0
-    for (direction, hook, layer, first, entries, place, metric), cell in cells.items():
+    for (direction, hook, layer, first, entries, receiver, place, metric), cell in cells.items():
         (low, high), (least, most) = bounds[:, :, cell].tolist()
         rows.append({
             "direction": direction, "hook": hook, "layer": layer, "index": first, "entries": entries,
-            "place": str(place),
+            "receiver": receiver, "place": str(place),
             "place_number": ROLES.index(place) if align == "role" else behind if place == "together" else place,
             "token": next(iter(tokens[cell])) if len(tokens[cell]) == 1 else None, "metric": metric,
             "pairs": int(present[cell]),
             "value": means[0, cell], "value_low": low, "value_high": high, "recovery": recoveries[0, cell],
             "recovery_low": least, "recovery_high": most,
         })  # fmt: skip
-    kinds = {name: pa.string() for name in ("direction", "hook", "place", "token", "metric")}
+    kinds = {name: pa.string() for name in ("direction", "hook", "receiver", "place", "token", "metric")}
     kinds |= {name: pa.int32() for name in ("layer", "index", "entries", "place_number", "pairs")}
     return _table(rows, pa.schema([(name, kinds.get(name, pa.float64())) for name in rows[0]]))
 
