@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 from capflow.version import __version__
 
 if TYPE_CHECKING:
+    from capflow.attention import attention_weights
     from capflow.buffers.queue import ByteQueue
     from capflow.buffers.spool import Spool
+    from capflow.capture.attention import AttentionForm
     from capflow.capture.frame import Block, Chunk, Frame, FrameHeader, Rank, RequestRows, Span, Weights
     from capflow.capture.model import ModelInfo
     from capflow.capture.positions import Positions
@@ -81,6 +83,7 @@ __all__ = [
     "ActivationCache",
     "Answered",
     "AsyncLLM",
+    "AttentionForm",
     "Backlog",
     "Block",
     "ByteQueue",
@@ -134,6 +137,7 @@ __all__ = [
     "UsageError",
     "Weights",
     "__version__",
+    "attention_weights",
     "cache",
     "check_address",
     "configure",
@@ -155,8 +159,10 @@ __all__ = [
 ]
 
 _PLACES = {
+    "capflow.attention": ("attention_weights",),
     "capflow.buffers.queue": ("ByteQueue",),
     "capflow.buffers.spool": ("Spool",),
+    "capflow.capture.attention": ("AttentionForm",),
     "capflow.capture.frame": ("Block", "Chunk", "Frame", "FrameHeader", "Rank", "RequestRows", "Span", "Weights"),
     "capflow.capture.model": ("ModelInfo",),
     "capflow.capture.positions": ("Positions",),

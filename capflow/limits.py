@@ -41,6 +41,7 @@ GAPS_MAX = 256  # gaps of one request and reason; rows beyond these are only cou
 HIDDEN_SIZE_MAX = 65_536
 POSITIONS_LISTED_MAX = 1_024  # positions in one spec, which travels with every frame of its request
 POSITION_MAX = 2**31 - 1
+ATTENTION_BYTES_MAX = 4096 * MIB  # attention weights that one call returns
 PROBES_PER_FILE_MAX = 4_096  # probes or features of one file; each is a row of scores for every token
 TOP_FEATURES_MAX = 1_024  # features of an autoencoder that are kept of each token
 STEERING_NAME_LENGTH_MAX = 256  # characters of a module's name

@@ -10,6 +10,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from capflow import limits
+from capflow.capture.attention import AttentionForm, AttentionForms
 from capflow.capture.site import Site
 from capflow.limits import Name, Text
 from capflow.text.brief import brief
@@ -40,6 +41,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     fixed: sites that can be captured but not steered: another part of the model reads the same tensor, or the engine
         was started so.
     shapes: the sites among them whose rows are not of `hidden_size` numbers. Left out if there are none.
+    attention: how attention makes its weights, of the layers with taps at `q` and `k`. Left out if there are none.
     """
 
     name: Text
@@ -50,6 +52,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     stages: int = 1
     fixed: Sites = ()
     shapes: SiteShapes | msgspec.UnsetType = msgspec.UNSET
+    attention: AttentionForms | msgspec.UnsetType = msgspec.UNSET
 
     __repr__ = brief
 
@@ -64,6 +67,11 @@ class ModelInfo(msgspec.Struct, frozen=True):
     def width_of(self, site: Site) -> int:
         """Return how many numbers a row of a site has."""
         return math.prod(self.shape_of(site))
+
+    def attention_of(self, layer: int) -> AttentionForm | None:
+        """Return how a layer's attention makes its weights; None unless `q` and `k` of the layer carry taps."""
+        groups = () if self.attention is msgspec.UNSET else self.attention
+        return next((form for form, layers in groups if layer in layers), None)
 
     @property
     def steered_width(self) -> int:

@@ -35,7 +35,7 @@ import msgspec
 from capflow import limits
 from capflow.capture.dtypes import DTYPES
 from capflow.capture.frame import PROTOCOL_VERSION, Frame, FrameHeader
-from capflow.capture.site import HOOKS
+from capflow.capture.site import HOOKS, Site
 from capflow.errors import LocalProtocolError, RemoteProtocolError, explain
 from capflow.protocol import message as messages
 from capflow.protocol.credit import Intake
@@ -465,6 +465,11 @@ class HubSession(_Session):
                 if not shape or math.prod(shape) > limits.HIDDEN_SIZE_MAX or not set(sites) <= set(model.sites):
                     got, expected = f"{list(shape)} for {len(sites)} sites", "sizes in bounds, of sites of the model"
                     raise RemoteProtocolError(explain("hello.model.shapes", got=got, expected=expected))
+        if model is not None and model.attention is not msgspec.UNSET:
+            for _, layers in model.attention:
+                if not {Site(layer, hook) for layer in layers for hook in ("q", "k")} <= set(model.sites):
+                    expected = "layers with q and k among the model's sites"
+                    raise RemoteProtocolError(explain("hello.model.attention", got=layers, expected=expected))
         for site in (*model.sites, *model.fixed) if model is not None else ():
             if site.hook not in HOOKS or not 0 <= site.layer < limits.LAYERS_MAX:
                 raise RemoteProtocolError(explain("hello.model.sites", got=tuple(site), expected="layers and hooks"))

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import xxhash
 
 from capflow import limits
+from capflow.capture.attention import grouped_forms
 from capflow.capture.dtypes import DTYPES
 from capflow.capture.frame import Block, Dropped, Finished, Frame, FrameHeader, Rank, RequestRows, Span, Weights
 from capflow.capture.model import ModelInfo, grouped, width_of
@@ -66,6 +67,8 @@ def entries_of(captures: Iterable[Any], *, ask: bool = False) -> Iterator[Entry]
         mine = list(group)
         sites = tuple(sorted({site for capture in mine for site in capture.sites}))
         shapes = grouped({entry.site: entry.shape for one in mine for entry in one.sidecar.sites if entry.shape})
+        entries = [entry for one in mine for entry in one.sidecar.sites if entry.attention]
+        forms = grouped_forms({entry.layer: entry.attention for entry in entries if Site(entry.layer, "k") in sites})
         layers = max((site.layer for site in sites), default=0) + 1
         by_dtype: dict[str, list[Any]] = {}
         for capture in sorted(
@@ -74,7 +77,8 @@ def entries_of(captures: Iterable[Any], *, ask: bool = False) -> Iterator[Entry]
             dtype = _dtype_of(capture.sidecar) if capture.sites or not by_dtype else next(iter(by_dtype))
             by_dtype.setdefault(dtype, []).append(capture)
         for dtype, alike in by_dtype.items():
-            yield RecordedEngine(engine, ModelInfo(model, layers, hidden_size, dtype, sites, shapes=shapes))
+            about = ModelInfo(model, layers, hidden_size, dtype, sites, shapes=shapes, attention=forms)
+            yield RecordedEngine(engine, about)
             yield from _run(alike, dtype, incarnations, ask=ask)
 
 

@@ -22,6 +22,7 @@ import msgspec
 from capflow import limits
 from capflow.buffers.policy import FALLBACKS, POLICIES_OF_WORKERS, POLICY_DEFAULT
 from capflow.buffers.spool import check_root, default_root
+from capflow.capture.attention import AttentionForms, grouped_forms
 from capflow.capture.model import SiteShapes, grouped
 from capflow.capture.site import DIVIDED_HOOKS, HOOKS, Site, own_name
 from capflow.divergence import ON_DIVERGENCE, ON_DIVERGENCE_DEFAULT
@@ -111,6 +112,7 @@ class Settings(dict[str, Any]):
     sites: the sites that carry a tap, in order.
     fixed: the sites among them that can be captured and not steered.
     shapes: the sites among them whose rows have a shape of their own.
+    attention: how attention makes its weights, of the layers with taps at `q` and `k`.
     outbound, outbound_bytes_max: the policy and the size of each worker's outbound queue.
     staging_bytes_max: the device memory for the rows of one step.
     steering_bank_bytes: the device memory of the steering bank.
@@ -127,6 +129,7 @@ class Settings(dict[str, Any]):
     spares: int = field(default=0, kw_only=True)
     fixed: tuple[Site, ...] = ()
     shapes: SiteShapes | msgspec.UnsetType = msgspec.UNSET
+    attention: AttentionForms | msgspec.UnsetType = msgspec.UNSET
     outbound: Outbound = field(default_factory=Outbound)
     outbound_bytes_max: int = limits.OUTBOUND_BYTES_DEFAULT
     staging_bytes_max: int = 1024 * limits.MIB
@@ -183,12 +186,14 @@ class Tapped(NamedTuple):
     sites: the sites that carry a tap.
     fixed: the sites among them that cannot be steered.
     shapes: the sites among them whose rows have a shape of their own.
+    attention: how attention makes its weights, of the layers with taps at `q` and `k`.
     """
 
     num_layers: int
     sites: tuple[Site, ...]
     fixed: tuple[Site, ...]
     shapes: SiteShapes | msgspec.UnsetType = msgspec.UNSET
+    attention: AttentionForms | msgspec.UnsetType = msgspec.UNSET
 
     @classmethod
     def of(
@@ -217,7 +222,12 @@ class Tapped(NamedTuple):
             named = [] if list(steered) == [STEER_NONE] else steered
             steerable = _steered_sites(named, sites, steerable, layers, fixed)
         shapes = {site: shape for site in sites if (shape := layers[site.layer].shapes.get(site.hook))}
-        return cls(len(layers), sites, tuple(site for site in sites if site not in steerable), grouped(shapes))
+        compared = {site.layer for site in sites if site.hook == "q"} & {
+            site.layer for site in sites if site.hook == "k"
+        }
+        forms = {layer: form for layer in compared if (form := layers[layer].attention) is not None}
+        captured = tuple(site for site in sites if site not in steerable)
+        return cls(len(layers), sites, captured, grouped(shapes), grouped_forms(forms))
 
 
 def _steered_sites(

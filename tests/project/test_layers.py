@@ -16,7 +16,7 @@ LAYERS = {
         "capture buffers",
         "steering",
         "probes protocol lenses",
-        "saes",
+        "saes attention",
         "plugins serve_options",
         "transport",
         "hub",

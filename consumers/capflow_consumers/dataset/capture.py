@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -21,12 +21,12 @@ from capflow.errors import CapflowError, UsageError, explain
 from capflow.text.brief import brief
 from capflow.text.tabular import Tabular
 from capflow_consumers.dataset import layout
+from capflow_consumers.dataset.attention import attention_of
+from capflow_consumers.dataset.rows import shown
 from capflow_consumers.dataset.tables import arrow_of, capture_html
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-_RUNS_SHOWN_MAX = 8
 
 
 class Shaped:
@@ -227,6 +227,28 @@ class RequestCapture(Tabular, ABC):
         entry = self._entries.get(site)
         return entry.rows if entry is not None else 0
 
+    def attention(
+        self,
+        layer: int,
+        *,
+        heads: Sequence[int] | int | None = None,
+        positions: Any = None,
+        spans: Mapping[str, tuple[int, int]] | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """Return attention's weights `[heads, queries, keys]` float32, or their sums `[heads, queries, spans]`.
+
+        They are computed from the rows at `q` and `k` of the layer; see `capflow.attention_weights`. The keys are those
+        of positions 0 to the last query's.
+
+        heads: the numbers of heads; None for all.
+        positions: the queries, as a spec names positions, and in their order; None for all that were captured.
+        spans: `(first, end)` of the positions of each span of keys.
+
+        Raises UsageError for rows that are missing, and for what `capflow.attention_weights` refuses; CapflowError for
+        damaged rows.
+        """
+        return attention_of(self, self._entries, layer, heads=heads, positions=positions, spans=spans)
+
     def __contains__(self, site: object) -> bool:
         return site_of(site) in self._entries
 
@@ -346,18 +368,6 @@ def joined(captures: Sequence[RequestCapture]) -> list[RequestCapture]:
             latest[capture.engine] = [capture]
             groups.append(latest[capture.engine])
     return [group[0] if len(group) == 1 else JoinedCapture(group) for group in groups]
-
-
-def shown(positions: npt.NDArray[np.int64]) -> str:
-    """Format positions for a message: `0..3 7 9..12`."""
-    if not len(positions):
-        return "none"
-    ends = np.flatnonzero(np.diff(positions) != 1)
-    firsts, lasts = positions[np.r_[0, ends + 1]], positions[np.r_[ends, len(positions) - 1]]
-    runs = zip(firsts[:_RUNS_SHOWN_MAX].tolist(), lasts[:_RUNS_SHOWN_MAX].tolist(), strict=True)
-    more = len(firsts) - _RUNS_SHOWN_MAX
-    text = " ".join(str(first) if first == last else f"{first}..{last}" for first, last in runs)
-    return text + (f" and {more} more" if more > 0 else "")
 
 
 def steered_at(sidecar: layout.Sidecar, positions: npt.NDArray[Any]) -> npt.NDArray[np.bool_] | None:

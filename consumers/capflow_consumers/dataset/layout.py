@@ -38,6 +38,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import xxhash
 
+from capflow.capture.attention import AttentionForm
 from capflow.capture.dtypes import DTYPES, SAFETENSORS_DTYPES
 from capflow.capture.frame import Rank, Weights
 from capflow.capture.model import Shape
@@ -74,6 +75,7 @@ class SiteFile(msgspec.Struct, frozen=True):
     offset: where a part begins in its file, bytes; with the layout `sharded`, the index of the site's first row among
         the request's.
     shape: the shape of a row; left out where it is `[hidden_size]`.
+    attention: at `q`, how attention makes its weights; left out where the engine did not say it, or has no tap at `k`.
     """
 
     layer: Total
@@ -87,6 +89,7 @@ class SiteFile(msgspec.Struct, frozen=True):
     rows_overflowed: Total = 0
     offset: Total = 0
     shape: Shape | msgspec.UnsetType = msgspec.UNSET
+    attention: AttentionForm | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def site(self) -> Site:

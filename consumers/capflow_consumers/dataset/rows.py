@@ -25,6 +25,7 @@ _RUN_ROWS_MIN = 8
 _RUN_ROWS_MAX = 256
 # Fewer rows are copied, so that runs stay few.
 _KEPT_ROWS_MIN = 32
+_RUNS_SHOWN_MAX = 8
 
 
 class Piece(NamedTuple):
@@ -202,3 +203,15 @@ class TokenLog:
     def texts(self) -> list[tuple[int, list[str]]]:
         """Return `(start, texts)` for each run whose texts are known."""
         return [(first, words) for first, ids, words in self._runs if words and len(words) == len(ids)]
+
+
+def shown(positions: npt.NDArray[np.int64]) -> str:
+    """Format positions for a message: `0..3 7 9..12`."""
+    if not len(positions):
+        return "none"
+    ends = np.flatnonzero(np.diff(positions) != 1)
+    firsts, lasts = positions[np.r_[0, ends + 1]], positions[np.r_[ends, len(positions) - 1]]
+    runs = zip(firsts[:_RUNS_SHOWN_MAX].tolist(), lasts[:_RUNS_SHOWN_MAX].tolist(), strict=True)
+    more = len(firsts) - _RUNS_SHOWN_MAX
+    text = " ".join(str(first) if first == last else f"{first}..{last}" for first, last in runs)
+    return text + (f" and {more} more" if more > 0 else "")

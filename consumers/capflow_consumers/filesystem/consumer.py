@@ -426,6 +426,7 @@ class FilesystemConsumer(Consumer):
             self._parts.endings.wait(rows.id)
             wanted = frame.wants(rows) if frame.wants is not None else self._wanted(header.engine, rows)
             files = self._files(header.dtype, header.hidden_size, wanted)
+            files.model = self._models.get(header.engine)
             request = FiledRequest(files, wanted, rows.incarnation)
             request.published = self._published(header, rows.id)
             request.files.about = self._about(header, rows, request.files) if self.config.layout == "per_file" else None

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import xxhash
 
 from capflow.capture.dtypes import DTYPES
-from capflow.capture.model import width_of
+from capflow.capture.model import ModelInfo, width_of
 from capflow.capture.site import Site
 from capflow.files import FILE_MODE, create_private, make_directory
 from capflow_consumers.dataset import layout
@@ -90,6 +90,8 @@ class RequestFiles:
         self.dtypes = dtypes
         # The shapes of a row at sites where it is not `[hidden_size]`; `FiledRequest.add` notes them.
         self.shapes: dict[Site, tuple[int, ...]] = {}
+        # The model of the rows; None if it is unknown.
+        self.model: ModelInfo | None = None
         self.mode = mode
         self.workers = workers
         # Written for readers of the running request; None when there are to be none.
@@ -170,7 +172,9 @@ class RequestFiles:
         """Return a site's entry in the sidecar. The arguments are its fields."""
         site = part.site
         overflowed, shape = self.rows_overflowed[site], self.shapes.get(site, msgspec.UNSET)
-        return layout.SiteFile(*site, file, part.rows, expected, nbytes, digest, part.dtype, overflowed, offset, shape)
+        form = self.model.attention_of(site.layer) if self.model is not None and site.hook == "q" else None
+        about: tuple[Any, ...] = (part.dtype, overflowed, offset, shape, msgspec.UNSET if form is None else form)
+        return layout.SiteFile(*site, file, part.rows, expected, nbytes, digest, *about)
 
     def write(self) -> list[layout.SiteFile]:
         """Write the last rows, positions, token ids and headers; return the entries of the files. Raises OSError."""

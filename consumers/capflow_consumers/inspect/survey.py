@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from capflow.capture.site import Site
 from capflow.errors import CapflowError, RetryError
-from capflow_consumers.dataset.capture import shown
 from capflow_consumers.dataset.contents import in_order
 from capflow_consumers.dataset.reader import Damage, Dataset, RequestCapture, Rows
+from capflow_consumers.dataset.rows import shown
 from capflow_consumers.inspect.norms import NormStats
 
 LISTED_MAX = 100

@@ -563,6 +563,7 @@ def model_info(vllm_config: Any) -> ModelInfo:
         sites=settings.sites,
         fixed=settings.fixed,
         shapes=settings.shapes,
+        attention=settings.attention,
         stages=vllm_config.parallel_config.pipeline_parallel_size,
     )
 

@@ -13,9 +13,11 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from capflow.capture.attention import AttentionForm
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import HOOKS, Site
 from capflow.errors import CapflowError, UsageError, explain
@@ -64,9 +66,8 @@ def info_of(engine_args: Any, tapped: Tapped) -> ModelInfo:
     """
     with explaining(engine_args.model):
         width = engine_args.create_model_config().get_hidden_size()
-    return ModelInfo(
-        engine_args.model, tapped.num_layers, width, "", tapped.sites, fixed=tapped.fixed, shapes=tapped.shapes
-    )
+    more: dict[str, Any] = {"fixed": tapped.fixed, "shapes": tapped.shapes, "attention": tapped.attention}
+    return ModelInfo(engine_args.model, tapped.num_layers, width, "", tapped.sites, **more)
 
 
 def structures(engine_args: Any) -> tuple[Structure, ...]:
@@ -320,9 +321,32 @@ def structure_of(layer: Any, dtype: Any) -> Structure:
     try:
         with _native_operations():
             divisor = divided_by if dtype == torch.float16 else lambda _: 1.0
-            return resolve(layer, dtype, mixes_tokens, divisor, part_of)
+            structure = resolve(layer, dtype, mixes_tokens, divisor, part_of)
     except UnclearError as e:
         raise CapflowError(explain(f"{type(layer).__name__}: unknown structure of a decoder layer", got=str(e))) from e
+    if not {"q", "k"} <= structure.places.keys():
+        return structure
+    return replace(structure, attention=_form(layer.get_submodule(structure.places["q"].module)))
+
+
+def _form(module: Any) -> AttentionForm:
+    """Return how a module of attention makes its weights."""
+    from vllm.model_executor.layers.attention.attention import Attention
+
+    module = getattr(module, "base_layer", module)
+    made = module.impl
+    # Backends without a soft cap, or that keep none as 0, have no bound.
+    soft_cap = getattr(made, "logits_soft_cap", None) or None
+    lacks = ""
+    if type(module) is not Attention:  # each of its subclasses lets a query see other keys
+        lacks = f"the mask of {type(module).__name__}"
+    elif getattr(made, "chunk_lookback", -1) > -1:
+        lacks = "attention to chunks of the context"
+    elif getattr(made, "alibi_slopes", None) is not None:
+        lacks = "a bias of each distance (ALiBi)"
+    elif getattr(module, "has_sink", False) or getattr(made, "sinks", None) is not None:
+        lacks = "a sink of each head, which takes a part of the weights"
+    return AttentionForm(float(made.scale), module.sliding_window, soft_cap and float(soft_cap), lacks)
 
 
 @contextlib.contextmanager

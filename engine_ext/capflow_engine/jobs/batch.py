@@ -75,6 +75,7 @@ def run(job: JobRequest, tell: Tell) -> None:
         sites=tapped.sites,
         fixed=tapped.fixed,
         shapes=tapped.shapes,
+        attention=tapped.attention,
         outbound=outbound,
         steering_bank_bytes=job.steering_bank_bytes,
         on_divergence=job.on_divergence,

@@ -29,6 +29,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from capflow.capture.attention import AttentionForm
 from capflow_engine.layer import inside
 from capflow_engine.layer.parts import Norm, Part, Parts, Slot
 
@@ -77,6 +78,7 @@ class Structure:
     returned: by hook, where a norm that adds up a split stream returns the value, for sites that are not steered: a
         change there would miss the norm. That of `pre_attn` holds only where the layer is given a split stream.
     shapes: by hook, the shape of a row over all tensor-parallel ranks, where it is not that of the stream.
+    attention: how the layer's attention makes its weights; None without `q` and `k`.
     """
 
     layer: str
@@ -87,6 +89,7 @@ class Structure:
     given: float = 1.0
     returned: dict[str, HookPlace] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    attention: AttentionForm | None = None
 
     def why_not(self, hook: str) -> str:
         """Return why the layer does not have a hook."""

@@ -104,6 +104,7 @@ def arm(
         sites=tapped.sites,
         fixed=tapped.fixed,
         shapes=tapped.shapes,
+        attention=tapped.attention,
         outbound=outbound,
         steering_bank_bytes=bank_bytes,
         on_divergence=on_divergence,

@@ -117,6 +117,32 @@ class ActivationCache(Tabular):
             return torch.from_numpy(rows.view(np.uint16)).view(torch.bfloat16)
         return torch.from_numpy(rows)
 
+    def attention(
+        self,
+        layer: int,
+        prompt: int = 0,
+        *,
+        heads: Sequence[int] | int | None = None,
+        positions: Any = None,
+        spans: Mapping[str, tuple[int, int]] | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """Return a prompt's attention weights `[heads, queries, keys]` float32, or sums `[heads, queries, spans]`.
+
+        They are computed from the layer's rows at `q` and `k`: `capflow.cache(llm, prompts, hooks=["q:5", "k:5"])`.
+
+        layer, heads, positions, spans: as in the data set's `capture.attention`.
+        prompt: the number of the prompt.
+
+        Raises UsageError for rows that are missing, and for what `capflow.attention_weights` refuses.
+        """
+        if not 0 <= prompt < len(self):
+            raise UsageError(explain("prompt", got=prompt, expected=f"a number from 0 to {len(self) - 1}"))
+        capture = self.captures[prompt]
+        if positions is None and Site(layer, "q") in self.wanted:
+            positions = self._rows(capture, (layer, "q")).positions
+        made: npt.NDArray[np.float32] = capture.attention(layer, heads=heads, positions=positions, spans=spans)
+        return made
+
     def to_arrow(self) -> pa.Table:
         """Return a table with a line for each row.
 

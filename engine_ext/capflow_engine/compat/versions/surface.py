@@ -374,6 +374,7 @@ READS = (
     _read("vllm:SamplingParams", "clone detokenize extra_args n prompt_logprobs"),
     _read("vllm.outputs:RequestOutput", "finished kv_transfer_params outputs request_id"),
     _read("vllm.lora.request:LoRARequest", "lora_name"),
+    _read("vllm.model_executor.layers.attention.attention:Attention", "impl sliding_window"),
     _read(
         "vllm.distributed.parallel_state:GroupCoordinator",
         "broadcast_object cpu_group device_group rank_in_group world_size",

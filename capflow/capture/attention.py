@@ -1,0 +1,58 @@
+"""How attention of a layer makes its weights of queries and keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from capflow import limits
+from capflow.limits import Text
+
+_Layer = Annotated[int, msgspec.Meta(ge=0, lt=limits.LAYERS_MAX)]
+
+
+class AttentionForm(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How attention makes its weights of the rows at `q` and `k`.
+
+    The query of position p sees the keys of positions 0 to p. Its logits are `scale * q·k`, or with a soft cap
+    `soft_cap * tanh(scale * q·k / soft_cap)`; their softmax is the weights.
+
+    scale: what products of queries and keys are multiplied by.
+    window: a query sees only the last so many keys, that of its own position included; None for all.
+    soft_cap: the bound of the logits; None for none.
+    lacks: why the weights do not follow from `q` and `k`; empty if they do.
+
+    Raises ValueError for numbers that are not finite, and for a window or a soft cap that is not positive.
+    """
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    lacks: Text = ""
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        finite = math.isfinite(self.scale) and math.isfinite(self.soft_cap or 0.0)
+        if not finite or (self.window is not None and self.window < 1) or not (self.soft_cap or 1.0) > 0:
+            raise ValueError("expected finite numbers, and a window and a soft cap above 0")
+
+
+class LayersForm(NamedTuple):
+    """Layers whose attention has one form."""
+
+    form: AttentionForm
+    layers: Annotated[tuple[_Layer, ...], msgspec.Meta(max_length=limits.LAYERS_MAX)]
+
+
+AttentionForms = Annotated[tuple[LayersForm, ...], msgspec.Meta(max_length=limits.LAYERS_MAX)]
+
+
+def grouped_forms(forms: Mapping[int, AttentionForm]) -> AttentionForms | msgspec.UnsetType:
+    """Return the forms of layers as `ModelInfo.attention` has them."""
+    groups: dict[AttentionForm, list[int]] = {}
+    for layer in sorted(forms):
+        groups.setdefault(forms[layer], []).append(layer)
+    return tuple(LayersForm(form, tuple(layers)) for form, layers in groups.items()) or msgspec.UNSET

@@ -1,0 +1,95 @@
+"""Attention's weights in a captured request, computed from its rows at `q` and `k`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from capflow.attention import attention_weights, check_size
+from capflow.capture.positions import Positions
+from capflow.capture.site import Site
+from capflow.errors import UsageError, explain
+from capflow_consumers.dataset.layout import SiteFile
+from capflow_consumers.dataset.rows import shown
+
+if TYPE_CHECKING:
+    from capflow.capture.attention import AttentionForm
+
+
+def attention_of(
+    capture: Any,
+    entries: Mapping[Site, SiteFile],
+    layer: int,
+    *,
+    heads: Sequence[int] | int | None = None,
+    positions: Any = None,
+    spans: Mapping[str, tuple[int, int]] | None = None,
+) -> npt.NDArray[Any]:
+    """Return what `RequestCapture.attention` does.
+
+    capture: a `RequestCapture`.
+    entries: the sites in the capture's sidecar.
+    """
+    where = f"{capture.path}: attention of layer {layer}"
+    spec = f'{{"hooks": {{"q": [{layer}], "k": [{layer}]}}, "positions": "all"}}'
+    form = _form(where, entries, layer, spec)
+    queries = capture[layer, "q"]
+    places = queries.positions
+    if positions is not None:
+        wanted = _wanted(capture, positions)
+        absent = np.setdiff1d(wanted, places)
+        if len(absent):
+            raise _missing(where, "q", absent, spec)
+        queries, places = queries.chosen(np.searchsorted(places, wanted)), wanted
+    if not len(places):
+        raise UsageError(explain(where, got="no positions", expected="one at least"))
+    keys = capture[layer, "k"]
+    end = int(places.max(initial=-1)) + 1
+    absent = np.setdiff1d(np.arange(end), keys.positions)
+    if len(absent):
+        raise _missing(where, "k", absent, spec)
+    if isinstance(heads, int | np.integer):
+        heads = [int(heads)]
+    count = queries.row_shape[0] if heads is None else len(heads)
+    check_size((count, len(places), end if spans is None else len(spans)), 4)
+    k = keys.chosen(keys.positions < end).shaped
+    return attention_weights(queries.shaped, k, form, positions=places, heads=heads, spans=spans)
+
+
+def _form(where: str, entries: Mapping[Site, SiteFile], layer: int, spec: str) -> AttentionForm:
+    for hook in ("q", "k"):
+        if Site(layer, hook) not in entries:
+            have = sorted({site.layer for site in entries if Site(site.layer, "q") in entries and site.hook == "k"})
+            got = f"no rows at {Site(layer, hook)}; q and k are here of {f'layers {have}' if have else 'no layer'}"
+            raise UsageError(explain(where, got=got, expected="rows at both", do=f"capture {spec}"))
+    form = entries[Site(layer, "q")].attention
+    if form is msgspec.UNSET:
+        do = "capture it again with taps at q and k, or give capflow.attention_weights the layer's AttentionForm"
+        raise UsageError(explain(where, got="a data set that does not say the scale and the window", do=do))
+    return form
+
+
+def _wanted(capture: Any, positions: Any) -> npt.NDArray[np.int64]:
+    """Return the positions that a spec's `positions` names in a request; numbers in the order that they have there."""
+    listed = [positions] if isinstance(positions, int | np.integer) else positions
+    if isinstance(listed, list | tuple | range | np.ndarray) and all(isinstance(p, int | np.integer) for p in listed):
+        length = capture.computed_length
+        places = [int(p) + (capture.prompt_length if p < 0 else 0) for p in listed]
+        for given, place in zip(listed, places, strict=True):
+            if not 0 <= place < length:
+                expected = f"from 0 to {length - 1}, or from the prompt's end, -1 to -{capture.prompt_length}"
+                raise UsageError(explain("positions", got=int(given), expected=expected))
+        return np.array(places, np.int64)
+    runs = Positions.parse(listed, where="positions").at(capture.prompt_length).runs(0, capture.computed_length)
+    return np.fromiter(itertools.chain.from_iterable(itertools.starmap(range, runs)), np.int64)
+
+
+def _missing(where: str, hook: str, absent: npt.NDArray[np.int64], spec: str) -> UsageError:
+    got = f"no rows at {hook} of the positions {shown(absent)}"
+    expected = "the keys of all positions up to the last query's" if hook == "k" else "positions that were captured"
+    return UsageError(explain(where, got=got, expected=expected, do=f"capture {spec}"))
