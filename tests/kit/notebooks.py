@@ -33,7 +33,8 @@ def execute(path: Path) -> None:
         last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, f"{path.name}, cell {number}", "exec"), names)  # noqa: S102
         if isinstance(last, ast.Expr):
-            value = eval(compile(ast.Expression(last.value), f"{path.name}, cell {number}", "eval"), names)  # noqa: S307
+            code = compile(ast.Expression(last.value), f"{path.name}, cell {number}", "eval")
+            value = eval(code, names)  # noqa: S307
             if value is not None:
                 print(value._repr_html_() if hasattr(value, "_repr_html_") else repr(value))
 

@@ -42,7 +42,8 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width, device="meta"))
 
     def forward(self, x):
-        self.last = x  # what a forward keeps must not stay behind
+        # What a forward keeps must not stay behind.
+        self.last = x
         return x * self.weight
 
 

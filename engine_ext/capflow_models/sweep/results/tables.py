@@ -9,7 +9,7 @@
 `index` is the first of `entries` heads, neurons or experts that were changed; both are NULL for whole rows. `receiver`
 is the end of a path, NULL without paths. A *place* is a position, a position from the end, a role of positions, or
 `together`: all positions in one run. Positions of one role in a pair are averaged first. The mean recovery is the ratio
-of means, `mean(value - corrupted) / mean(clean - corrupted)`: a pair whose two prompts hardly differ does not decide it.
+of means, `mean(value - corrupted) / mean(clean - corrupted)`: a pair whose two prompts hardly differ does not decide.
 Pairs are resampled with replacement, the same way for every cell.
 """
 
