@@ -153,6 +153,9 @@ def _heads(heads: Sequence[int] | None, count: int) -> list[int]:
 
 def _edges(spans: Spans, count: int) -> list[tuple[int, int]]:
     """Return `(first, end)` of each span; raise UsageError for one that does not lie in so many keys."""
+    if not isinstance(spans, Mapping):
+        expected = '(first, end) by name, such as {"subject": (3, 7)}'
+        raise UsageError(explain("spans", got=spans, expected=expected))
     edges = []
     for name, span in spans.items():
         numbers = isinstance(span, Sequence) and len(span) == 2 and all(isinstance(n, int | np.integer) for n in span)

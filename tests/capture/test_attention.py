@@ -12,8 +12,11 @@ from capflow import attention, limits
 from capflow.capture.attention import AttentionForm, grouped_forms
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site
-from capflow.errors import UsageError
+from capflow.errors import RemoteProtocolError, UsageError
+from capflow.protocol.message import Hello
+from capflow.protocol.session import HubSession
 from tests.kit.frames import make_model
+from tests.kit.sessions import encoded
 
 FORMS = {
     "full": AttentionForm(0.2),
@@ -91,6 +94,7 @@ Q, K, FULL = rows(4, 4, 1), rows(4, 2, 2), FORMS["full"]
         ({"heads": "0"}, "heads: got 0, expected numbers from 0 to 3"),
         ({"spans": {"s": (2, 5)}}, r"spans.s: got \(2, 5\), expected \(first, end\) with 0 <= first < end <= 4"),
         ({"spans": {"s": (2, 2)}}, r"spans.s: got \(2, 2\), expected"),
+        ({"spans": [(0, 1)]}, r"spans: got \[\(0, 1\)\], expected \(first, end\) by name"),
         ({"spans": {"s": 3}}, "spans.s: got 3, expected"),
         ({"form": AttentionForm(1.0, lacks="a sink")}, "attention weights: got a sink, expected a softmax of q and k"),
     ],
@@ -125,3 +129,9 @@ def test_a_model_has_the_forms_of_layers_grouped():
 def test_a_form_of_wrong_numbers_is_refused(field):
     with pytest.raises(ValueError, match=r"^expected finite numbers, and a window and a soft cap above 0"):
         AttentionForm(**({"scale": 1.0} | field))
+
+
+def test_a_form_of_a_layer_without_taps_is_a_protocol_error():
+    model = msgspec.structs.replace(make_model(), sites=(Site(0, "q"),), attention=grouped_forms({0: FORMS["full"]}))
+    with pytest.raises(RemoteProtocolError, match=r"^hello.model.attention: got \(0,\), expected layers with q and k"):
+        HubSession().receive(encoded(Hello("scheduler", "e", "boot", model=model)), 1.0)

@@ -35,6 +35,8 @@ def attention_of(
     capture: a `RequestCapture`.
     entries: the sites in the capture's sidecar.
     """
+    if isinstance(layer, bool) or not isinstance(layer, int | np.integer):
+        raise UsageError(explain("layer", got=layer, expected="the number of a layer, such as 5"))
     where = f"{capture.path}: attention of layer {layer}"
     spec = f'{{"hooks": {{"q": [{layer}], "k": [{layer}]}}, "positions": "all"}}'
     form = _form(where, entries, layer, spec)
@@ -55,8 +57,8 @@ def attention_of(
         raise _missing(where, "k", absent, spec)
     if isinstance(heads, int | np.integer):
         heads = [int(heads)]
-    count = queries.row_shape[0] if heads is None else len(heads)
-    check_size((count, len(places), end if spans is None else len(spans)), 4)
+    count = queries.row_shape[0] if heads is None else np.size(heads)
+    check_size((count, len(places), end if spans is None else 1), 4)
     k = keys.chosen(keys.positions < end).shaped
     return attention_weights(queries.shaped, k, form, positions=places, heads=heads, spans=spans)
 

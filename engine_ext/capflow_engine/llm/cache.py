@@ -135,7 +135,7 @@ class ActivationCache(Tabular):
 
         Raises UsageError for rows that are missing, and for what `capflow.attention_weights` refuses.
         """
-        if not 0 <= prompt < len(self):
+        if not isinstance(prompt, int) or not 0 <= prompt < len(self):
             raise UsageError(explain("prompt", got=prompt, expected=f"a number from 0 to {len(self) - 1}"))
         capture = self.captures[prompt]
         if positions is None and Site(layer, "q") in self.wanted:

@@ -101,6 +101,8 @@ def test_rows_that_are_missing_are_named(tmp_path):
         capture.attention(1, positions=[0, 7])
     with pytest.raises(UsageError, match=r"^positions: got middle, expected"):
         capture.attention(1, positions="middle")
+    with pytest.raises(UsageError, match=r"^layer: got q:1, expected the number of a layer, such as 5$"):
+        capture.attention("q:1")
     with pytest.raises(UsageError, match=r"attention of layer 1: got no positions, expected one at least$"):
         capture.attention(1, positions=[])
 
