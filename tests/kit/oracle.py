@@ -307,7 +307,8 @@ class Live:
             assert rows.positions.tolist() == promised[site], f"{name} {site}: other positions than were promised"
             assert rows.token_ids.tolist() == [tokens[p] for p in promised[site]], f"{name} {site}: other tokens"
             expected = right.rows[site][promised[site]]
-            error = np.linalg.norm(rows.rows - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
+            norms = np.maximum(np.linalg.norm(expected, axis=-1), np.finfo(np.float32).tiny)
+            error = np.linalg.norm(rows.rows - expected, axis=-1) / norms
             assert error.max() < BOUND[rows.rows.dtype.name], (
                 f"{name} {site}: off by {error.max():.1e} at {promised[site][int(error.argmax())]}, "
                 f"prompt {prompt}, held {changes.held}, preempted {self.watched.preempted.get(name)}"

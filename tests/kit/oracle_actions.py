@@ -14,15 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from capflow.capture.site import HOOKS, Site
+from capflow.capture.site import Site
 from capflow.steering.action import Abort, ActionApplied, Freeze, Gain, SetGate, Steer, Unfreeze, Unsteer
-from capflow.steering.clamp import Clamp
+from capflow.steering.clamp import Clamp, parse_clamps
 from capflow.steering.vector import SteeringVector
 from capflow.transport.client import Client
-from tests.kit.engines import LAYERS, WIDTH
+from tests.kit.engines import LAYERS
+from tests.kit.entries import LLAMA_HOOKS, shape_of, unit_of, width_of
 
 FOREVER = 10**9
-SITES = [Site(n, hook) for n in range(LAYERS) for hook in HOOKS if hook != "final" or n == LAYERS - 1]
+SITES = [Site(n, hook) for n in range(LAYERS) for hook in LLAMA_HOOKS if hook != "final" or n == LAYERS - 1]
 CONTROLLERS = ("a", "b")
 """The gates of the hub: each acts on the requests whose ids begin with its name, the first replicated, the second
 ordered."""
@@ -40,6 +41,7 @@ _steers = st.fixed_dictionaries(
         "kind": st.just("steer"),
         "site": st.sampled_from(SITES),
         "clamped": st.one_of(st.none(), st.sampled_from(SITES)),
+        "entries": st.booleans(),
         "seed": st.integers(20, 23),
         "gain": st.sampled_from((1.0, 0.5, -1.0)),
         "lease": _leases,
@@ -79,8 +81,15 @@ drawn = st.one_of(st.just([]), *[st.lists(st.tuples(st.integers(1, 20), _one), m
 
 def vector(seed, site):
     """Return the vector of a number at a site."""
-    values = np.random.default_rng(100 * seed + site.layer).normal(size=WIDTH)
+    values = np.random.default_rng(100 * seed + site.layer).normal(size=width_of(site.hook))
     return (values * 3 / np.linalg.norm(values)).astype(np.float32)
+
+
+def entries_clamp(site, seed, strength=1.0):
+    """Return a clamp of the first and of the last entry of a site's rows; it leaves no row without any number."""
+    index = sorted({shape_of(site.hook)[0] - 1, 0}, reverse=True)
+    values = vector(seed, site)[: unit_of(site.hook) * len(index)] if seed % 2 else 0.25
+    return {"index": index, "value": values, "strength": strength}
 
 
 def action_of(drawn, name, label):
@@ -90,7 +99,9 @@ def action_of(drawn, name, label):
         case "steer":
             site, clamped = drawn["site"], drawn["clamped"]
             clamps = ()
-            if clamped is not None:
+            if clamped is not None and drawn.get("entries"):
+                clamps = parse_clamps({clamped.hook: {clamped.layer: entries_clamp(clamped, drawn["seed"])}})
+            elif clamped is not None:
                 clamps = (Clamp.make(clamped, vector(drawn["seed"] + 5, clamped), {"min": -0.2, "max": 0.2}, where=""),)
             vectors = (SteeringVector.make(site, vector(drawn["seed"], site)),)
             return Steer(name, vectors, clamps=clamps, gain=drawn["gain"], label=label, **lease)

@@ -1,4 +1,4 @@
-"""The autoencoders of the oracle, one at each site, and what steering by their features makes of rows."""
+"""The autoencoders of the oracle, one at each site of the stream, and what steering by their features makes of rows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 
 import numpy as np
 
+from capflow.capture.site import STREAM_HOOKS
 from tests.kit.autoencoders import saelens
 from tests.kit.engines import WIDTH
 from tests.kit.oracle_actions import SITES, vector
@@ -31,7 +32,7 @@ def saved(root, steered=None):
 
     steered: the names of the sites that can be steered; by default all.
     """
-    names = [site for site in SITES if steered is None or str(site) in steered]
+    names = [site for site in SITES if site.hook in STREAM_HOOKS and (steered is None or str(site) in steered)]
     return [f"{site}={saelens(root / str(number), weights_of(site))}@{site}" for number, site in enumerate(names)]
 
 
@@ -60,6 +61,8 @@ def added(x, site, uses):
 
 def set_at_once(x, site, uses):
     """Set features of rows, all encoded from the same rows."""
+    if not uses:
+        return
     tensors = {name: value.astype(np.float64) for name, value in weights_of(site).items()}
     active = np.maximum((x - tensors["b_dec"]) @ tensors["W_enc"] + tensors["b_enc"], 0)
     for number, how, factor in uses:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from capflow.capture.site import Site
+from tests.kit.entries import clamp, patch, plain_clamp
 from tests.kit.gated import GatedReference, score_of, scored_positions
 from tests.kit.oracle_actions import Changes
 from tests.kit.oracle_features import added, set_at_once, uses_of
@@ -92,17 +93,11 @@ class OracleReference(GatedReference):
             added(x, site, uses)
             set_at_once(x, site, uses)
             for given, on in self._tiered(fields, "clamps", site, behind):
-                direction = np.asarray(given["vector"], np.float64)
-                direction = direction / np.linalg.norm(direction)
-                low, high = (
-                    given.get("value", given.get(end, none)) for end, none in (("min", -np.inf), ("max", np.inf))
-                )
-                _clamp(x, direction, low, high, on * holding.own * _factor(given, values, count))
+                clamp(x, given, site.hook, on * holding.own * _factor(given, values, count))
             for _, (action, gain) in sorted(holding.steers.items()):
-                for clamp in action.clamps:
-                    if clamp.site == site:
-                        direction = np.frombuffer(clamp.data, np.float32).astype(np.float64)
-                        _clamp(x, direction, clamp.low, clamp.high, gain * clamp.strength)
+                for made in action.clamps:
+                    if made.site == site:
+                        clamp(x, plain_clamp(made), site.hook, gain)
             stream[0] = torch.from_numpy(x)
 
         logits = self._forward(tokens, steer)
@@ -126,13 +121,8 @@ class OracleReference(GatedReference):
 
     @staticmethod
     def _patched(x, site, prompt_length, fields, values, own):
-        for patch in entries(fields, "steering_patches", site):
-            rows = np.broadcast_to(patch["vector"], (len(patch["positions"]), x.shape[1]))
-            factor = own * _factor(patch, values, len(x))
-            for position, row in zip(patch["positions"], rows, strict=True):
-                at = position if position >= 0 else prompt_length + position
-                if 0 <= at < len(x):
-                    x[at] += factor[at] * patch.get("amount", 1.0) * (row - x[at])
+        for given in entries(fields, "steering_patches", site):
+            patch(x, given, site.hook, prompt_length, own * _factor(given, values, len(x)))
 
 
 def _value(gate, margins, holding):
@@ -144,11 +134,6 @@ def _value(gate, margins, holding):
     with np.errstate(over="ignore"):
         soft = 1 / (1 + np.exp(-np.where(hard, 1.0, sharpness) * margins))
     return np.where(hard, margins >= 0, soft) * holding.parameter("enabled", True)
-
-
-def _clamp(x, direction, low, high, factor):
-    along = x @ direction
-    x += np.outer(factor * (np.clip(along, low, high) - along), direction)
 
 
 def _factor(given, values, count):

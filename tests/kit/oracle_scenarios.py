@@ -5,9 +5,10 @@ import numpy as np
 from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
-from capflow.capture.site import HOOKS, Site
+from capflow.capture.site import SHAPED_HOOKS, Site
 from tests.kit.engines import LAYERS, VOCABULARY
-from tests.kit.oracle_actions import CONTROLLERS, SITES, drawn, vector
+from tests.kit.entries import LLAMA_HOOKS, unit_of
+from tests.kit.oracle_actions import CONTROLLERS, SITES, drawn, entries_clamp, vector
 from tests.kit.oracle_features import field_of
 from tests.kit.selectors_model import specs
 
@@ -19,11 +20,12 @@ PATCHED_GENERATED = 13
 _bases = [np.random.default_rng(n).integers(5, VOCABULARY, LENGTH_MAX).tolist() for n in range(3)]
 _layers = st.one_of(st.just("all"), st.lists(st.integers(0, LAYERS - 1), min_size=1, max_size=LAYERS, unique=True))
 _last = st.sampled_from(["all", [-1], [LAYERS - 1]])
-_captures = st.one_of(st.none(), specs({hook: _last if hook == "final" else _layers for hook in HOOKS}))
+_captures = st.one_of(st.none(), specs({hook: _last if hook == "final" else _layers for hook in LLAMA_HOOKS}))
 _TIERS = ("", "prefill_", "decode_")
+_clamps = ({"value": 0}, {"min": -0.2, "max": 0.5}, {"entries": 1.0}, {"entries": 0.5}, {"range": 0.05})
 _operations = st.one_of(
     st.tuples(st.just("vectors"), st.sampled_from(_TIERS), st.sampled_from((1.0, -0.5))),
-    st.tuples(st.just("clamps"), st.sampled_from(_TIERS), st.sampled_from(({"value": 0}, {"min": -0.2, "max": 0.5}))),
+    st.tuples(st.just("clamps"), st.sampled_from(_TIERS), st.sampled_from(_clamps)),
     st.tuples(
         st.just("features"),
         st.sampled_from(_TIERS),
@@ -127,7 +129,8 @@ def draw_scenarios(prove, count, number):
 def fields_of(request):
     """Return the fields of a scenario's steering; its gate gates what lies at layers after the gate's."""
     fields, gate = {}, request.get("gate")
-    for site, seed, (kind, tier, given) in request["steering"]:
+    for site, seed, operation in request["steering"]:
+        kind, tier, given = _at(site, *operation)
         gated = gate is not None and site.layer > gate["site"].layer and _can_act(gate, kind, tier)
         if gated:
             fields["steering_gates"] = {"g": _gate(gate)}
@@ -135,15 +138,36 @@ def fields_of(request):
             asked = fields.setdefault(f"{tier}steering_features", [])
             asked.append(field_of(site, seed, tier, given, "g" if gated else ""))
             continue
-        how = _patched(request, given) if kind == "patches" else given
-        added = {"vectors": {"scale": how}, "clamps": how, "patches": {"positions": how}}[kind]
-        value = {"vector": vector(seed, site), **added}
+        value = _operation(request, site, seed, kind, given)
         if gated:
             value["gate"] = "g"
         fields.setdefault(f"{tier}steering_{kind}", {}).setdefault(site.hook, {})[site.layer] = value
     if gate is not None and gate.get("abort"):
         fields["steering_gates"] = {"g": _gate(gate)}
     return fields
+
+
+def _at(site, kind, tier, given):
+    """Return an operation as it can be done at a site: the autoencoders are of the stream."""
+    shaped = kind == "features" and site.hook in SHAPED_HOOKS
+    return ("vectors", tier, 1.0) if shaped else (kind, tier, given)
+
+
+def _operation(request, site, seed, kind, given):
+    """Return the value of a field. Patches of odd seeds are of the first entry where rows have a shape of their own."""
+    added, unit = vector(seed, site), unit_of(site.hook)
+    if kind == "vectors":
+        return {"vector": added, "scale": given}
+    if kind == "patches":
+        positions = _patched(request, given)
+        if site.hook in SHAPED_HOOKS and seed % 2:
+            return {"positions": positions, "vector": added[:unit], "index": 0}
+        return {"positions": positions, "vector": added}
+    if "range" in given and unit == 1:
+        return {"index": [2, 0, 1], "min": -given["range"], "max": given["range"]}
+    if "entries" in given or "range" in given:
+        return entries_clamp(site, seed, given.get("entries", 1.0))
+    return {"vector": added, **given}
 
 
 def _gate(gate):
