@@ -165,6 +165,21 @@ def test_rows_beside_those_that_a_controller_scores(shared, reference):
     hold(capflow.open(root)["watched.1"], spec, reference.run(tokens, 70, {})[1], tokens, 70)
 
 
+def test_many_requests_that_set_different_entries_are_done_together(shared, reference):
+    llm, root = shared
+    spec = {"hooks": {"attn_out": [1], "post_block": [3]}, "positions": "all"}
+    asked = [{"steering_clamps": {"heads": {1: {"index": n % 2, "value": 0.1 * n}}}} for n in range(9)]
+    params = [
+        capflow.sampling_params(id=f"set{n}", capture=spec, max_tokens=4, **GREEDY, **fields)
+        for n, fields in enumerate(asked)
+    ]
+    outputs = llm.generate(prompts([5] * 9, seed=12), params, use_tqdm=False)
+    data = capflow.open(root)
+    for n, (output, fields) in enumerate(zip(outputs, asked, strict=True)):
+        tokens = [*output.prompt_token_ids, *list(output.outputs[0].token_ids)[:-1]]
+        hold(data[f"set{n}"], spec, reference.run(tokens, 5, fields)[1], tokens, 5)
+
+
 def test_each_of_n_samples_has_rows_of_its_own(shared, reference):
     llm, root = shared
     (prompt,) = prompts((20,), seed=9)
