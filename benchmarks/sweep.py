@@ -1,9 +1,10 @@
 """A patch sweep: capflow against a bare loop in Transformers with forward hooks, and against TransformerLens.
 
-    python benchmarks/sweep.py [--model demo] [--pairs 2] [--layers all] [--rounds 3] [--transformer-lens DIRECTORY]
+    python benchmarks/sweep.py [--model demo] [--pairs 2] [--layers all] [--hook heads] [--rounds 3]
+        [--transformer-lens DIRECTORY]
 
-Every contender patches the same rows: the stream that leaves each layer (`post_block`), at each position, one patch at
-a time, in float32. Each computes the same three metrics of the next token. All are loaded at the same time, in this
+Every contender patches the same rows: the stream that leaves each layer (`post_block`), or with `--hook heads` each
+head's result, at each position, one patch at a time, in float32. Each computes the same three metrics of the next token. All are loaded at the same time, in this
 process. Turns are interleaved; loading is not timed. Results must agree. Medians are of the process's CPU time: other
 work on the machine lengthens the wall time of the many small steps of a loop far more than that of a few large ones.
 With `OMP_NUM_THREADS=1` it is the wall time of a quiet core.
@@ -35,6 +36,7 @@ import transformers
 
 from capflow_models.backends import resolved_model
 from capflow_models.sweep.metrics import value_of
+from capflow_models.sweep.parts import RowPart
 from capflow_models.sweep.patch import PatchOptions, plan_of
 from capflow_models.sweep.plan import RunKey, SweepPlan
 
@@ -63,7 +65,7 @@ class Loop:
         for number, pair in enumerate(plan.pairs):
             rows: dict[int, torch.Tensor] = {}
             handles = [
-                layer.register_forward_hook(lambda _, __, output, n=n, rows=rows: _keep(rows, n, output))
+                attached(layer, plan.sites[0].hook, functools.partial(_keep, rows, n))
                 for n, layer in enumerate(self.layers)
             ]
             clean = self.logits([pair.clean])[0].log_softmax(-1)
@@ -77,15 +79,17 @@ class Loop:
         return values
 
     def _patched(self, keys: list[RunKey], tokens: Any, rows: dict[int, torch.Tensor]) -> torch.Tensor:
-        def patch(layer: int, output: Any) -> None:
-            for place, key in enumerate(keys):
-                if int(key.site.partition(":")[2]) == layer:
-                    _hidden(output)[place, key.position] = rows[layer][key.position]
+        parts = [RowPart.parse(key.site) for key in keys]
 
-        layers = {int(key.site.partition(":")[2]) for key in keys}
-        handles = [
-            self.layers[n].register_forward_hook(lambda _, __, output, n=n: patch(n, output)) for n in sorted(layers)
-        ]
+        def patch(layer: int, values: torch.Tensor) -> None:
+            for place, (key, part) in enumerate(zip(keys, parts, strict=True)):
+                if part.site.layer == layer:
+                    width = self.layers[layer].self_attn.head_dim
+                    at = slice(None) if part.first is None else slice(part.first * width, (part.first + 1) * width)
+                    values[place, key.position, at] = rows[layer][key.position, at]
+
+        layers = sorted({part.site.layer for part in parts})
+        handles = [attached(self.layers[n], parts[0].site.hook, functools.partial(patch, n)) for n in layers]
         try:
             return self.logits([tokens] * len(keys))
         finally:
@@ -100,8 +104,15 @@ class Loop:
             return logits
 
 
-def _keep(rows: dict[int, torch.Tensor], layer: int, output: Any) -> None:
-    rows[layer] = _hidden(output)[0].clone()
+def attached(layer: Any, hook: str, visit: Callable[[torch.Tensor], None]) -> Any:
+    """Call a function with the rows of a layer `[batch, tokens, width]`, which it may change; return the handle."""
+    if hook == "heads":
+        return layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: visit(args[0]))
+    return layer.register_forward_hook(lambda _, __, output: visit(_hidden(output)))
+
+
+def _keep(rows: dict[int, torch.Tensor], layer: int, values: torch.Tensor) -> None:
+    rows[layer] = values[0].clone()
 
 
 def _hidden(output: Any) -> torch.Tensor:
@@ -122,20 +133,22 @@ class Lens:
         values: Values = {}
         with torch.inference_mode():
             for number, pair in enumerate(plan.pairs):
-                names = [f"blocks.{site.layer}.hook_resid_post" for site in plan.sites]
+                names = [site.transformer_lens_name for site in plan.sites]
                 logits, cache = self.model.run_with_cache(torch.tensor([pair.clean]), names_filter=names)
                 clean = logits[0, -1].float().log_softmax(-1)
                 tokens = torch.tensor([pair.corrupted])
                 for key in (key for key in plan.keys(number) if key.site):
-                    name = f"blocks.{key.site.partition(':')[2]}.hook_resid_post"
-                    patch = functools.partial(_put, row=cache[name][:, key.position], position=key.position)
+                    part = RowPart.parse(key.site)
+                    name = part.site.transformer_lens_name
+                    at = (slice(None), key.position, *([] if part.first is None else [part.first]))
+                    patch = functools.partial(_put, row=cache[name][at], at=at)
                     logits = self.model.run_with_hooks(tokens, return_type="logits", fwd_hooks=[(name, patch)])
                     values[key] = measured(logits[0, -1].float(), clean, pair.answer, pair.wrong_answer)
         return values
 
 
-def _put(value: torch.Tensor, hook: Any, *, row: torch.Tensor, position: int) -> torch.Tensor:  # noqa: ARG001
-    value[:, position] = row
+def _put(value: torch.Tensor, hook: Any, *, row: torch.Tensor, at: tuple[Any, ...]) -> torch.Tensor:  # noqa: ARG001
+    value[at] = row
     return value
 
 
@@ -164,6 +177,7 @@ def main() -> int:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--pairs", type=int, default=2)
     parser.add_argument("--layers", default="all")
+    parser.add_argument("--hook", default="post_block", choices=["post_block", "heads"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--transformer-lens", default="")
@@ -171,7 +185,7 @@ def main() -> int:
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     name = resolved_model(args.model)
     engine = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256}
-    plan = plan_of(args.model, PAIRS, PatchOptions(layers=args.layers, engine=engine))
+    plan = plan_of(args.model, PAIRS, PatchOptions(args.hook, layers=args.layers, engine=engine))
     plan = SweepPlan(
         plan.model, plan.pairs[: args.pairs], plan.parts, plan.positions[: args.pairs], plan.directions, {}, engine
     )
