@@ -105,7 +105,7 @@ def scores_of(model: str, prompts: list[list[int]], config: Any, begin: list[int
 
 
 def rises_of(result: SweepResult, layers: int, heads: int) -> dict[str, Array]:
-    """Return how much higher the loss is without each head, in nats, `[layers, heads]` by ablation: means over pairs."""
+    """Return by ablation how much higher the loss is without each head, in nats, `[layers, heads]`, over all pairs."""
     rows = [row for row in result.patches.to_pylist() if row["metric"] == "logprob"]
     pairs = len({row["pair"] for row in rows})
     rises = {name: np.zeros((layers, heads)) for name in ABLATIONS}

@@ -1,4 +1,4 @@
-"""examples/induction_heads.py: its attention against Transformers', its scores, and what it claims of the demo model."""
+"""examples/induction_heads.py: its attention against Transformers', its scores, and its claims of the demo model."""
 
 import importlib.util
 import json
