@@ -5,9 +5,9 @@
 
 Every contender patches the same rows: the stream that leaves each layer (`post_block`), or with `--hook heads` each
 head's result, at each position, one patch at a time, in float32. Each computes the same three metrics of the next
-token. All are loaded at the same time, in this process. Turns are interleaved; loading is not timed. Results must agree. Medians are of the process's CPU time: other
-work on the machine lengthens the wall time of the many small steps of a loop far more than that of a few large ones.
-With `OMP_NUM_THREADS=1` it is the wall time of a quiet core.
+token. All are loaded at the same time, in this process. Turns are interleaved; loading is not timed. Results must
+agree. Medians are of the process's CPU time: other work on the machine lengthens the wall time of the many small steps
+of a loop far more than that of a few large ones. With `OMP_NUM_THREADS=1` it is the wall time of a quiet core.
 
 * `loop`: one forward pass for each patch, of the last token's logits only.
 * `batched`: the same, with `--batch` patches in one forward pass.
