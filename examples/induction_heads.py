@@ -6,7 +6,8 @@ The prompts are random tokens, twice. Only what was there before says which toke
 induction head attends from a token to the one that followed its earlier occurrence. The script computes each head's
 attention from captured queries and keys, ablates each head in a sweep, and compares the two: the heads that attend to
 that token should be those without which the answer is lost, and heads of earlier layers that attend to the previous
-token, which mark each token with the one before it. It draws the picture of docs/sweeps.md.
+token, which mark each token with the one before it. Path patching shows what these tell later heads. The script draws
+the picture of docs/sweeps.md.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 import capflow
-from capflow_models import SweepResult, sweep_ablate
+from capflow_models import SweepResult, sweep_ablate, sweep_path
 
 Array = npt.NDArray[Any]
 
@@ -105,7 +106,7 @@ def scores_of(model: str, prompts: list[list[int]], config: Any, begin: list[int
 
 
 def rises_of(result: SweepResult, layers: int, heads: int) -> dict[str, Array]:
-    """Return by ablation how much higher the loss is without each head, in nats, `[layers, heads]`, over all pairs."""
+    """Return how much the loss rises without each head, `[layers, heads]` by ablation, in nats: means over pairs."""
     rows = [row for row in result.patches.to_pylist() if row["metric"] == "logprob"]
     pairs = len({row["pair"] for row in rows})
     rises = {name: np.zeros((layers, heads)) for name in ABLATIONS}
@@ -143,6 +144,15 @@ def draw(scores: Array, previous: Array, rises: dict[str, Array]) -> Any:
     return figure
 
 
+def print_paths(result: SweepResult) -> None:
+    """Print the paths that lower the answer's log probability most."""
+    print("sender > receiver: log probability of the answer, recovery")
+    cells = [cell for cell in result.summary.to_pylist() if cell["metric"] == "logprob"]
+    for cell in sorted(cells, key=lambda cell: cell["value"])[:6]:
+        name = f"{cell['layer']}.{cell['index']} > {cell['receiver']}"
+        print(f"{name:16} {cell['value']:6.2f}  {cell['recovery']:5.2f}")
+
+
 def main() -> None:
     """Score the heads, ablate each, draw, and print the strongest."""
     from transformers import AutoConfig
@@ -153,6 +163,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--out", default="induction")
     parser.add_argument("--images", help="a directory for the picture; by default --out")
+    parser.add_argument("--senders", default="4+10", help="the layers of the senders of paths; empty for no paths")
+    parser.add_argument("--receivers", default="q:5,k:5,v:5,q:11,k:11,v:11")
     args = parser.parse_args()
     path = str(capflow.demo_model()) if args.model == "demo" else args.model
     config = AutoConfig.from_pretrained(path).get_text_config()
@@ -184,6 +196,10 @@ def main() -> None:
     for layer, head in zip(*np.unravel_index(sorted(strongest), scores.shape), strict=True):
         changes = "  ".join(f"{rises[name][layer, head]:6.2f}" for name in ABLATIONS)
         print(f"{layer:2}.{head}  {scores[layer, head]:15.2f}  {previous[layer, head]:14.2f}  {changes}")
+    if args.senders:
+        options: dict[str, Any] = {"layers": args.senders, "direction": "noise", "metrics": "logprob"}
+        out = Path(args.out) / "paths"
+        print_paths(sweep_path(args.model, pairs[:2], args.receivers, out=out, engine=engine, **options))
     summary = {
         "scores": scores.tolist(),
         "previous": previous.tolist(),

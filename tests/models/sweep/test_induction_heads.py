@@ -1,4 +1,4 @@
-"""examples/induction_heads.py: its attention against Transformers', its scores, and its claims of the demo model."""
+"""examples/induction_heads.py: its attention against Transformers', its scores, and its claim about the demo model."""
 
 import importlib.util
 import json
@@ -85,3 +85,5 @@ def test_the_heads_that_match_prefixes_are_those_without_which_the_answer_is_los
         for layer, head in zip(*np.nonzero(rises > 2.5), strict=True):
             assert scores[layer, head] > 0.5 or previous[layer, head] > 0.3, (layer, head)
     assert np.median(scores) < 0.05
+    strongest = done.stdout.partition("sender > receiver")[2].splitlines()[1:3]
+    assert {line.split("  ")[0].strip() for line in strongest} == {"10.1 > k:11", "4.1 > k:5"}, done.stdout

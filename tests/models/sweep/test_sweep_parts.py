@@ -19,7 +19,8 @@ from capflow_models.sweep.parts import Chosen, RowPart
 from capflow_models.sweep.patch import PatchOptions, computed, plan_of
 from capflow_models.sweep.plan import ABLATIONS, DIRECTIONS
 from capflow_models.sweep.program import SweepJob
-from capflow_models.sweep.results.heatmap import PANELS_MAX, figure_of
+from capflow_models.sweep.results import heatmap
+from capflow_models.sweep.results.heatmap import figure_of
 from capflow_models.sweep.results.result import strongest_table
 from tests.kit.engines import SHAPE, Reference, in_this_process, save_tiny
 from tests.kit.hooked import Hooked
@@ -66,7 +67,7 @@ def swept(tiny_with_words, pairs, tmp_path_factory):
     """A sweep of every hook with parts, its plan, its directory, and the cached tokens of each request."""
     out, cached, lengths = tmp_path_factory.mktemp("parts") / "out", [], []
     options = every(
-        hooks=SHAPED_HOOKS[:5], layers=AT, positions="changed,last,together", group=40, metrics=("logit_diff", "kl")
+        hooks=SHAPED_HOOKS[:5], layers=AT, positions="changed,together", group=40, metrics=("logit_diff", "kl")
     )
     plan = plan_of(tiny_with_words, pairs, options)
     generate = capflow.LLM.generate
@@ -137,7 +138,7 @@ def check(result, pairs, reference, units=UNITS):
 def test_every_part_equals_transformers_with_hooks(swept, pairs, reference):
     result, _, _, cached = swept
     rows = result.patches.num_rows
-    assert rows == 2 * (5 * 2 * 3) * len(AT) * sum(COUNTS.values()), "directions, pairs, positions, layers and parts"
+    assert rows == 2 * (5 * 2 * 2) * len(AT) * sum(COUNTS.values()), "directions, pairs, positions, layers and parts"
     moved = check(result, pairs, reference)
     assert min(moved.values()) > 0.02, moved
     assert max(cached) >= 32, "the prefix cache was on, and patched requests shared blocks"
@@ -151,7 +152,7 @@ def test_every_part_equals_transformers_with_hooks(swept, pairs, reference):
     assert noise == pytest.approx(resampled, abs=BOUND), "the corrupted prompt's rows in the clean run, both"
 
 
-def test_tables_and_pictures_have_heads(swept, tmp_path):
+def test_tables_and_pictures_have_heads(swept, tmp_path, monkeypatch):
     result = swept[0]
     result.save(tmp_path)
     again = SweepResult.open(tmp_path)
@@ -173,7 +174,9 @@ def test_tables_and_pictures_have_heads(swept, tmp_path):
     assert all(grid[AT.index(at[0]), at[1]] == pytest.approx(value) for at, value in recovery.items())
     neurons = titles["neurons, all positions together"]
     assert [label.get_text() for label in neurons.get_xticklabels()] == ["0-39", "40-79", "80-95"]
-    assert len([title for title in titles if title]) == PANELS_MAX
+    assert len([title for title in titles if title]) == 2 * len(COUNTS) < heatmap.PANELS_MAX
+    monkeypatch.setattr(heatmap, "PANELS_MAX", 7)
+    assert len([axes for axes in result.heatmap("kl", "zero").axes if axes.get_title(loc="left")]) == 7
     assert "; mean over 2 pairs. 3 further places, where less changes" in figure_of(result.summary, "zero", "kl")[0]
     assert re.search(r"<td>(heads|q|k|v|neurons):\d\[\d", strongest_table(result.summary, "zero", "kl"))
 
