@@ -8,7 +8,9 @@ import pytest
 import torch
 import transformers
 
-from capflow.capture.site import HOOKS, Site
+from capflow.capture.site import HOOKS as ALL_HOOKS
+from capflow.capture.site import STREAM_HOOKS as HOOKS
+from capflow.capture.site import Site
 from capflow.errors import UsageError
 from capflow.steering.feature import SetFeature, parse_features
 from capflow.steering.request import Steering, Tier
@@ -469,7 +471,7 @@ def test_of_a_layer_that_cannot_be_followed_both_ends_are_known(layer, reason):
     structure = structure_of(layer, torch.float32)
     assert set(structure.places) == {"pre_attn", "post_block"}
     assert all(why.startswith(reason) for why in structure.missing.values())
-    assert set(structure.missing) == set(HOOKS) - {"pre_attn", "post_block", "final"}
+    assert set(structure.missing) == set(ALL_HOOKS) - {"pre_attn", "post_block", "final"}
 
 
 def test_clearing_takes_each_back(model):

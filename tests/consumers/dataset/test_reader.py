@@ -289,7 +289,7 @@ def test_reading_loads_neither_torch_nor_vllm_nor_zmq(root):
 def test_the_snippets_of_the_documentation_work_as_pasted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs" / "data.md").read_text()
-    for request, options, mark, count in (("r1", {}, "", 6), ("r2", {"layout": "sharded"}, " needs:shards", 1)):
+    for request, options, mark, count in (("r1", {}, "", 7), ("r2", {"layout": "sharded"}, " needs:shards", 1)):
         consumer = FilesystemConsumer(FilesystemConfig("rows", **options))
         consumer.open(None)
         sites = (Site(12, "post_block"),)

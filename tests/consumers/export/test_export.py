@@ -97,7 +97,7 @@ def test_cached_activations_may_leave_out_steered_rows(tmp_path, part_bytes, mon
     root = write_steered(tmp_path / "rows")
     destination = Destination(tmp_path / "out", Export(str(root), "saelens", [], {}))
     destination.open()
-    sites = {site: SiteContents(6, {8}, {"float32"}) for site in SITES}
+    sites = {site: SiteContents(6, {(8,)}, {"float32"}) for site in SITES}
     (first, *_) = tosaelens.to_saelens(capflow.open(root), sites, destination, 3, lambda: None, unsteered=True)
     assert (first.contexts, first.rows_left) == (2, 0)
     loaded = datasets.load_from_disk(str(tmp_path / "out" / first.hook_name))
