@@ -17,8 +17,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
-
 from capflow import limits
 from capflow.buffers.policy import FALLBACKS, POLICIES_OF_WORKERS, POLICY_DEFAULT
 from capflow.buffers.spool import check_root, default_root
@@ -128,8 +126,8 @@ class Settings(dict[str, Any]):
     sites: tuple[Site, ...]
     spares: int = field(default=0, kw_only=True)
     fixed: tuple[Site, ...] = ()
-    shapes: SiteShapes | msgspec.UnsetType = msgspec.UNSET
-    attention: AttentionForms | msgspec.UnsetType = msgspec.UNSET
+    shapes: SiteShapes = ()
+    attention: AttentionForms = ()
     outbound: Outbound = field(default_factory=Outbound)
     outbound_bytes_max: int = limits.OUTBOUND_BYTES_DEFAULT
     staging_bytes_max: int = 1024 * limits.MIB
@@ -192,8 +190,8 @@ class Tapped(NamedTuple):
     num_layers: int
     sites: tuple[Site, ...]
     fixed: tuple[Site, ...]
-    shapes: SiteShapes | msgspec.UnsetType = msgspec.UNSET
-    attention: AttentionForms | msgspec.UnsetType = msgspec.UNSET
+    shapes: SiteShapes = ()
+    attention: AttentionForms = ()
 
     @classmethod
     def of(
@@ -227,7 +225,7 @@ class Tapped(NamedTuple):
         }
         forms = {layer: form for layer in compared if (form := layers[layer].attention) is not None}
         captured = tuple(site for site in sites if site not in steerable)
-        return cls(len(layers), sites, captured, grouped(shapes), grouped_forms(forms))
+        return cls(len(layers), sites, captured, grouped(shapes) or (), grouped_forms(forms) or ())
 
 
 def _steered_sites(

@@ -97,3 +97,13 @@ def test_a_pattern_that_no_site_to_steer_has_is_refused(steered, error):
     layers = [Structure("Layer", PLACES, {"post_attn": "no module"}, {"mlp_in": LAYERS[0].fixed["mlp_in"]})] * 3
     with pytest.raises(UsageError, match=error):
         Tapped.of(["post_block:[01]", "mlp_in:*"], layers, ["post_block:0", steered])
+
+
+def test_settings_have_nothing_that_is_pickled_by_name():
+    """Pickle looks for such a name in every module, and a lazy one imports what it finds."""
+    import pickletools
+
+    tapped = Tapped.of(["post_block:*"], [Structure("Layer", {"post_block": HookPlace("")})])
+    own = Settings("e", (), tapped.sites, fixed=tapped.fixed, shapes=tapped.shapes, attention=tapped.attention)
+    names = [arg for op, arg, _ in pickletools.genops(pickle.dumps(own, protocol=4)) if isinstance(arg, str)]
+    assert "UNSET" not in names

@@ -19,6 +19,8 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from capflow import limits
 from capflow.capture.model import ModelInfo
 from capflow.errors import CapflowError, UsageError, explain
@@ -562,8 +564,8 @@ def model_info(vllm_config: Any) -> ModelInfo:
         dtype=str(model.dtype).removeprefix("torch."),
         sites=settings.sites,
         fixed=settings.fixed,
-        shapes=settings.shapes,
-        attention=settings.attention,
+        shapes=settings.shapes or msgspec.UNSET,
+        attention=settings.attention or msgspec.UNSET,
         stages=vllm_config.parallel_config.pipeline_parallel_size,
     )
 

@@ -17,6 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from capflow.capture.attention import AttentionForm
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import HOOKS, Site
@@ -66,8 +68,8 @@ def info_of(engine_args: Any, tapped: Tapped) -> ModelInfo:
     """
     with explaining(engine_args.model):
         width = engine_args.create_model_config().get_hidden_size()
-    more: dict[str, Any] = {"fixed": tapped.fixed, "shapes": tapped.shapes, "attention": tapped.attention}
-    return ModelInfo(engine_args.model, tapped.num_layers, width, "", tapped.sites, **more)
+    more: dict[str, Any] = {name: getattr(tapped, name) or msgspec.UNSET for name in ("shapes", "attention")}
+    return ModelInfo(engine_args.model, tapped.num_layers, width, "", tapped.sites, fixed=tapped.fixed, **more)
 
 
 def structures(engine_args: Any) -> tuple[Structure, ...]:
