@@ -481,7 +481,7 @@ class WorkerCapture:
             scored = [self._score(controllers, plan, out) for controllers in self.controllers]
             for rows, target in zip(self.memory.joined(self._planned, parts), shaped, strict=False):
                 if rows is not None and target is not None:
-                    target.copy_(rows)
+                    target.copy_(rows, non_blocking=True)
             ready, token_ids = READY, _NO_TOKENS
             if plan.ships and self.sends:
                 token_ids = compat_step.step_token_ids(self.runner, self._rows_end(plan)).numpy().copy()
