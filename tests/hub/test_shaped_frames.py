@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import MappingProxyType
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import capflow
 from capflow.capture.site import Site
 from capflow.capture.spec import CaptureSpec
+from capflow.errors import CapflowError
 from capflow.plugins.configure import configure
 from capflow.protocol import recording
 from capflow.replay.dataset import entries_of
@@ -133,9 +135,16 @@ def test_a_frame_of_another_shape_than_the_model_s_costs_its_worker_the_session(
     with MemoryHub(filesystem(tmp_path / "rows", capture="requests")) as hub:
         engine = hub.engine(model=shaped_model(), sites=[Site(1, "heads")], capture=EVERYTHING)
         engine.step([("a", 4, 0, 4)])
-        engine.step([("b", 4, 0, 4)], shapes={Site(1, "heads"): (3, 4)})
-        hub.asked(lambda: None)
-    assert "frame rows at heads:1: got rows of [3, 4], expected [4, 3], as the Hello says" in caplog.text
+        refused = "frame rows at heads:1: got rows of [3, 4], expected [4, 3], as the Hello says"
+
+        # The hub's thread answers while the step is sent or after it.
+        def step_and_hear():
+            engine.step([("b", 4, 0, 4)], shapes={Site(1, "heads"): (3, 4)})
+            engine.worker.hear(timeout_s=60)
+
+        with pytest.raises(CapflowError, match=re.escape(refused)):
+            step_and_hear()
+    assert refused in caplog.text
 
 
 def test_the_mean_norm_of_the_log_is_over_rows_of_all_shapes():
