@@ -117,8 +117,8 @@ class Clamp(AtSite, frozen=True, forbid_unknown_fields=True):
             raise UsageError(explain(field, got=got, expected="bounds in order and a finite strength"))
         if self.index:
             shape = (row,) if isinstance(row, int) else row
+            plain.check_index(self.index, self.width if self.data else 1, shape, field)
             values = self.values
-            plain.check_index(self.index, 1 if values is None else values.size, shape, field)
             if values is None and plain.unit_of(shape) > 1:
                 raise UsageError(explain(field, got="min or max of heads", expected="value, for an index of heads"))
             if values is not None:

@@ -46,6 +46,7 @@ REQUEST, GLOBAL = "request", "global"
 
 # A position can be patched by its number from either end.
 _PATCHES_AT_SITE_MAX = 2
+_BESIDE = "at one position, with those of modules and of the global state"
 _SCORE_KINDS = {"dot": SCORE_DOT, "cosine": SCORE_COSINE, "cast": SCORE_CAST}
 
 
@@ -331,7 +332,10 @@ def _clamping(clamp: Clamp, rows: _Rows, strength: float, gate: int = UNGATED, o
         return [Op(PATCH, rows.number(row), strength, gate=gate, owner=owner)]
     directions = [np.frombuffer(clamp.data, np.float32)]
     if clamp.index:
-        directions = [*np.eye(rows.width, dtype=np.float32)[list(clamp.index)]]
+        _check_clamps(clamp.site, len(clamp.index))
+        directions = [*np.zeros((len(clamp.index), rows.width), np.float32)]
+        for direction, number in zip(directions, clamp.index, strict=True):
+            direction[number] = 1.0
     return [Op(CLAMP, rows.number(each), strength, clamp.low, clamp.high, gate, owner) for each in directions]
 
 
@@ -377,21 +381,22 @@ def _set_features(tiers: Sequence[_OwnedTier], rows: _Rows) -> dict[Site, list[O
 
 def _check_counts(site: Site, ops: Sequence[Op]) -> None:
     """Raise SiteError for too many clamps, or too many operations, at one site and position."""
-    count, beside = (
-        sum(op.kind == CLAMP for op in ops),
-        "at one position, with those of modules and of the global state",
-    )
     sets = sum(op.kind == SET for op in ops)
     if sets > limits.FEATURES_SET_MAX:
-        expected = f"at most {limits.FEATURES_SET_MAX} {beside}"
+        expected = f"at most {limits.FEATURES_SET_MAX} {_BESIDE}"
         raise SiteError(site, "features", f"{sets} features that are set", expected, "set fewer features there")
-    if count > limits.CLAMPS_AT_SITE_MAX:
-        expected = f"at most {limits.CLAMPS_AT_SITE_MAX} {beside}"
-        raise SiteError(site, "clamps", f"{count:,} clamps", expected, "clamp fewer directions there")
+    _check_clamps(site, sum(op.kind == CLAMP for op in ops))
     most = limits.SITE_OPS_MAX - _PATCHES_AT_SITE_MAX
     if len(ops) > most:
-        expected = f"at most {most} {beside}"
+        expected = f"at most {most} {_BESIDE}"
         raise SiteError(site, "vectors", f"{len(ops):,} operations", expected, "use fewer modules there")
+
+
+def _check_clamps(site: Site, count: int) -> None:
+    """Raise SiteError for too many clamps at one site and position."""
+    if count > limits.CLAMPS_AT_SITE_MAX:
+        expected = f"at most {limits.CLAMPS_AT_SITE_MAX} {_BESIDE}"
+        raise SiteError(site, "clamps", f"{count:,} clamps", expected, "clamp fewer directions there")
 
 
 def _check_width(part: Part, field: str, rows: _Rows) -> None:

@@ -63,7 +63,7 @@ class Patch(AtSite, frozen=True, forbid_unknown_fields=True):
         read_positions(list(self.positions), f"{field}.positions")
         if self.index:
             shape = (row,) if isinstance(row, int) else row
-            plain.check_index(self.index, int(self.width) if self.width.is_integer() else -1, shape, field)
+            plain.check_index(self.index, self.width, shape, field)
         else:
             plain.check_width(self.width, row, field)
         plain.check_finite(np.frombuffer(self.data, np.float32), field)

@@ -233,18 +233,20 @@ def unit_of(shape: tuple[int, ...]) -> int:
     return shape[1] if len(shape) == 2 else 1
 
 
-def check_index(index: tuple[int, ...], values: int, shape: tuple[int, ...], field: str) -> None:
+def check_index(index: tuple[int, ...], values: float, shape: tuple[int, ...], field: str) -> None:
     """Raise UsageError unless a row of this shape has the entries, and the values are as many as they need.
 
-    values: how many there are.
+    index: of an action, it was not read by `read_index`.
+    values: how many there are; not a whole number if the bytes do not fit.
     """
+    read_index(index, f"{field}.index")
     noun = "head" if len(shape) == 2 else "number"
     if (largest := max(index)) >= shape[0]:
         raise UsageError(explain(f"{field}.index", got=largest, expected=f"a {noun} of 0..{shape[0] - 1}"))
     unit = unit_of(shape)
     if values not in (1, unit, unit * len(index)):
         expected = " or ".join(map(str, sorted({1, unit, unit * len(index)})))
-        raise UsageError(explain(f"{field}.value", got=f"{values} numbers", expected=expected))
+        raise UsageError(explain(f"{field}.value", got=f"{values:g} numbers", expected=expected))
 
 
 def entries_row(

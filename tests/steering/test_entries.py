@@ -1,6 +1,7 @@
 """Clamps and patches of single entries of a row: heads, neurons, experts."""
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -8,9 +9,11 @@ import pytest
 from capflow.capture.model import ModelInfo, grouped
 from capflow.capture.site import Site
 from capflow.errors import UsageError
+from capflow.steering.clamp import Clamp
 from capflow.steering.compiler import program_of, with_clamps, with_vectors
+from capflow.steering.patch import Patch
 from capflow.steering.program import ADD, CLAMP, PATCH
-from capflow.steering.request import Steering
+from capflow.steering.request import Steering, Tier
 
 HEADS, NEURONS, STREAM = Site(1, "heads"), Site(1, "neurons"), Site(1, "post_block")
 INFO = ModelInfo("m", 2, 4, "float32", (HEADS, NEURONS, STREAM), shapes=grouped({HEADS: (3, 2), NEURONS: (9,)}))
@@ -56,6 +59,27 @@ def test_a_range_bounds_each_number():
     for (kind, values, op), number in zip(done(made, NEURONS), (4, 7), strict=True):
         assert (kind, op.low, op.high, op.amount) == (CLAMP, -1.0, math.inf, 1.0)
         assert values == np.eye(9)[number].tolist()
+
+
+def test_a_range_takes_the_memory_of_its_own_rows():
+    site, width = Site(0, "neurons"), 8192
+    info = ModelInfo("m", 1, 4, "float32", (site,), shapes=grouped({site: (width,)}))
+
+    def peak(index):
+        made = Steering.parse({"steering_clamps": {"neurons": {0: {"index": index, "max": 0}}}})
+        tracemalloc.start()
+        try:
+            program_of(info, [made])
+        finally:
+            nbytes = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        return nbytes
+
+    assert peak([5, 8191]) < 16 * 4 * width
+    with pytest.raises(UsageError, match=r"^steering_clamps.neurons.0: got 4,096 clamps, expected at most 64 at one"):
+        peak(list(range(4096)))
+    with pytest.raises(UsageError, match=r"got 4,096 clamps"):
+        with_clamps(None, info, [Clamp(*site, b"", 0.0, 1.0, index=tuple(range(4096)))])
 
 
 def test_a_patch_of_entries_leaves_the_others():
@@ -122,3 +146,21 @@ def test_what_controllers_add_comes_before_entries_and_what_they_clamp_after():
 def test_what_does_not_fit_is_refused_in_a_line(fields, words):
     with pytest.raises(UsageError, match=f"^{words}"):
         Steering.parse(fields).check(INFO)
+
+
+@pytest.mark.parametrize("index", [(-4,), (-1,), (0, 0), (3,)], ids=str)
+def test_entries_of_an_action_are_checked_too(index):
+    """A peer sends them as they are used, not in the form that `parse` reads."""
+    values = np.ones(1, np.float32).tobytes()
+    for steering in (
+        Steering(base=Tier(clamps=(Clamp(1, "heads", values, index=index),))),
+        Steering(patches=(Patch(1, "heads", (0,), values, index=index),)),
+    ):
+        with pytest.raises(UsageError, match=r"^steering_(clamps|patches)\.heads\.1\.index: got "):
+            steering.check(INFO)
+
+
+def test_values_of_an_action_that_are_no_whole_numbers_are_refused():
+    broken = Steering(base=Tier(clamps=(Clamp(1, "heads", b"12345", index=(0,)),)))
+    with pytest.raises(UsageError, match=r"^steering_clamps\.heads\.1\.value: got 1.25 numbers, expected 1 or 2"):
+        broken.check(INFO)
