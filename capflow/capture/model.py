@@ -31,7 +31,7 @@ class SiteShape(NamedTuple):
 SiteShapes = Annotated[tuple[SiteShape, ...], msgspec.Meta(max_length=limits.SITES_MAX)]
 
 
-class ModelInfo(msgspec.Struct, frozen=True):
+class ModelInfo(msgspec.Struct, frozen=True, dict=True):
     """The properties of an engine's model that a hub and its consumers need.
 
     name: the model's name or path.
@@ -73,7 +73,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
         groups = () if self.attention is msgspec.UNSET else self.attention
         return next((form for form, layers in groups if layer in layers), None)
 
-    @property
+    @functools.cached_property
     def steered_width(self) -> int:
         """How many numbers the widest row has at a site that can be steered; at least `hidden_size`."""
         if self.shapes is msgspec.UNSET:
@@ -82,15 +82,10 @@ class ModelInfo(msgspec.Struct, frozen=True):
         steered = (math.prod(shape) for shape, sites in self.shapes if not fixed.issuperset(sites))
         return max(self.hidden_size, *steered, 0)
 
-    @property
+    @functools.cached_property
     def own_shapes(self) -> Mapping[Site, tuple[int, ...]]:
         """The shapes of the sites whose rows are not of `hidden_size` numbers."""
-        return {} if self.shapes is msgspec.UNSET else _by_site(self.shapes)
-
-
-@functools.lru_cache(maxsize=64)
-def _by_site(shapes: tuple[SiteShape, ...]) -> Mapping[Site, tuple[int, ...]]:
-    return {site: shape for shape, sites in shapes for site in sites}
+        return {} if self.shapes is msgspec.UNSET else {site: shape for shape, sites in self.shapes for site in sites}
 
 
 def width_of(shape: tuple[int, ...], hidden_size: int) -> int:
