@@ -47,7 +47,7 @@ def store_for(job: JobRequest, info: Callable[[], ModelInfo], saes: Mapping[str,
 
 def _fit(info: ModelInfo, bank_bytes: int, saes: Mapping[str, Sae]) -> Fit:
     """Return the sizes of the model and the bank. The number of slots is unknown here: only the engine knows it."""
-    return Fit(info, Size.of(bank_bytes, info.hidden_size, 0)._replace(slots=sys.maxsize), saes)
+    return Fit(info, Size.of(bank_bytes, info.steered_width, 0)._replace(slots=sys.maxsize), saes)
 
 
 def _check(steering: Steering, store: SteeringStore, fit: Fit) -> None:

@@ -123,7 +123,7 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
     )
     modules = {}
     if mine.steering_modules:
-        size = Size.of(bank_bytes, described().hidden_size, engine_args.max_num_seqs or 0)
+        size = Size.of(bank_bytes, described().steered_width, engine_args.max_num_seqs or 0)
         modules = load_modules(mine.steering_modules, Fit(described(), size, saes))
     return serve, args, modules
 
