@@ -194,8 +194,10 @@ class ConfiguredController:
 
     def check(self, model: ModelInfo) -> None:
         """Raise UsageError if the model does not have what the controller needs, or the plugin fails."""
+        where = f"controllers.{self.name}.capture"
         for capture in self.captures:
-            capture.resolve(model.sites, num_layers=model.num_layers, where=f"controllers.{self.name}.capture")
+            for site in capture.resolve(model.sites, num_layers=model.num_layers, where=where):
+                site.check_stream(where)
         try:
             self.make().open(model)
         except UsageError:

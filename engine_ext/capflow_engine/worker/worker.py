@@ -323,8 +323,7 @@ class WorkerCapture:
         program = controllers.programs.get(watching)
         if program is None:
             wanted = self._wanted(controllers.captures(watching))
-            stream = {site: want for site, want in wanted.items() if not self.info.own_shape(site)}
-            program = controllers.programs[watching] = self._program(stream, hub)
+            program = controllers.programs[watching] = self._program(wanted, hub)
         return program
 
     def _wanted(self, specs: Sequence[Capture | None]) -> Wanted:

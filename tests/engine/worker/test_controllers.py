@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from capflow import limits
+from capflow.capture.model import grouped
 from capflow.capture.positions import Positions
 from capflow.capture.site import Site
 from capflow.capture.spec import CaptureSpec
@@ -40,8 +41,9 @@ from tests.kit.waiting import eventually
 
 __all__ = ["address"]
 
+HEADS = Site(1, "heads")
 SITES = tuple(Site(layer, "post_block") for layer in range(4))
-MODEL = msgspec.structs.replace(make_model(num_layers=4), sites=SITES)
+MODEL = msgspec.structs.replace(make_model(num_layers=4), sites=(*SITES, HEADS), shapes=grouped({HEADS: (2, 3)}))
 READ = CaptureSpec({"post_block": [1]})
 ONE, TWO = (SteeringVector.make(Site(layer, "post_block"), np.ones(8)) for layer in (1, 2))
 STEER = Steer("r", (TWO,))
@@ -284,8 +286,9 @@ def test_an_action_on_rows_that_others_replace_may_come_again(started):
         ({"steers_at": KeyError("k")}, "did not start (KeyError: 'k')"),
         ({"layers": range(2), "steers_at": [Site(2, "post_block")]}, "it steers at: got post_block:2, expected"),
         ({"layers": range(2), "capture": CaptureSpec({"post_block": "all"})}, "it reads: got post_block:0, post_blo"),
+        ({"capture": CaptureSpec({"heads": [1]})}, "it reads: got heads:1, expected a site of the residual stream"),
     ],
-    ids=["raises", "refuses", "steers raises", "steers at another stage", "reads at two stages"],
+    ids=["raises", "refuses", "steers raises", "steers at another stage", "reads at two stages", "reads heads"],
 )
 def test_a_controller_that_cannot_run_is_disabled_and_says_why(started, behaviour, words):
     controllers, _ = started(step=[STEER], **behaviour)
@@ -349,6 +352,13 @@ def test_a_plugin_that_fails_in_the_hub_is_named(behaviour):
     controller = ConfiguredController("told@x", type("Told", (Told,), behaviour), NoConfig())
     with pytest.raises(CapflowError, match=r"controller told@x failed: got ValueError: no"):
         controller.check(MODEL)
+
+
+def test_a_hub_refuses_a_controller_that_reads_rows_with_a_shape_of_their_own():
+    told = type("Told", (Told,), {"capture": CaptureSpec({"post_block": [1], "heads": [1]})})
+    expected = r"^controllers.told@x.capture: got heads:1, expected a site of the residual stream"
+    with pytest.raises(UsageError, match=expected):
+        ConfiguredController("told@x", told, NoConfig()).check(MODEL)
 
 
 def test_the_hub_says_what_its_controllers_cannot_do(address):

@@ -294,8 +294,11 @@ class Controllers:
         return capture.resolve(self.info.sites, num_layers=self.info.num_layers)
 
     def _reads(self, captures: Iterable[CaptureSpec]) -> frozenset[Site]:
-        """Return the sites of specs; raise UsageError if the model lacks one."""
-        return frozenset(site for capture in captures for site in self._resolved(capture))
+        """Return the sites of specs; raise UsageError if the model lacks one, or its rows have a shape of their own."""
+        sites = frozenset(site for capture in captures for site in self._resolved(capture))
+        for site in sorted(sites):
+            site.check_stream("it reads")
+        return sites
 
     def _see_again(self, each: RunningController, shown: Shown) -> None:
         """Have a controller's actions forgotten that were decided on rows which this step computes anew."""
