@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -150,9 +151,11 @@ class _Recorder(TorchDispatchMode):
 
     def call(self) -> Callable[..., Any]:
         """Return what replaces the `__call__` of modules."""
-        recorder = self
+        recorder, replaced, thread = self, nn.Module.__call__, threading.get_ident()
 
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - it is one
+            if threading.get_ident() != thread:  # another model of this process runs there
+                return replaced(module, *args, **kwargs)
             part = recorder.parts(module)
             forward = getattr(module, "forward_native", module.forward)
             if part is None:

@@ -1,5 +1,6 @@
 """The hook points inside attention and the MLP, on layers written by hand: which are inside, and what refuses."""
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -365,6 +366,23 @@ def test_a_dry_run_leaves_nothing_behind():
     assert {name: dict(module.__dict__) for name, module in layer.named_modules()} == before
     assert not hasattr(layer.a, "last")
     assert "forward" not in layer.mixer.core.__dict__
+
+
+def test_a_model_in_another_thread_runs_as_it_is():
+    other, given, calls = nn.Sequential(Projection(2, 3), nn.LayerNorm(3)), torch.zeros(1, 2), []
+    other[0].forward = lambda x: x.new_ones(1, 3)
+    for module in other:
+        module.register_forward_hook(lambda module, args, output: calls.append(output.tolist()))
+
+    class Waiting(MLP):
+        def forward(self, x):
+            thread = threading.Thread(target=other, args=(given,))
+            thread.start()
+            thread.join()
+            return super().forward(x)
+
+    assert structure(Layer(mlp=Waiting)).places == structure(Layer()).places
+    assert calls[-2:] == [[[1.0, 1.0, 1.0]], [[0.0, 0.0, 0.0]]]
 
 
 def test_two_columns_of_one_tensor_have_no_number_in_common():
