@@ -336,7 +336,8 @@ def _form(module: Any) -> AttentionForm:
     from vllm.model_executor.layers.attention.attention import Attention
 
     module = getattr(module, "base_layer", module)
-    made = module.impl
+    # A backend with a second one for causal masks makes both alike, and has few of their attributes itself.
+    made = getattr(module.impl, "general_impl", module.impl)
     # Backends without a soft cap, or that keep none as 0, have no bound.
     soft_cap = getattr(made, "logits_soft_cap", None) or None
     lacks = ""

@@ -4,16 +4,18 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
+from capflow.capture.attention import AttentionForm
 from capflow.capture.positions import Positions
 from capflow.errors import CapflowError, UsageError
 from capflow_engine.compat import cache as compat_cache
 from capflow_engine.compat import engine as compat
-from capflow_engine.compat import step
+from capflow_engine.compat import model, step
 
 
 @pytest.mark.parametrize(
@@ -237,3 +239,25 @@ def test_an_output_with_decisions_gives_its_kv_connector_s_part_too():
     assert output.get_kv_connector_output() == "blocks"
     with pytest.raises(RuntimeError, match=r"^the step failed"):
         output.get_output()
+
+
+def test_attention_of_a_composed_backend_has_the_form_of_its_parts():
+    import torch
+    from torch import nn
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.attention.attention import Attention
+    from vllm.v1.attention.backends.composite import create_composite_attention_backend
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    causal = type("Causal", (CPUAttentionBackend,), {})
+    backend = create_composite_attention_backend(
+        CPUAttentionBackend, causal, name="Both", backend_name="CPU_ATTN", module=__name__, routing_policy=None
+    )
+    module, config = Attention.__new__(Attention), VllmConfig()
+    nn.Module.__init__(module)
+    module.sliding_window, module.has_sink = 16, False
+    config.model_config = SimpleNamespace(dtype=torch.float32)
+    for slopes, lacks in ((None, ""), ([0.5, 0.25], "a bias of each distance (ALiBi)")):
+        with set_current_vllm_config(config):
+            module.impl = backend.get_impl_cls()(2, 32, 0.5, 1, slopes, 16, "auto", 30.0)
+        assert model._form(module) == AttentionForm(0.5, 16, 30.0, lacks)
