@@ -164,7 +164,8 @@ class Stream:
                 projection = (x * row).sum(-1, keepdim=True)
                 x = x + op.amount * (projection.clamp(op.low, op.high) - projection) * row
             else:
-                x = x + op.amount * (row - x)
+                # NaN in a row leaves the model's number.
+                x = x + op.amount * torch.where(row.isnan(), 0.0, row - x)
         return x.to(rows.dtype)
 
 

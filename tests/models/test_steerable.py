@@ -359,6 +359,27 @@ def test_patches_come_before_what_the_phase_does(model, tiny):
     check(model, tiny, changes, lengths=True, steering=Steering.parse({"steering_patches": patches}))
 
 
+def test_entries_are_set_and_leave_the_others(model, tiny):
+    clamps = {"post_block": {1: {"index": [2, 5], "value": [4.0, -3.0]}}}
+    patches = {"mlp_in": {2: {"positions": [-1], "vector": [7.0], "index": 3, "amount": 0.5}}}
+
+    def changes(length):
+        def clamp(x):
+            y = x.clone()
+            y[:, 2], y[:, 5] = 4.0, -3.0
+            return y
+
+        def patch(x):
+            y = x.clone()
+            y[length - 1, 3] += 0.5 * (7.0 - y[length - 1, 3])
+            return y
+
+        return {(1, "post_block"): clamp, (2, "mlp_in"): patch}
+
+    steering = Steering.parse({"steering_clamps": clamps, "steering_patches": patches})
+    assert check(model, tiny, changes, lengths=True, steering=steering) > 0.01
+
+
 def test_a_half_precision_model_is_rounded_once(tiny):
     half = TransformersSteerableModel(tiny, dtype="bfloat16")
     half.set_layer_vector(1, A)
