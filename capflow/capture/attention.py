@@ -35,8 +35,8 @@ class AttentionForm(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        finite = math.isfinite(self.scale) and math.isfinite(self.soft_cap or 0.0)
-        if not finite or (self.window is not None and self.window < 1) or not (self.soft_cap or 1.0) > 0:
+        window, cap = (1.0 if bound is None else bound for bound in (self.window, self.soft_cap))
+        if not (math.isfinite(self.scale) and math.isfinite(cap) and window >= 1 and cap > 0):
             raise ValueError("expected finite numbers, and a window and a soft cap above 0")
 
 

@@ -125,7 +125,9 @@ def test_a_model_has_the_forms_of_layers_grouped():
     assert b"attention" not in msgspec.msgpack.encode(make_model())
 
 
-@pytest.mark.parametrize("field", [{"scale": math.nan}, {"scale": math.inf}, {"window": 0}, {"soft_cap": -1.0}])
+@pytest.mark.parametrize(
+    "field", [{"scale": math.nan}, {"scale": math.inf}, {"window": 0}, {"soft_cap": 0.0}, {"soft_cap": -1.0}]
+)
 def test_a_form_of_wrong_numbers_is_refused(field):
     with pytest.raises(ValueError, match=r"^expected finite numbers, and a window and a soft cap above 0"):
         AttentionForm(**({"scale": 1.0} | field))
