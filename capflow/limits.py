@@ -46,9 +46,9 @@ PROBES_PER_FILE_MAX = 4_096  # probes or features of one file; each is a row of 
 TOP_FEATURES_MAX = 1_024  # features of an autoencoder that are kept of each token
 STEERING_NAME_LENGTH_MAX = 256  # characters of a module's name
 STEERING_MODULES_MAX = 64  # modules that one request names
+ENTRIES_MAX = 4096  # entries of a row that one clamp or patch names
 # Clamps of one request at one site and position, with those of its modules and of the global state. Each costs a pass
 # over the row.
-ENTRIES_MAX = 4096  # entries of a row that one clamp or patch names
 CLAMPS_AT_SITE_MAX = 64
 FEATURES_STEERED_MAX = 4_096  # SAE features that one request, a module or the global state names, in all its tiers
 FEATURES_SET_MAX = 16  # SAE features that one request sets at one site and position, with those of its modules
