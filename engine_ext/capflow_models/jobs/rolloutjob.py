@@ -133,11 +133,12 @@ def run(job: RolloutJob) -> None:
     console = Console(highlight=False, markup=False, stderr=True)
     parquet = out.suffix == ".parquet"
     with LineFile(out.with_name(f"{out.name}.jsonl") if parquet else out) as file:
-        if parquet and out.exists() and not file.lines():
-            file.add([msgspec.json.encode(row) for row in read_parquet(out)])
         rows = list(_rows(file))
-        todo = missing(plan, items, rows, str(out))
-        check_judges(rows, judges, str(out))
+        finished = read_parquet(out) if parquet and out.exists() and not rows else []
+        where, rows = str(out if finished else file.path), rows or finished
+        todo = missing(plan, items, rows, where)
+        check_judges(rows, judges, where)
+        file.add([msgspec.json.encode(row) for row in finished])
         unjudged = _unjudged(rows, items, judges)
         if done := len(items) - len(todo):
             console.print(f"capflow: {done} of {len(items)} rollouts already exist", soft_wrap=True)

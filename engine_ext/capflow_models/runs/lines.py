@@ -81,13 +81,17 @@ def read_texts(path: Path) -> tuple[bytes, list[str]]:
 class LineFile:
     """A file to which one process at a time adds lines.
 
-    Opening removes an incomplete last line, which a kill or a full disk may leave. It raises UsageError when another
-    process has the file open, CapflowError when the file cannot be written.
+    An incomplete last line, which a kill or a full disk may leave, is not read. Only `add` and `replace` change the
+    file: one that turns out to be another's stays whole.
+
+    Opening raises UsageError when another process has the file open, CapflowError when the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: int | None = None
+        # Whether the last line is whole.
+        self._whole = False
 
     def __enter__(self) -> Self:
         try:
@@ -101,19 +105,23 @@ class LineFile:
             self._close()
             do = "wait for it, or give --stride and --offset to share the work"
             raise UsageError(explain(f"{self.path}: another process writes it", do=do)) from e
-        self._cut()
+        self._whole = False
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._close()
 
     def lines(self) -> list[bytes]:
-        """Return the file's lines."""
-        return self.path.read_bytes().splitlines()
+        """Return the file's whole lines."""
+        content = self.path.read_bytes()
+        return content[: content.rfind(b"\n") + 1].splitlines()
 
     def add(self, lines: list[bytes]) -> None:
         """Add lines. When this returns, the kernel has them, so a kill of this process does not lose them."""
         assert self._file is not None
+        if lines and not self._whole:
+            self._cut()
+            self._whole = True
         content = b"".join(line + b"\n" for line in lines)
         while content:
             try:

@@ -1,7 +1,9 @@
 """Judges of rollouts, against plain Transformers in float64, and the scores in files."""
 
+import contextlib
 import json
 import re
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -218,6 +220,13 @@ def test_parquet_has_the_scores(job):
     assert [row["scores"]["two"] for row in table] == [float("w2" in row["text"]) for row in table]
     assert [row["judges"]["one"] is None for row in table] == [False] * 6 + [True] * 2
 
+    other = msgspec.structs.replace(job, out="out.parquet", scales=[0.0], seed=7)
+    with pytest.raises(UsageError, match=r"^out.parquet: prompt p0, .*; write to another file, or remove this one$"):
+        run(other)
+    Path("out.parquet").unlink()
+    run(other)
+    assert {row["seed"] for row in pq.read_table("out.parquet").to_pylist()} == {7}
+
 
 def test_what_was_judged_is_written_when_it_is_interrupted(job, tmp_path, monkeypatch):
     run(job)
@@ -229,6 +238,14 @@ def test_what_was_judged_is_written_when_it_is_interrupted(job, tmp_path, monkey
     with pytest.raises(KeyboardInterrupt):
         run(msgspec.structs.replace(job, batch=2, judges=["n=function:stopping:judge"]))
     assert [row.get("scores") for row in rows()] == [{"n": 1.0}, {"n": 2.0}, {"n": 3.0}, {"n": 4.0}, None, None]
+
+
+def test_a_file_of_something_else_is_left_as_it_is(job, tmp_path):
+    for content in (b'{"mine": 1}\n{"mine": 2}', b'{"mine": 1}'):
+        (tmp_path / "out.jsonl").write_bytes(content)
+        with contextlib.suppress(UsageError):
+            run(msgspec.structs.replace(job, model="nowhere/at/all"))
+        assert (tmp_path / "out.jsonl").read_bytes() == content
 
 
 def test_a_probe_of_another_model_is_refused_before_an_answer_is_made(job, tmp_path):
