@@ -185,6 +185,7 @@ def test_ctrl_c_is_one_line_and_130(here):
         ({"--stride": "2", "--offset": "2"}, "--offset: got 2, expected 0..1"),
         ({"--scales": "1,x"}, "--scales: got 1,x"),
         ({"--scales": "1,1.0"}, "--scales: got 1.0 twice"),
+        ({"--scales": "1,nan"}, "--scales: got nan, expected a finite number"),
         ({"--prompts": "none.jsonl"}, "--prompts none.jsonl: got No such file"),
         ({"--vector": "none=mood.safetensors"}, "--vector: got none"),
         ({"--vector": "mood=late.safetensors"}, "--vector: got mood=late.safetensors"),

@@ -106,7 +106,10 @@ def _files(vectors: tuple[str, ...]) -> dict[str, str]:
 
 
 def _numbers(text: str) -> list[float]:
+    from capflow.steering.plain import number
+
     try:
-        return [float(part) for part in text.split(",")]
+        numbers = [float(part) for part in text.split(",")]
     except ValueError as e:
         raise UsageError(explain("--scales", got=text, expected="numbers, comma separated")) from e
+    return [number(each, "--scales") for each in numbers]
