@@ -17,7 +17,6 @@ from rich.console import Console
 from capflow.capture.site import Site
 from capflow.errors import UsageError, explain
 from capflow.extras import require
-from capflow.files import make_directory
 from capflow_models.backends import config_of, fingerprint, layer_count
 from capflow_models.experiment import arms, gating
 from capflow_models.experiment.arms import Directions, Setting, check_layers, settings_of
@@ -43,7 +42,7 @@ from capflow_models.experiment.results.metrics import tables_of
 from capflow_models.experiment.results.report import broken_lines, verdict, write_report
 from capflow_models.experiment.schedule import CellKey, SeedBlock, blocks, key_of
 from capflow_models.jobs.ending import check_interrupted, run_program
-from capflow_models.runs.output import remove_leftovers
+from capflow_models.runs.output import make_output, remove_leftovers
 
 if TYPE_CHECKING:  # it needs vLLM
     from capflow_models.experiment.session import ArmAnswer, Session
@@ -94,7 +93,7 @@ def run(job: ExperimentJob) -> None:
         show_plan(experiment, settings, prompts, out, calibrate=job.calibrate)
         return
     start = time.monotonic()
-    make_directory(out)
+    make_output(out, "--out")
     with OutputLines(out / CELLS) as file:
         remove_leftovers(out, ROWS)
         directions, files, fits = _directions(experiment, settings, out, console)

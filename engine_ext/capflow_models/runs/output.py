@@ -7,6 +7,18 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from capflow.errors import UsageError, explain
+from capflow.files import make_directory
+
+
+def make_output(out: Path, option: str) -> None:
+    """Make the directory of the output unless it exists. Raises UsageError, with the option first, if that fails."""
+    try:
+        make_directory(out)
+    except OSError as e:
+        got = f"{out}, a file" if out.exists() and not out.is_dir() else f"{out}: {e.strerror}"
+        raise UsageError(explain(option, got=got, expected="a directory, or a place for one")) from e
+
 
 def as_json(value: Any) -> Any:
     """Return a value of numbers, texts, mappings and lists as JSON has it: NaN and infinities as text."""

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 from capflow import limits
 from capflow.errors import UsageError, explain
 from capflow.extras import require
-from capflow.files import make_directory
 from capflow_models.experiment.records import OutputLines
 from capflow_models.jobs.bar import notebook_bar
-from capflow_models.runs.output import remove_leftovers
+from capflow_models.runs.output import make_output, remove_leftovers
 from capflow_models.sweep.metrics import METRICS_DEFAULT, SweepRun, check_metrics, digests
 from capflow_models.sweep.model import inspected
 from capflow_models.sweep.pairs import PairReader, PairSource, PromptPair, TokenPair, read_pairs
@@ -297,9 +296,7 @@ def _receivers(options: PatchOptions, hooks: Sequence[str], layers: int) -> tupl
 
 def computed(plan: SweepPlan, options: PatchOptions, out: Path, progress: Progress | None = None) -> SweepResult:
     """Compute the missing runs of a plan into a directory; return the results of all."""
-    if out.exists() and not out.is_dir():
-        raise UsageError(explain(options.named("out"), got=f"{out}, a file", expected="a directory"))
-    make_directory(out)
+    make_output(out, options.named("out"))
     with OutputLines(out / RUNS) as file:
         done = settle(plan, out, file)
         if len(done) < plan.run_count:

@@ -170,6 +170,8 @@ def test_a_wrong_directory_is_named(plan, tiny_with_words, tmp_path):
     path.touch()
     with pytest.raises(UsageError, match=r"out: got .*file, a file, expected a directory"):
         computed(plan(), PatchOptions(), path)
+    with pytest.raises(UsageError, match=r"out: got .*file/below: File exists, expected a directory, or a place for"):
+        computed(plan(), PatchOptions(), path / "below")
     out = tmp_path / "out"
     out.mkdir()
     (out / "runs.jsonl").write_text("{}\n")
