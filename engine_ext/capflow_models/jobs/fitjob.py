@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from capflow.capture.site import HOOK_DEFAULT
+from capflow.capture.site import HOOK_DEFAULT, Site
 from capflow.capture.spec import CaptureSpec, read_layers
-from capflow_models.backends import Backend, open_model
+from capflow.errors import UsageError
+from capflow_models.backends import Backend, layer_count, open_model
 from capflow_models.jobs.ending import run_program
 from capflow_models.model import Prompt
 from capflow_models.vectors.file import check_out, origin_of, save_vectors
@@ -58,12 +59,12 @@ def fit(job: FitJob) -> None:
     """Fit vectors, write them, and print their lengths."""
     pairs = _pairs(job)
     check_out(job.out)
+    spec = _checked_layers(job)
     origin = origin_of(job.source, model=job.model, method=job.method)
     arguments = dict(job.arguments)
     if job.backend == "vllm":
         arguments.setdefault("sites", [f"{job.hook}:*"])
     with open_model(job.backend, job.model, arguments) as model:
-        spec = CaptureSpec({job.hook: read_layers(job.layers, "--layers")})
         sites = spec.resolve(model.info.sites, num_layers=model.info.num_layers, where="--layers")
         layers = sorted(site.layer for site in sites)
         vectors = fit_vectors(model, pairs, job.method, layers, hook=job.hook)
@@ -74,6 +75,20 @@ def fit(job: FitJob) -> None:
     for layer, vector in vectors.items():
         console.print(f"{job.hook}:{layer}  length {float((vector**2).sum() ** 0.5):.3f}")
     console.print(f"capflow: {len(vectors)} vectors from {len(pairs)} pairs in {job.out}", soft_wrap=True)
+
+
+def _checked_layers(job: FitJob) -> CaptureSpec:
+    """Return the layers to fit; raise UsageError for one that the model's configuration does not have."""
+    spec = CaptureSpec({job.hook: read_layers(job.layers, "--layers")})
+    try:
+        count = layer_count(job.model, job.arguments)
+    except (OSError, ValueError):  # the back end says what is wrong with the model
+        return spec
+    try:
+        spec.resolve([Site(layer, job.hook) for layer in range(count)], num_layers=count, where="--layers")
+    except UsageError as e:
+        raise UsageError(str(e).replace(f"--layers.hooks.{job.hook}", "--layers", 1)) from e
+    return spec
 
 
 def _pairs(job: FitJob) -> list[tuple[Prompt, Prompt]]:

@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors import safe_open
@@ -10,6 +11,7 @@ import capflow
 from capflow.capture.site import Site
 from capflow.errors import UsageError
 from capflow.probes.probe import Probe
+from capflow_models.jobs import fitjob
 from capflow_models.jobs.fitjob import FitJob, fit
 from capflow_models.jobs.vectorjob import VectorJob, work
 from capflow_models.vectors.file import load_sites
@@ -204,6 +206,15 @@ def reading_direction(model, tokenizer, pairs, layer):
     direction = PCA(1, svd_solver="full").fit(np.concatenate([differences, -differences])).components_[0]
     along = float((differences @ direction).mean())
     return direction * along, differences.mean(0)
+
+
+def test_layers_are_checked_before_a_model_is_loaded(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(fitjob, "open_model", None)
+    (tmp_path / "pairs.jsonl").write_text('{"positive": "w5", "negative": "w6"}\n')
+    job = FitJob(tiny, "transformers", str(tmp_path / "out.safetensors"), pairs=str(tmp_path / "pairs.jsonl"))
+    for layers, message in (("9", "--layers: got layer 9, expected 0"), ("x", "--layers: got x, expected")):
+        with pytest.raises(UsageError, match=f"^{message}"):
+            fit(msgspec.structs.replace(job, layers=layers))
 
 
 def test_a_fit_from_templates_is_the_reading_vector(tiny, tmp_path):
