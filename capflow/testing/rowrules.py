@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,9 +14,14 @@ import numpy as np
 
 from capflow.capture.dtypes import DTYPES
 from capflow.capture.frame import Frame
+from capflow.capture.model import ModelInfo, grouped
+from capflow.capture.site import Site
 from capflow.testing.checks import check_plain, compare
 from capflow.testing.hub import Engine
 from capflow.testing.trial import Subject, Trial, outcome, trial
+
+# Each hook in a layer of its own. No width divides another, or goes with the 8 numbers of a row of the stream.
+_SHAPES = {"heads": (3, 5), "k": (1, 5), "neurons": (17,), "router": (3,)}
 
 
 class RowRules:
@@ -102,6 +108,28 @@ class RowRules:
                 engine = run.engine(model=msgspec.structs.replace(self.subject.model, dtype=dtype))
                 self._whole(engine)
                 self._ok(run, "r1")
+
+    def test_rows_have_any_shape(self, tmp_path: Path) -> None:
+        """A frame may have rows of several widths, in blocks of their own; `chunk.shape` is the shape of a row."""
+        subject = dataclasses.replace(self.subject, model=_shaped(self.subject.model))
+        apart = [*_by_shape(subject.model)]
+        with _named("rows of several widths"):
+            with trial(subject, tmp_path / "apart") as run:
+                engine = run.engine()
+                for start, length in ((0, 4), (4, 1), (5, 1)):
+                    for sites in apart:
+                        engine.step([("r1", 4, start, length)], sites=sites, texts=True)
+                engine.finish("r1")
+                self._ok(run, "r1")
+                one_each = outcome(run, "r1")
+            with trial(subject, tmp_path / "shapes") as run:
+                self._whole(run.engine())
+                self._ok(run, "r1")
+                got = outcome(run, "r1")
+                assert got == one_each, f"got {got}, expected {one_each}, as with one width in each frame"
+            if self.subject.kept is not None:
+                kept, expected = (self._kept(tmp_path / at).get("r1") for at in ("shapes", "apart"))
+                assert kept == expected, f"stored {kept}, expected {expected}, as with one width in each frame"
 
     def test_rows_may_hold_nan_and_infinity(self, tmp_path: Path) -> None:
         """NaN and infinity are data."""
@@ -198,3 +226,25 @@ class RowRules:
         if self.subject.kept is not None:
             alone, here = (self._kept(directory / at).get("r1") for at in ("alone", name))
             compare(alone, here, f"the stored data of a request ({name})")
+
+
+def _shaped(model: ModelInfo) -> ModelInfo:
+    """Return a model with further sites, whose rows have shapes of their own."""
+    shapes = {Site(number % model.num_layers, hook): shape for number, (hook, shape) in enumerate(_SHAPES.items())}
+    own = shapes | dict(model.own_shapes)
+    return msgspec.structs.replace(model, sites=tuple(sorted({*model.sites, *own})), shapes=grouped(own))
+
+
+def _by_shape(model: ModelInfo) -> Iterator[list[Site]]:
+    """Yield the sites of each shape."""
+    for shape in dict.fromkeys(map(model.shape_of, model.sites)):
+        yield [site for site in model.sites if model.shape_of(site) == shape]
+
+
+@contextlib.contextmanager
+def _named(cases: str) -> Iterator[None]:
+    """Name the case of a failed assertion."""
+    try:
+        yield
+    except AssertionError as e:
+        raise AssertionError(f"{cases}: {e}") from e

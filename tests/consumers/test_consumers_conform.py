@@ -7,7 +7,7 @@ import pytest
 import capflow
 from capflow.capture.result import RequestDone
 from capflow.protocol import recording
-from capflow.testing import conformance
+from capflow.testing import conformance, make_model
 from capflow_consumers.duckdb.consumer import DuckdbConsumer
 from capflow_consumers.filesystem.consumer import FilesystemConsumer
 from capflow_consumers.log import LogConsumer
@@ -39,13 +39,19 @@ def recorded():
     return {request: ends.count(request) for request in ends}
 
 
+SHAPED = make_model(2, hooks=("post_block",), shapes={"heads": (2, 6), "router": (5,)})
+
 TestFilesystem = conformance(FilesystemConsumer, {"root": "rows"}, kept=files)
 TestFilesystemOfRequests = pytest.mark.long(
     conformance(FilesystemConsumer, {"root": "rows", "capture": "requests", "policy": "block"}, kept=files)
 )
-TestFilesystemPerFile = conformance(FilesystemConsumer, {"root": "rows", "layout": "per_file"}, kept=files)
-TestFilesystemSharded = conformance(FilesystemConsumer, {"root": "rows", "layout": "sharded"}, kept=files)
-TestDuckdb = conformance(DuckdbConsumer, {"path": "scores.duckdb", "site": "post_block:0"}, kept=scored)
+TestFilesystemPerFile = conformance(
+    FilesystemConsumer, {"root": "rows", "layout": "per_file", "capture": "requests"}, kept=files, model=SHAPED
+)
+TestFilesystemSharded = conformance(
+    FilesystemConsumer, {"root": "rows", "layout": "sharded", "capture": "requests"}, kept=files, model=SHAPED
+)
+TestDuckdb = conformance(DuckdbConsumer, {"path": "scores.duckdb", "site": "heads:1"}, kept=scored, model=SHAPED)
 TestLog = conformance(LogConsumer)
 TestRecord = conformance(RecordConsumer, {"path": "rec"}, kept=recorded)
-TestDashboard = conformance(Dashboard, {"port": "0"})
+TestDashboard = conformance(Dashboard, {"port": "0"}, model=SHAPED)

@@ -138,6 +138,23 @@ class FloatsOnly(Counting):
         super().take(frame, chunk)
 
 
+class OneWidth(Counting):
+    def spec(self):
+        return None
+
+    def on_frame(self, frame):
+        rows = [chunk.rows for chunk in frame.chunks()]
+        np.concatenate([each.reshape(-1, each.shape[-1]) for each in rows] or [np.zeros((0, 8))])
+        super().on_frame(frame)
+
+
+class AllOfTheStream(Counting):
+    def on_frame(self, frame):
+        for block, rows in frame.blocks():
+            rows.reshape(len(block.sites), block.rows, frame.header.hidden_size)
+        super().on_frame(frame)
+
+
 class FiniteOnly(Counting):
     def take(self, frame, chunk):
         struct.pack("<q", int(chunk.rows.astype(np.float64).sum()))
@@ -295,6 +312,8 @@ BROKEN = {
     StagesComeTogether: ("test_stages_of_a_pipeline_come_apart", "two pipeline stages"),
     TextsAreThere: ("test_texts_may_be_missing", "on_frame: ValueError: zip"),
     FloatsOnly: ("test_rows_have_any_dtype", "cannot reshape"),
+    OneWidth: ("test_rows_have_any_shape", "rows of several widths: every row was given"),
+    AllOfTheStream: ("test_rows_have_any_shape", "cannot reshape array of size 60"),
     FiniteOnly: ("test_rows_may_hold_nan_and_infinity", "on_frame: ValueError: cannot convert float NaN"),
     RowsAlwaysCome: ("test_a_request_may_have_no_rows", "AssertionError: a request has rows"),
     NothingIsLost: ("test_rows_may_have_been_lost", "AssertionError: rows are missing"),

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from capflow.capture.frame import Frame, Rank
 from capflow.capture.site import Site
 from capflow.probes.kinds import load_probe
+from capflow.probes.probe import Probe
 from capflow.steering.action import Abort, ActionApplied, Answered, Rejected, Steer, Unknown
 from capflow.steering.vector import SteeringVector
 from capflow.transport.client import Client
@@ -25,6 +26,7 @@ from tests.kit.frames import FIRST, make_frame, make_model, row_of, token_of
 from tests.kit.hubs import address, configured, running_hub, scheduler_link, worker_link
 from tests.kit.natsd import natsd
 from tests.kit.networks import network
+from tests.kit.shaped import SHAPES, SITES, frame_of, positions_of, rows_total, shaped_model, width_of
 from tests.kit.sources import ROOT
 from tests.kit.stored import Waiting
 from tests.kit.streams import SITE, Counts, done, kinds, opened, probe_file, server, stream, vectors_of
@@ -287,3 +289,36 @@ def test_engines_of_different_widths_and_dtypes_share_a_stream(server, stream):
                 assert row.tobytes() == row_of("r1", SITE, chunk["start"] + offset, hidden, dtype).tobytes()
                 places[engine, chunk["start"] + offset] += 1
     assert places == Counter((engine, position) for engine in models for position in range(12))
+
+
+def test_rows_of_several_shapes_have_their_shape_in_the_stream(server, stream, tmp_path, monkeypatch):
+    """Some chunks fit into no part whole, and are cut between tokens."""
+    monkeypatch.setattr(natsmessages, "PART_BYTES_MAX", 512)
+    probe = Probe.make(Site(1, "heads"), np.random.default_rng(3).standard_normal((2, 12)), names=("glad", "sad"))
+    probe.save(tmp_path / "heads.safetensors")
+    options = {"sites": list(map(str, SITES)), "vectors": True, "probes": [str(tmp_path / "heads.safetensors")]}
+    with opened(server, stream, **options) as consumer:
+        consumer.on_session("engine-1", shaped_model())
+        consumer.on_frame(frame_of([("r1", 4, 0, 6)]))
+        assert consumer.on_request_done(done("r1", 6, rows_promised=rows_total(6), rows=rows_total(6))).status == "ok"
+    messages = server.messages(stream)
+    (session,) = (json.loads(message.data) for message in messages if ".sessions." in message.subject)
+    assert session["shapes"] == {str(site): list(shape) for site, shape in SHAPES.items()}
+    sent = {}
+    for message in messages:
+        for chunk, rows in vectors_of(message) if ".vectors." in message.subject else ():
+            for name, values in zip(chunk["sites"], rows, strict=True):
+                assert tuple(chunk.get("row_shape", ())) == SHAPES.get(Site.parse(name), ())
+                sent |= {(name, position): row.tobytes() for position, row in enumerate(values, chunk["start"])}
+    places = [(site, position) for site in SITES for position in positions_of(site, 6)]
+    expected = {(str(site), position): row_of("r1", site, position, width_of(site)) for site, position in places}
+    assert sent == {place: row.tobytes() for place, row in expected.items()}
+    scores = {}
+    for message in messages:
+        for chunk in json.loads(message.data)["chunks"] if ".rows." in message.subject else ():
+            scores |= dict(enumerate(zip(*chunk["scores"].values(), strict=True), chunk["start"]))
+    rows = np.stack([expected["heads:1", position] for position in sorted(scores)]).astype(np.float64)
+    assert sorted(scores) == positions_of(Site(1, "heads"), 6)
+    assert np.allclose(
+        [scores[position] for position in sorted(scores)], rows @ probe.weight.astype(np.float64).T, 1e-4
+    )

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from capflow.testing import conformance
+from capflow.testing import conformance, make_model
 from capflow_consumers.nats.consumer import NatsConsumer
 from tests.kit.natsd import messages_of
 from tests.kit.streams import server
@@ -47,7 +47,8 @@ def forwarded():
 
 TestNats = conformance(
     NatsOfDirectory,
-    {"stream": "of-the-directory", "create": "true", "sites": "post_block:0+mlp_in:1"},
+    {"stream": "of-the-directory", "create": "true", "sites": "post_block:0+heads:1", "vectors": "true"},
+    model=make_model(2, hooks=("post_block",), shapes={"heads": (2, 6)}),
     kept=forwarded,
     handle_s_max=30.0,
 )
