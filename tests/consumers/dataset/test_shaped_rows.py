@@ -90,6 +90,16 @@ def test_many_rows_make_pages_of_their_own(tmp_path, options, monkeypatch):
         assert_parquet(path, lengths, "bfloat16")
 
 
+def test_large_batches_of_every_width_are_in_the_file_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(shardfile, "IN_PLACE_BYTES_MIN", 0)
+    store(tmp_path, {"a": 9}, layout="sharded")
+    (path,) = tmp_path.glob(SHARD_PATTERN)
+    content = path.read_bytes()
+    capture = capflow.open(tmp_path)["a"]
+    assert {content.count(capture[site].rows.tobytes()) for site in SITES} == {1}
+    assert_parquet(path, {"a": 9}, "float32")
+
+
 def test_sites_in_different_dtypes(tmp_path, options):
     consumer = opened(tmp_path, SITES, capture="requests", **options)
     model = shaped_model()

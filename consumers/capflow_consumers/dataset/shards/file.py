@@ -240,9 +240,6 @@ def _page(kind: Kind, width: int, rows: list[Bytes], count: int, crc: int) -> np
 
 
 def _in_place(kind: Kind, width: int, count: int) -> bool:
-    """Return whether the rows of a batch lie in the file as a page.
-
-    Not in a stream of several widths: Arrow puts the ends of the lists between a page's head and the rows.
-    """
-    whole = kind.width > 0 and (kind.dtype != "bfloat16" or count * width % 8 == 0)
+    """Return whether the rows of a batch lie in the file as a page."""
+    whole = kind.dtype != "bfloat16" or count * width % 8 == 0
     return not kind.compressed and whole and count * kind.bytes_of(width) >= IN_PLACE_BYTES_MIN

@@ -11,8 +11,9 @@ copies the vectors into a page. With compression, `page` holds a whole compresse
 A page begins with four 32-bit numbers that say where its parts are: see `page_of`. A commit has one row, of position
 -1; its `sidecar` holds the JSON of a `layout.Sidecar`.
 
-In a stream whose rows have several widths, `capflow.hidden_size` is 0, `vector` is a list, and a column `width` says of
-each row how many numbers it has. All rows of a batch have one width. Without compression, sealing copies all of them.
+In a stream whose rows have several widths, `capflow.hidden_size` is 0, and a column `width` says of each row how many
+numbers it has. All rows of a batch have one width. There is no `vector`: without compression, the vectors are the end
+of `page`. Arrow would put the ends of lists between a page and its vectors.
 
 Invariant: everything up to the end of a commit is whole, unless the disk damaged it. Bytes after the last commit
 belong to no request. A message begins at a multiple of 8 bytes and with a mark, so that a reader finds the next message
@@ -64,6 +65,11 @@ class Kind(NamedTuple):
         return width * DTYPES[self.dtype].itemsize
 
     @property
+    def vectors_in_page(self) -> bool:
+        """Whether vectors are the end of `page`, which then is the last column."""
+        return not (self.width or self.compressed)
+
+    @property
     def commit_width(self) -> int:
         """The width of the one row of a commit."""
         return self.width or 1
@@ -78,8 +84,8 @@ class Kind(NamedTuple):
             ("page", pa.binary()),
         ]
         if not self.width:
-            columns.append(("width", pa.int32()))
-        if not self.compressed:
+            columns.insert(3 if self.vectors_in_page else 5, ("width", pa.int32()))
+        elif not self.compressed:
             columns.append(("vector", parquet.vector_type(self.dtype, self.width)))
         return pa.schema([pa.field(*column, nullable=False) for column in columns], metadata=self.about())
 
@@ -120,7 +126,7 @@ class StoredBatch(NamedTuple):
     positions, token_ids: `[n]` int32.
     hashes: `[n]` uint64, the xxh3 of each row.
     rows: `[n, row_bytes]` uint8; None where they are compressed.
-    page: the content of `page`.
+    page: the content of `page` before the vectors.
     page_begin: where that begins in the file.
     sidecar: of a commit; None for a batch of rows.
     end: where the next batch begins.
@@ -170,35 +176,34 @@ class Encoder:
         The caller writes the vectors after them, padded with zeros to a multiple of 8 bytes. The parts are views of
         the arrays: what is written into the arrays before the parts are used is in them.
         """
-        count = len(positions)
-        columns = [
-            pa.Array.from_buffers(pa.int32(), count, [None, pa.py_buffer(positions)]),
-            pa.Array.from_buffers(pa.int32(), count, [None, pa.py_buffer(token_ids)]),
-            pa.Array.from_buffers(pa.uint64(), count, [None, pa.py_buffer(hashes)]),
-            _in_first(np.frombuffer(sidecar, np.uint8), count),
-            _in_first(page, count),
-        ]
-        width = self.kind.width or width
+        count, inside = len(positions), self.kind.vectors_in_page
+        nbytes = count * self.kind.bytes_of(self.kind.width or width)
+        # Stands for the vectors, and for the page before them where it is in one column with them; never written.
+        vectors = np.empty(nbytes + (len(page) if inside else 0), np.uint8)
+        columns = {
+            "position": pa.Array.from_buffers(pa.int32(), count, [None, pa.py_buffer(positions)]),
+            "token_id": pa.Array.from_buffers(pa.int32(), count, [None, pa.py_buffer(token_ids)]),
+            "xxh3": pa.Array.from_buffers(pa.uint64(), count, [None, pa.py_buffer(hashes)]),
+            "sidecar": _in_first(np.frombuffer(sidecar, np.uint8), count),
+            "page": _in_first(vectors if inside else page, count),
+        }
         if not self.kind.width:
-            columns.append(pa.array(np.full(count, width, np.int32)))
-        vectors = np.empty(count * self.kind.bytes_of(width), np.uint8)  # stands for the vectors; never written
-        if not self.kind.compressed:
-            columns.append(self._vectors(vectors, count, width))
+            columns["width"] = pa.array(np.full(count, width, np.int32))
+        elif not self.kind.compressed:
+            columns["vector"] = self._vectors(vectors, count)
+        arrays = [columns[name] for name in self._schema.names]
         self._sink.parts = []
-        self._writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=self._schema))
+        self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
         parts = self._sink.parts
         if self.kind.compressed or count == 0:
             return parts
         place = [getattr(part, "address", 0) for part in parts].index(vectors.ctypes.data)
-        return parts[:place]
+        return [*parts[:place], page] if inside else parts[:place]
 
-    def _vectors(self, values: npt.NDArray[np.uint8], count: int, width: int) -> Any:
+    def _vectors(self, values: npt.NDArray[np.uint8], count: int) -> Any:
         kind = parquet.vector_type(self.kind.dtype, self.kind.width)
-        flat = pa.Array.from_buffers(kind.value_type, count * width, [None, pa.py_buffer(values)])
-        if self.kind.width:
-            return pa.FixedSizeListArray.from_arrays(flat, type=kind)
-        ends = np.arange(0, (count + 1) * width, width, dtype=np.int32)
-        return pa.Array.from_buffers(kind, count, [None, pa.py_buffer(ends)], children=[flat])
+        flat = pa.Array.from_buffers(kind.value_type, count * self.kind.width, [None, pa.py_buffer(values)])
+        return pa.FixedSizeListArray.from_arrays(flat, type=kind)
 
 
 class _Parts:
@@ -234,13 +239,20 @@ def decode(file: Any, begin: int, kind: Kind, schema: pa.Schema) -> StoredBatch:
     if last + -last % 8 != end:
         raise ValueError(f"a batch that ends at byte {last} in a message that ends at {end}")
     positions, token_ids, hashes = (_values(batch.column(i), dtype) for i, dtype in enumerate(_DTYPES))
-    sidecar, page = _first(batch.column(3)), _first(batch.column(4))
+    sidecar, page = _first(batch.column("sidecar")), _first(batch.column("page"))
     commit = len(sidecar) or positions[0] < 0
-    width = kind.width or int(_values(batch.column(5), np.dtype(np.int32))[0])
+    width = kind.width or int(_values(batch.column("width"), np.dtype(np.int32))[0])
     if not 0 < width <= limits.HIDDEN_SIZE_MAX:
         raise ValueError(f"rows of the width {width}")
     row_bytes = kind.bytes_of(width)
-    rows = None if kind.compressed else _values(batch.columns[-1], np.dtype(np.uint8))[: count * row_bytes]
+    rows = None
+    if kind.vectors_in_page:
+        before = len(page) - count * row_bytes
+        if before < 0:
+            raise ValueError(f"{len(page)} bytes of {count} rows of the width {width}")
+        page, rows = page[:before], page[before:]
+    elif not kind.compressed:
+        rows = _values(batch.column("vector"), np.dtype(np.uint8))[: count * row_bytes]
     return StoredBatch(
         positions[:count],
         token_ids[:count],
