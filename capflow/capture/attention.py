@@ -50,6 +50,11 @@ class LayersForm(NamedTuple):
 AttentionForms = Annotated[tuple[LayersForm, ...], msgspec.Meta(max_length=limits.LAYERS_MAX)]
 
 
+def form_of(forms: AttentionForms | msgspec.UnsetType, layer: int) -> AttentionForm | None:
+    """Return the form of a layer; None if it has none."""
+    return None if forms is msgspec.UNSET else next((form for form, layers in forms if layer in layers), None)
+
+
 def grouped_forms(forms: Mapping[int, AttentionForm]) -> AttentionForms | msgspec.UnsetType:
     """Return the forms of layers as `ModelInfo.attention` has them."""
     groups: dict[AttentionForm, list[int]] = {}

@@ -10,7 +10,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from capflow import limits
-from capflow.capture.attention import AttentionForm, AttentionForms
+from capflow.capture.attention import AttentionForm, AttentionForms, form_of
 from capflow.capture.site import Site
 from capflow.limits import Name, Text
 from capflow.text.brief import brief
@@ -70,8 +70,7 @@ class ModelInfo(msgspec.Struct, frozen=True, dict=True):
 
     def attention_of(self, layer: int) -> AttentionForm | None:
         """Return how a layer's attention makes its weights; None unless `q` and `k` of the layer carry taps."""
-        groups = () if self.attention is msgspec.UNSET else self.attention
-        return next((form for form, layers in groups if layer in layers), None)
+        return form_of(self.attention, layer)
 
     @functools.cached_property
     def steered_width(self) -> int:

@@ -14,16 +14,18 @@ from capflow.attention import attention_weights, check_size
 from capflow.capture.positions import Positions
 from capflow.capture.site import Site
 from capflow.errors import UsageError, explain
-from capflow_consumers.dataset.layout import SiteFile
 from capflow_consumers.dataset.rows import shown
 
 if TYPE_CHECKING:
     from capflow.capture.attention import AttentionForm
 
+Forms = Mapping[Site, "AttentionForm | msgspec.UnsetType"]
+"""The sites of a capture that have rows; at `q`, with the form of the layer's attention."""
+
 
 def attention_of(
     capture: Any,
-    entries: Mapping[Site, SiteFile],
+    forms: Forms,
     layer: int,
     *,
     heads: Sequence[int] | int | None = None,
@@ -32,14 +34,13 @@ def attention_of(
 ) -> npt.NDArray[Any]:
     """Return what `RequestCapture.attention` does.
 
-    capture: a `RequestCapture`.
-    entries: the sites in the capture's sidecar.
+    capture: a `RequestCapture` or a `RunningCapture`.
     """
     if isinstance(layer, bool) or not isinstance(layer, int | np.integer):
         raise UsageError(explain("layer", got=layer, expected="the number of a layer, such as 5"))
     where = f"{capture.path}: attention of layer {layer}"
     spec = f'{{"hooks": {{"q": [{layer}], "k": [{layer}]}}, "positions": "all"}}'
-    form = _form(where, entries, layer, spec)
+    form = _form(where, forms, layer, spec)
     queries = capture[layer, "q"]
     places = queries.positions
     if positions is not None:
@@ -63,13 +64,13 @@ def attention_of(
     return attention_weights(queries.shaped, k, form, positions=places, heads=heads, spans=spans)
 
 
-def _form(where: str, entries: Mapping[Site, SiteFile], layer: int, spec: str) -> AttentionForm:
+def _form(where: str, forms: Forms, layer: int, spec: str) -> AttentionForm:
     for hook in ("q", "k"):
-        if Site(layer, hook) not in entries:
-            have = sorted({site.layer for site in entries if Site(site.layer, "q") in entries and site.hook == "k"})
+        if Site(layer, hook) not in forms:
+            have = sorted({site.layer for site in forms if Site(site.layer, "q") in forms and site.hook == "k"})
             got = f"no rows at {Site(layer, hook)}; q and k are here of {f'layers {have}' if have else 'no layer'}"
             raise UsageError(explain(where, got=got, expected="rows at both", do=f"capture {spec}"))
-    form = entries[Site(layer, "q")].attention
+    form = forms[Site(layer, "q")]
     if form is msgspec.UNSET:
         do = "capture it again with taps at q and k, or give capflow.attention_weights the layer's AttentionForm"
         raise UsageError(explain(where, got="a data set that does not say the scale and the window", do=do))

@@ -247,7 +247,8 @@ class RequestCapture(Tabular, ABC):
         Raises UsageError for rows that are missing, and for what `capflow.attention_weights` refuses; CapflowError for
         damaged rows.
         """
-        return attention_of(self, self._entries, layer, heads=heads, positions=positions, spans=spans)
+        forms = {site: entry.attention for site, entry in self._entries.items()}
+        return attention_of(self, forms, layer, heads=heads, positions=positions, spans=spans)
 
     def __contains__(self, site: object) -> bool:
         return site_of(site) in self._entries

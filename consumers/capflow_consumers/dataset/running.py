@@ -1,6 +1,7 @@
 """The rows of running requests: `running.jsonl`, beside the files that rows are appended to.
 
-    {"request": …, "engine": …, "model": …, "dtype": …, "hidden_size": …, "prompt_length": …, "dtypes": …}
+    {"request": …, "engine": …, "model": …, "dtype": …, "hidden_size": …, "prompt_length": …, "dtypes": …,
+     "attention": …}
     {"sites": ["post_block:12", …], "spans": [[0, 6]], "token_ids": […]}         for each time that rows were appended
     {"sites": ["heads:12"], "spans": [[0, 6]], "token_ids": […], "shape": [4, 256]}
     …
@@ -19,11 +20,14 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from capflow import limits
+from capflow.capture.attention import AttentionForms, form_of
 from capflow.capture.dtypes import DTYPES
 from capflow.capture.model import Shape
 from capflow.capture.site import Site
@@ -31,6 +35,7 @@ from capflow.errors import UsageError, explain
 from capflow.files import create_private, open_regular, read_regular
 from capflow.text import jsontext
 from capflow_consumers.dataset import layout
+from capflow_consumers.dataset.attention import attention_of
 from capflow_consumers.dataset.capture import Rows, site_of
 from capflow_consumers.dataset.disk import found_in, mapped
 from capflow_consumers.dataset.rows import Piece, TokenLog
@@ -42,6 +47,7 @@ class About(msgspec.Struct, frozen=True):
     """A running request.
 
     dtypes: the dtypes of sites whose rows have another one than `dtype`, by `hook:layer`.
+    attention: as in `ModelInfo`.
     """
 
     request: str
@@ -51,6 +57,7 @@ class About(msgspec.Struct, frozen=True):
     hidden_size: int
     prompt_length: int
     dtypes: dict[str, str] = {}
+    attention: AttentionForms | msgspec.UnsetType = msgspec.UNSET
 
 
 class Added(msgspec.Struct, frozen=True):
@@ -86,6 +93,28 @@ class RunningCapture:
     def id(self) -> str:
         """The request's id, exactly."""
         return self.about.request
+
+    @property
+    def prompt_length(self) -> int:
+        """The number of tokens of the prompt."""
+        return self.about.prompt_length
+
+    @property
+    def computed_length(self) -> int:
+        """The number of tokens up to the last that has a row so far."""
+        return max((stop for lines in self._added for _, stop in lines.spans), default=0)
+
+    def attention(
+        self,
+        layer: int,
+        *,
+        heads: Sequence[int] | int | None = None,
+        positions: Any = None,
+        spans: Mapping[str, tuple[int, int]] | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """Return attention's weights of the rows so far; as `RequestCapture.attention`."""
+        forms = {site: form_of(self.about.attention, site.layer) or msgspec.UNSET for site in self.sites}
+        return attention_of(self, forms, layer, heads=heads, positions=positions, spans=spans)
 
     def __getitem__(self, site: tuple[int, str] | str) -> Rows:
         """Return the rows of a site so far, memory-mapped.

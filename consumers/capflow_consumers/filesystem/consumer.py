@@ -479,8 +479,17 @@ class FilesystemConsumer(Consumer):
 
     def _about(self, header: FrameHeader, rows: RequestRows, files: RequestFiles) -> About:
         dtypes = {str(site): dtype for site, dtype in files.dtypes.items() if dtype != files.dtype}
-        name = self._model(header.engine)
-        return About(rows.id, header.engine, name, header.dtype, header.hidden_size, rows.prompt_length, dtypes)
+        attention = msgspec.UNSET if files.model is None else files.model.attention
+        return About(
+            rows.id,
+            header.engine,
+            self._model(header.engine),
+            header.dtype,
+            header.hidden_size,
+            rows.prompt_length,
+            dtypes,
+            attention,
+        )
 
     def _make_room(self) -> None:
         """Wait for finished requests; where that is not enough, move rows of others to files."""

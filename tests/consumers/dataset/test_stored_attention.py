@@ -77,6 +77,27 @@ def test_a_cache_has_the_weights_of_each_prompt(tmp_path):
         cache.attention(1, 2)
 
 
+def test_a_running_capture_has_the_weights_of_its_rows_so_far(tmp_path):
+    consumer = opened(tmp_path, tuple(sorted(SHAPES)), capture="requests", layout="per_file", tail_s=0.001)
+    consumer.on_session("engine-1", MODEL)
+    for seq, (start, count) in enumerate([(0, PROMPT), (PROMPT, 1)], 1):
+        consumer.on_frame(make_frame([("a", PROMPT, start, count)], sorted(SHAPES), hidden=8, shapes=SHAPES, seq=seq))
+        consumer._tailed_at = -1e9
+        consumer.on_idle()
+        (running,) = capflow.open(tmp_path).running()
+        end = start + count
+        assert (running.prompt_length, running.computed_length) == (PROMPT, end)
+        assert np.array_equal(running.attention(1), expected_of("a")[:, :end, :end])
+        assert np.array_equal(running.attention(1, heads=2, positions=-1), expected_of("a")[2:3, 3:4, :4])
+    with pytest.raises(UsageError, match=r"layer 0: got no rows at k:0; q and k are here of layers \[1\], expected"):
+        running.attention(0)
+    with pytest.raises(
+        UsageError, match=r"^positions: got 5, expected from 0 to 4, or from the prompt's end, -1 to -4$"
+    ):
+        running.attention(1, positions=[5])
+    consumer.close()
+
+
 def test_a_replayed_data_set_has_the_same_weights(tmp_path):
     data = store(tmp_path / "first", "sharded")
     first, *_ = entries_of(data)
