@@ -61,7 +61,7 @@ def rows_total(length: int, sites: Sequence[Site] = SITES, within: Mapping[str, 
     return sum(len(positions_of(site, length, within)) for site in sites)
 
 
-def store(root: Path, lengths: dict[str, int], sites: Sequence[Site] = SITES, **options: Any) -> None:
+def store(root: Path | str, lengths: dict[str, int], sites: Sequence[Site] = SITES, **options: Any) -> None:
     """Write requests step by step: four tokens, then one a step; those that are longest end last."""
     frames = options.pop("frames", {})
     consumer = opened(root, tuple(sites), capture="requests", **options)

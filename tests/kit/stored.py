@@ -53,7 +53,7 @@ class Waiting(FilesystemConsumer):
         return result.result() if isinstance(result, Future) else result
 
 
-def opened(root: Path, sites: tuple[Site, ...] = SITES[:1], **options: object) -> FilesystemConsumer:
+def opened(root: Path | str, sites: tuple[Site, ...] = SITES[:1], **options: object) -> FilesystemConsumer:
     """Return a consumer that has met an engine with taps at these sites, and wants them all."""
     options = {"hooks": sorted({site.hook for site in sites}), **options}
     consumer = Waiting(FilesystemConfig(root=str(root), **{"fsync": False, "layout": "per_file", **options}))

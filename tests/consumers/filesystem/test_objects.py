@@ -22,7 +22,9 @@ import capflow
 from capflow.cli import cli
 from capflow.errors import RetryError, UsageError
 from capflow_consumers.dataset.layout import SHARD_PATTERN
+from capflow_consumers.dataset.shards import file as shardfile
 from capflow_consumers.filesystem.consumer import FilesystemConfig, FilesystemConsumer
+from tests.kit import shaped
 from tests.kit.frames import make_frame, make_model, row_of
 from tests.kit.processes.files import REQUESTS, rows_of
 from tests.kit.refusing import Refusing
@@ -140,6 +142,27 @@ def test_other_programs_read_a_bucket(server, tmp_path):
     with server.client().open_output_stream("rows/hurt/shard~000001-00.parquet") as stream:
         stream.write(data)
     assert run.invoke(cli, ["inspect", server.url("rows/hurt")]).exit_code == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": "zstd"}], ids=["none", "zstd"])
+def test_rows_of_several_widths_are_read_from_a_bucket(server, tmp_path, monkeypatch, options):
+    """Some batches lie in place, others are gathered."""
+    monkeypatch.setattr(shardfile, "IN_PLACE_BYTES_MIN", 200)
+    url = server.url(f"rows/shaped-{len(options)}")
+    lengths = {"a": 12, "b": 5}
+    shaped.store(url, lengths, layout="sharded", staging=str(tmp_path / "staging"), **options)
+    dataset = capflow.open(url)
+    for name, length in lengths.items():
+        for site in shaped.SITES:
+            shaped.assert_site(dataset[name], name, site, length)
+    dataset.verify()
+    run = CliRunner()
+    survey = json.loads(run.invoke(cli, ["inspect", "--json", url], catch_exceptions=False).stdout)
+    assert {site["site"]: site["shapes"][0] for site in survey["sites"]} == {
+        str(site): list(shaped.SHAPES.get(site, (shaped.HIDDEN,))) for site in shaped.SITES
+    }
+    rows = pads.dataset(url.removeprefix("s3://").split("?")[0], filesystem=server.client(READER)).to_table()
+    assert set(map(len, rows["vector"].to_pylist())) == set(map(shaped.width_of, shaped.SITES))
 
 
 def command_of(url, staging, call):
