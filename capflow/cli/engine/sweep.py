@@ -38,7 +38,9 @@ def _common(hook: str) -> Callable[[Any], Any]:
         click.option(
             "--out", required=True, metavar="DIR", help="Where all is written; what it has is not done again."
         ),
-        click.option("--hooks", default=hook, show_default=True, metavar="H,H,…", help="See `capflow sites`."),
+        click.option(
+            "--hooks", default=hook, show_default=True, metavar="H,H,…", help="Hooks or sites; see `capflow sites`."
+        ),
         click.option(
             "--layers", default="all", show_default=True, metavar="LAYERS", help="As in a capture: 4-11, 3+7."
         ),

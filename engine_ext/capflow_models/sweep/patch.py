@@ -40,12 +40,11 @@ from capflow_models.sweep.plan import (
     DIRECTIONS,
     DONORS,
     PatchPositions,
+    Places,
     RunKey,
     SweepPlan,
     batches,
     check_directions,
-    read_hooks,
-    sites_of,
 )
 from capflow_models.sweep.records import RUNS, encoded, settle
 from capflow_models.sweep.results.result import SweepResult
@@ -143,9 +142,9 @@ def sweep_patch(
     model: a directory, a name, or `demo` for the demo model.
     pairs: a file of JSON Lines, or objects: `clean`, `corrupted`, `answer`, `wrong_answer` and optionally `id`. The
         prompts of a pair have equally many tokens, each answer is one token.
-    hooks: the hook points to patch. At `heads`, `q`, `k` and `v` one head is patched at a time, at `router` one expert,
-        at `neurons` a group.
-    layers: as in a capture spec: `all`, `"4-11"`, `[3, 7]`.
+    hooks: the hook points to patch; or sites, such as `"heads:3,mlp_out:4"`, also by names of TransformerLens. At
+        `heads`, `q`, `k` and `v` one head is patched at a time, at `router` one expert, at `neurons` a group.
+    layers: of hooks, as in a capture spec: `all`, `"4-11"`, `[3, 7]`.
     positions: `all`, `changed` (where the prompts differ), `last`, numbers, ranges such as `"2-5"`, or several, one at
         a time; `together` for all of them in one run.
     direction: `denoise` (clean rows in the corrupted run), `noise` (the reverse), or `both`.
@@ -252,7 +251,8 @@ def plan_of(model: str, source: PairSource, options: PatchOptions) -> SweepPlan:
     options.check()
     engine = options.engine or {}
     check_engine(engine, "--engine-arg" if options.dashes else "engine")
-    hooks = read_hooks(options.hooks, options.named("hooks"))
+    at_sites = Places.parse(options.hooks, options.layers, (options.named("hooks"), options.named("layers")))
+    hooks = at_sites.hooks
     name = "direction" if options.allowed == DIRECTIONS else "by"
     directions = check_directions(options.direction, options.named(name), options.allowed)
     at = PatchPositions.parse(options.positions, options.named("positions"))
@@ -261,7 +261,7 @@ def plan_of(model: str, source: PairSource, options: PatchOptions) -> SweepPlan:
     given, places = read_pairs(source)
     functions = digests(check_metrics(options.metrics, options.named("metrics")), options.named("metrics"))
     described = inspected(model, engine)
-    sites = sites_of(hooks, options.layers, described.layers, options.named("layers"))
+    sites = at_sites.of(described.layers)
     pairs = PairReader(described.tokenizer, described.vocabulary).tokens(given, places)
     for pair, place in zip(pairs, places, strict=True):
         if described.length_max is not None and len(pair.clean) >= described.length_max:
@@ -272,7 +272,7 @@ def plan_of(model: str, source: PairSource, options: PatchOptions) -> SweepPlan:
     ]
     receivers, frozen = _receivers(options, hooks, described.layers)
     every = list(dict.fromkeys([*sites, *(part.site for part in receivers)]))
-    present, shapes = shaped(model, engine, every, strict=options.layers != "all", where=options.named("hooks"))
+    present, shapes = shaped(model, engine, every, strict=at_sites.strict, where=options.named("hooks"))
     check_receivers(receivers, present, shapes, options.named("receivers"))
     chosen_sites = [site for site in present if site in sites]
     parts = list(chosen.parts(chosen_sites, shapes, options.group, options.named("index")))

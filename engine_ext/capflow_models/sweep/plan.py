@@ -58,33 +58,71 @@ class RunKey(NamedTuple):
     position: int = -1
 
 
-def read_hooks(value: str | Sequence[str], where: str = "--hooks") -> list[str]:
-    """Return the hooks that a comma-separated text or a list names, each once. Raises UsageError for another name."""
-    expected = f"hooks, of {', '.join(HOOKS)}"
-    hooks: dict[str, None] = {}
-    for name in items_of(value, where, expected):
-        hook = hook_named(name)
-        if hook is None:
-            raise UsageError(explain(where, got=name, expected=expected))
-        hooks[hook] = None
-    return list(hooks)
+class Places(NamedTuple):
+    """Hooks at chosen layers, or single sites.
 
-
-def sites_of(hooks: Sequence[str], layers: Any, count: int, where: str = "--layers") -> list[Site]:
-    """Return the chosen sites of a model, by hook and layer. `final` has one, at the last layer, whatever the layers.
-
+    hooks: each once, those of the sites too.
+    sites: empty where whole hooks are named.
     layers: as in a capture spec.
-    count: the number of layers of the model.
-
-    Raises UsageError for a layer that the model does not have.
+    where: the names of the two options.
     """
-    spec = CaptureSpec({HOOK_DEFAULT: read_layers(layers, where)})
-    every = [Site(layer, HOOK_DEFAULT) for layer in range(count)]
-    try:
-        chosen = sorted(site.layer for site in spec.resolve(every, num_layers=count, where=where))
-    except UsageError as e:
-        raise UsageError(str(e).replace(f"{where}.hooks.{HOOK_DEFAULT}", where, 1)) from e
-    return [Site(layer, hook) for hook in hooks for layer in ([count - 1] if hook == "final" else chosen)]
+
+    hooks: list[str]
+    sites: list[Site]
+    layers: Any
+    where: tuple[str, str]
+
+    @classmethod
+    def parse(
+        cls, value: str | Sequence[str], layers: Any = "all", where: tuple[str, str] = ("--hooks", "--layers")
+    ) -> Places:
+        """Return the places that a comma-separated text or a list names. Raises UsageError for another name.
+
+        value: hooks; or sites, which may have names of TransformerLens or nnsight.
+        layers: of hooks. Sites have their own.
+        """
+        expected = f"hooks, of {', '.join(HOOKS)}; or sites, such as heads:3"
+        named: dict[str | Site, None] = {}
+        for name in items_of(value, where[0], expected):
+            hook = hook_named(name)
+            try:
+                named[hook or Site.parse(name)] = None
+            except UsageError:
+                raise UsageError(explain(where[0], got=name, expected=expected)) from None
+        sites = [place for place in named if isinstance(place, Site)]
+        if sites and len(sites) < len(named):
+            raise UsageError(explain(where[0], got="hooks and sites", expected="hooks, or sites"))
+        if sites and layers != "all":
+            raise UsageError(explain(where[1], got=layers, expected=f"all, as {where[0]} names sites"))
+        hooks = dict.fromkeys(place.hook if isinstance(place, Site) else place for place in named)
+        return cls(list(hooks), sites, layers, where)
+
+    @property
+    def strict(self) -> bool:
+        """Whether a site that the model lacks is refused; else it is left out."""
+        return bool(self.sites) or self.layers != "all"
+
+    def of(self, count: int) -> list[Site]:
+        """Return the sites of a model. The hook `final` has one, at the last layer, whatever the layers.
+
+        count: the number of layers of the model.
+
+        Raises UsageError for a layer that the model does not have.
+        """
+        for site in self.sites:
+            last = f"final:{count - 1}" if site.hook == "final" else f"a layer of 0..{count - 1}"
+            if site.layer >= count or (site.hook == "final" and site.layer < count - 1):
+                raise UsageError(explain(self.where[0], got=str(site), expected=last))
+        if self.sites:
+            return list(self.sites)
+        where = self.where[1]
+        spec = CaptureSpec({HOOK_DEFAULT: read_layers(self.layers, where)})
+        every = [Site(layer, HOOK_DEFAULT) for layer in range(count)]
+        try:
+            chosen = sorted(site.layer for site in spec.resolve(every, num_layers=count, where=where))
+        except UsageError as e:
+            raise UsageError(str(e).replace(f"{where}.hooks.{HOOK_DEFAULT}", where, 1)) from e
+        return [Site(layer, hook) for hook in self.hooks for layer in ([count - 1] if hook == "final" else chosen)]
 
 
 class PatchPositions(NamedTuple):

@@ -51,6 +51,11 @@ def test_a_plan_has_every_site_and_position_in_each_direction(plan):
     assert [len(batch) for batch in batches(keys, 7)] == [7, 7, 4]
 
 
+def test_sites_may_be_named_one_by_one(plan):
+    made = plan({"hooks": "blocks.1.hook_mlp_out, post_block:3,mlp_out:1", "positions": "last"})
+    assert [run.site for run in list(made.keys(0))[2:]] == ["mlp_out:1", "post_block:3"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -77,6 +82,12 @@ def test_a_wrong_pair_is_named(plan, changes, message):
     [
         ({"hooks": "post_block,attention_magic"}, "hooks: got attention_magic, expected hooks, of pre_attn, "),
         ({"hooks": []}, "hooks: got none"),
+        ({"hooks": "post_block:4"}, r"hooks: got post_block:4, expected a layer of 0\.\.3"),
+        ({"hooks": "final:2"}, "hooks: got final:2, expected final:3"),
+        ({"hooks": "heads:3,mlp_out"}, "hooks: got hooks and sites, expected hooks, or sites"),
+        ({"hooks": "heads:x"}, "hooks: got heads:x, expected hooks, of pre_attn, .*; or sites, such as heads:3"),
+        ({"hooks": "mlp_out:3", "layers": "1-2"}, "layers: got 1-2, expected all, as hooks names sites"),
+        ({"hooks": "router:3"}, r"hooks: got router:3, expected a site of"),
         ({"layers": "2-9"}, "layers: got layers 2-9, expected a range within 0"),
         ({"layers": [4]}, r"layers: got layer 4, expected 0\.\.3"),
         ({"layers": "x"}, "layers: got x"),
