@@ -11,7 +11,7 @@ import msgspec
 
 from capflow import limits
 from capflow.capture.attention import AttentionForm, AttentionForms, form_of
-from capflow.capture.site import Site
+from capflow.capture.site import DIVIDED_HOOKS, Site
 from capflow.limits import Name, Text
 from capflow.text.brief import brief
 
@@ -42,6 +42,7 @@ class ModelInfo(msgspec.Struct, frozen=True, dict=True):
         was started so.
     shapes: the sites among them whose rows are not of `hidden_size` numbers. Left out if there are none.
     attention: how attention makes its weights, of the layers with taps at `q` and `k`. Left out if there are none.
+    ranks: the number of tensor-parallel ranks, which divide rows at `DIVIDED_HOOKS`. Left out if there is one.
     """
 
     name: Text
@@ -53,6 +54,7 @@ class ModelInfo(msgspec.Struct, frozen=True, dict=True):
     fixed: Sites = ()
     shapes: SiteShapes | msgspec.UnsetType = msgspec.UNSET
     attention: AttentionForms | msgspec.UnsetType = msgspec.UNSET
+    ranks: Annotated[int, msgspec.Meta(ge=1)] | msgspec.UnsetType = msgspec.UNSET
 
     __repr__ = brief
 
@@ -67,6 +69,16 @@ class ModelInfo(msgspec.Struct, frozen=True, dict=True):
     def width_of(self, site: Site) -> int:
         """Return how many numbers a row of a site has."""
         return math.prod(self.shape_of(site))
+
+    def parts_of(self, site: Site) -> int:
+        """Return into how many equal parts tensor-parallel ranks divide a site's rows; 1 if each rank has whole rows.
+
+        With fewer KV heads than ranks, neighbouring ranks have the same head.
+        """
+        ranks = self.ranks or 1
+        if site.hook not in DIVIDED_HOOKS:
+            return 1
+        return min(ranks, self.shape_of(site)[0]) if site.hook in ("k", "v") else ranks
 
     def attention_of(self, layer: int) -> AttentionForm | None:
         """Return how a layer's attention makes its weights; None unless `q` and `k` of the layer carry taps."""

@@ -261,11 +261,24 @@ def refusal_of_fixed(field: str, site: Site, verb: str = "steer") -> str:
     if site.hook in ("attn_in", "mlp_in"):  # some models cannot be steered there
         reader = "attention" if site.hook == "attn_in" else "the MLP"
         do = f"{verb} another hook: a change there would reach more than {reader}, or --steer-sites leaves the site out"
-    elif site.hook in DIVIDED_HOOKS:
-        do = f"{verb} another hook: tensor-parallel ranks divide rows of this one, or --steer-sites leaves the site out"
+    elif site.hook in SHAPED_HOOKS:
+        do = f"{verb} another hook: the model reads these numbers in several places, or --steer-sites leaves them out"
     else:
         do = f"{verb} another site, or start the engine with --steer-sites {site}"
     return explain(field, got=got, do=do)
+
+
+def refusal_of_divided(field: str, site: Site, ranks: int, got: str) -> str:
+    """Return the message for what needs whole rows of a site that tensor-parallel ranks divide.
+
+    got: what was asked for there.
+    """
+    return explain(
+        field,
+        got=f"{got} at {site}, whose rows {ranks} tensor-parallel ranks divide",
+        expected="what changes each number by itself: a vector, a patch, or a clamp with index",
+        do="use one of these, or another hook",
+    )
 
 
 def mask_of(sites: Iterable[Site]) -> int:

@@ -59,6 +59,11 @@ class Clamp(AtSite, frozen=True, forbid_unknown_fields=True):
             return None
         return np.frombuffer(self.data, np.float32) if self.data else np.array([self.low], np.float32)
 
+    def needs_row(self, part: int) -> str:
+        """Return what it is, if its direction has numbers of several ranks, as `AtSite.needs_row` does."""
+        crosses = not self.index and plain.crosses(np.frombuffer(self.data, np.float32), part)
+        return "a clamp along a direction" if crosses else ""
+
     @classmethod
     def make(
         cls,

@@ -75,6 +75,11 @@ class SetFeature(AtSite, frozen=True, forbid_unknown_fields=True):
     strength: float = 1.0
     gate: str = ""
 
+    def needs_row(self, part: int) -> str:
+        """Return what it is, as `AtSite.needs_row` does: its activation is of whole rows."""
+        del part
+        return "a feature that is set"
+
     def check(self, sites: Collection[Site], row: int | tuple[int, ...], *, where: str = "steering_features") -> None:
         """Raise UsageError unless the feature fits a model with these tapped sites and rows of this width or shape.
 

@@ -86,6 +86,11 @@ class SteeringGate(AtSite, frozen=True, forbid_unknown_fields=True):
         """
         return self.site.precedes(site) or (site == self.site and not self.latch)
 
+    def needs_row(self, part: int) -> str:
+        """Return what it is, as `AtSite.needs_row` does: every rank acts by its score."""
+        del part
+        return "a gate's score"
+
     def check(self, sites: Collection[Site], row: int | tuple[int, ...], *, where: str = "steering_gates") -> None:
         """Raise UsageError unless the gate fits a model with these tapped sites and rows of this width or shape.
 

@@ -249,6 +249,12 @@ def check_index(index: tuple[int, ...], values: float, shape: tuple[int, ...], f
         raise UsageError(explain(f"{field}.value", got=f"{values:g} numbers", expected=expected))
 
 
+def crosses(row: npt.NDArray[np.float32], part: int) -> bool:
+    """Return whether the numbers of a row that are not 0 lie in several of its parts, of `part` numbers each."""
+    places = np.flatnonzero(row) // part
+    return bool(places.size) and bool(places[0] != places[-1])
+
+
 def entries_row(
     index: tuple[int, ...], values: npt.NDArray[np.float32], shape: tuple[int, ...], width: int
 ) -> npt.NDArray[np.float32]:

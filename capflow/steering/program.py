@@ -43,14 +43,15 @@ import xxhash
 
 from capflow import limits
 from capflow.capture.model import ModelInfo
-from capflow.capture.site import Site, refusal_of_fixed
+from capflow.capture.site import Site, refusal_of_divided, refusal_of_fixed
 from capflow.errors import UsageError, explain
-from capflow.steering.plain import check_width
+from capflow.steering.plain import check_width, crosses
 from capflow.text.brief import brief
 
 ADD, CLAMP, PATCH, RELATIVE, ENCODE, SET = 0, 1, 2, 3, 4, 5
 SCORE_DOT, SCORE_COSINE, SCORE_CAST = 6, 7, 8
 SCORES = frozenset((SCORE_DOT, SCORE_COSINE, SCORE_CAST))
+_NAMES = ("ADD", "CLAMP", "PATCH", "RELATIVE", "ENCODE", "SET", "SCORE_DOT", "SCORE_COSINE", "SCORE_CAST")
 UNGATED = -1
 DIGEST_BYTES = 16
 
@@ -288,6 +289,20 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
             site.check_tapped(tapped, "steering")
         for site in sorted(self.sites & set(info.fixed)):
             raise UsageError(refusal_of_fixed("steering", site))
+        self._check_divided(sites, info)
+
+    def _check_divided(self, sites: Sequence[SiteOps], info: ModelInfo) -> None:
+        """Raise UsageError for an operation on numbers of several tensor-parallel ranks."""
+        rows = self.array()
+        for layer, hook, ops in sites:
+            site = Site(layer, hook)
+            if (parts := info.parts_of(site)) == 1:
+                continue
+            for op in ops:
+                alone = op.kind in (ADD, PATCH)
+                if not alone and (op.kind != CLAMP or crosses(rows[op.row], info.width_of(site) // parts)):
+                    got = f"an operation {_NAMES[op.kind]}"
+                    raise UsageError(refusal_of_divided("steering", site, info.ranks or 1, got))
 
     def _check_gates(self, sites: Sequence[SiteOps]) -> None:
         """Raise UsageError unless the gates are valid and every operation names one of them."""

@@ -21,7 +21,7 @@ import msgspec
 
 from capflow import limits
 from capflow.capture.model import ModelInfo
-from capflow.capture.site import SHAPED_HOOKS, Site, refusal_of_fixed
+from capflow.capture.site import SHAPED_HOOKS, Site, refusal_of_divided, refusal_of_fixed
 from capflow.errors import UsageError, explain
 from capflow.steering import plain
 from capflow.steering.clamp import Clamp, parse_clamps
@@ -170,8 +170,7 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 at = f"{field}.{part.hook}.{part.layer}"
                 raise UsageError(explain(at, got=f"layer {part.layer}", expected=f"0..{info.num_layers - 1}"))
             part.check(sites, info.shape_of(part.site), where=field)
-            if part.site in info.fixed:
-                raise UsageError(refusal_of_fixed(f"{field}.{part.hook}.{part.layer}", part.site))
+            _check_steerable(info, part, f"{field}.{part.hook}.{part.layer}")
         self._check_probes(info, f"{where}." if where else "")
         self.check_gates(f"{where}." if where else "")
 
@@ -183,8 +182,7 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 at = f"{where}.{gate.name}.layer"
                 raise UsageError(explain(at, got=f"layer {gate.layer}", expected=f"0..{info.num_layers - 1}"))
             gate.check(frozenset(info.sites), info.shape_of(gate.site), where=where)
-            if gate.site in info.fixed:
-                raise UsageError(refusal_of_fixed(f"{where}.{gate.name}", gate.site, "score"))
+            _check_steerable(info, gate, f"{where}.{gate.name}", "score")
 
     def check_gates(self, before: str = "") -> None:
         """Raise UsageError for a part that names no gate of this steering, or whose gate can never act there.
@@ -256,6 +254,18 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 NOTHING = Steering()
+
+
+def _check_steerable(info: ModelInfo, part: Part | SteeringGate, at: str, verb: str = "steer") -> None:
+    """Raise UsageError for a site that can only be captured, and for what ranks that divide its rows cannot do.
+
+    at: the part's field.
+    """
+    if part.site in info.fixed:
+        raise UsageError(refusal_of_fixed(at, part.site, verb))
+    parts = info.parts_of(part.site)
+    if parts > 1 and (got := part.needs_row(info.width_of(part.site) // parts)):
+        raise UsageError(refusal_of_divided(at, part.site, info.ranks or 1, got))
 
 
 def _never_acts(gate: SteeringGate, field: str, part: Part) -> str:

@@ -60,6 +60,14 @@ class AtSite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The number of elements of each row; not a whole number if the bytes do not fit."""
         return len(self.data) / self._element_bytes
 
+    def needs_row(self, part: int) -> str:
+        """Return what it is, if it needs numbers of a row that no single rank has; else nothing.
+
+        part: how many numbers of a row a tensor-parallel rank has.
+        """
+        del part
+        return ""
+
     @property
     def _element_bytes(self) -> int:
         """How many bytes `data` has for each element of a row."""
@@ -87,6 +95,11 @@ class SteeringVector(AtSite, frozen=True, forbid_unknown_fields=True):
     @property
     def _element_bytes(self) -> int:
         return VECTOR_DTYPES[self.dtype].itemsize
+
+    def needs_row(self, part: int) -> str:
+        """Return what it is, if it needs whole rows, as `AtSite.needs_row` does: for their norm."""
+        del part
+        return "a relative vector" if self.relative else ""
 
     def _stored(self) -> npt.NDArray[Any]:
         return np.frombuffer(self.data, VECTOR_DTYPES[self.dtype])

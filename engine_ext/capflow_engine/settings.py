@@ -22,7 +22,7 @@ from capflow.buffers.policy import FALLBACKS, POLICIES_OF_WORKERS, POLICY_DEFAUL
 from capflow.buffers.spool import check_root, default_root
 from capflow.capture.attention import AttentionForms, grouped_forms
 from capflow.capture.model import SiteShapes, grouped
-from capflow.capture.site import DIVIDED_HOOKS, HOOKS, Site, own_name
+from capflow.capture.site import HOOKS, Site, own_name
 from capflow.divergence import ON_DIVERGENCE, ON_DIVERGENCE_DEFAULT
 from capflow.errors import UsageError, explain
 from capflow.protocol.routing import hub_of
@@ -44,7 +44,7 @@ GRAPH_KEY = "capflow"
 """The entry of `additional_config` that is capflow's."""
 
 # Rises with every change to what a tap puts into the graph.
-_GRAPH_VERSION = 5
+_GRAPH_VERSION = 6
 
 
 def check_on_divergence(value: Any) -> str:
@@ -199,22 +199,15 @@ class Tapped(NamedTuple):
         patterns: Iterable[str],
         layers: Sequence[Structure],
         steered: Sequence[str] | None = None,
-        *,
-        ranks: int = 1,
     ) -> Tapped:
         """Return the taps that patterns name in a model of these layers.
 
         Raises UsageError as `tapped_sites` does, and for a pattern of `steered` that names no site that can be steered.
 
         steered: patterns of the sites that can be steered, or `none` alone; None for all that the model allows.
-        ranks: the number of tensor-parallel ranks; what they divide cannot be steered.
         """
         sites = tapped_sites(patterns, layers)
         fixed = {site: reason for site in sites if (reason := layers[site.layer].fixed.get(site.hook))}
-        if ranks > 1:
-            fixed |= {
-                site: f"{ranks} tensor-parallel ranks divide its rows" for site in sites if site.hook in DIVIDED_HOOKS
-            }
         steerable = {site for site in sites if site not in fixed}
         if steered is not None:
             named = [] if list(steered) == [STEER_NONE] else steered

@@ -25,8 +25,11 @@ SHAPE = {
 LAYERS, WIDTH = SHAPE["num_hidden_layers"], SHAPE["hidden_size"]
 
 
-def save_tiny(directory, architecture="llama"):
-    """Save a tiny random model with weights large enough that its answers depend on every layer."""
+def save_tiny(directory, architecture="llama", **shape):
+    """Save a tiny random model with weights large enough that its answers depend on every layer.
+
+    shape: replaces what `SHAPE` has.
+    """
     torch.manual_seed(1234)
     if architecture == "gemma3":
         config = transformers.Gemma3TextConfig(**SHAPE, head_dim=32, sliding_window=64)
@@ -35,7 +38,7 @@ def save_tiny(directory, architecture="llama"):
         config = transformers.MixtralConfig(**SHAPE, head_dim=32, num_local_experts=4, num_experts_per_tok=2)
         model = transformers.MixtralForCausalLM(config)
     else:
-        config = transformers.LlamaConfig(**SHAPE, head_dim=32)
+        config = transformers.LlamaConfig(**SHAPE | shape, head_dim=32)
         model = transformers.LlamaForCausalLM(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():

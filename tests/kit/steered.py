@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import capflow
-from capflow.capture.site import SHAPED_HOOKS, Site
+from capflow.capture.site import DIVIDED_HOOKS, SHAPED_HOOKS, Site
 from capflow.steering.request import STEERING_FIELDS
 from tests.kit.engines import GREEDY, LAYERS, VOCABULARY, Reference, engine, prompts
 from tests.kit.entries import LLAMA_HOOKS, clamp, patch, shape_of, unit_of, width_of
@@ -28,10 +28,12 @@ def vector(seed, norm=3.0, hook="post_block"):
     return norm * values / np.linalg.norm(values)
 
 
-def cases():
+def cases(ranks=1):
     """Return what the requests of the batch ask for, by name: each hook, each tier, each operation, and some of all.
 
     Patches are in the prompt and after it; an amount below 1 shows that one comes before what its phase adds there.
+
+    ranks: how many tensor-parallel ranks divide rows. A direction then has numbers of one rank alone.
     """
     asked = {"plain": {}}
     for hook in LLAMA_HOOKS:
@@ -101,16 +103,23 @@ def cases():
         "steering_patches": {"post_block": {1: {"positions": [-1], "vector": vector(29)}}},
     }
     for hook in (*SHAPED_HOOKS[:-1], "post_block"):
-        asked[f"{hook} entries"] = _of_entries(hook, _length(len(asked)))
+        asked[f"{hook} entries"] = _of_entries(hook, _length(len(asked)), ranks)
     asked["scale 0"] = {"steering_vectors": {"post_block": {1: {"vector": vector(1), "scale": 0.0}}}}
     return asked
 
 
-def _of_entries(hook, start):
+def _of_entries(hook, start, ranks):
     """Return what acts on entries of a hook's rows: alone, among others, and in each tier.
 
     start: the first generated position.
     """
+
+    def along(seed):
+        rows = vector(seed, hook=hook)
+        divided = hook in DIVIDED_HOOKS and hook not in ("k", "v")  # of which each rank has the one head
+        rows[: (ranks - 1) * rows.size // ranks * divided] = 0
+        return rows
+
     last, unit = shape_of(hook)[0] - 1, unit_of(hook)
     at_hook = functools.partial(vector, hook=hook)
     rows = at_hook(30)[: 2 * unit].tolist()
@@ -121,10 +130,10 @@ def _of_entries(hook, start):
         "steering_clamps": {
             hook: {
                 1: [
-                    {"vector": at_hook(32), "value": 0.5},
+                    {"vector": along(32), "value": 0.5},
                     bound,
                     {"index": both, "value": rows[: unit * len(both)], "strength": 0.5},
-                    {"vector": at_hook(33), "min": -0.1},
+                    {"vector": along(33), "min": -0.1},
                 ],
                 2: {"index": 0, "value": 0.125},
             }
@@ -281,9 +290,9 @@ def lengths():
     return [_length(n) for n in range(len(cases()))]
 
 
-def prove(llm, reference, max_tokens=5):
+def prove(llm, reference, max_tokens=5, ranks=1):
     """Run all cases in one batch, compare the logits of generated tokens with the reference, and return the answers."""
-    asked = cases()
+    asked = cases(ranks)
     assert set().union(*asked.values()) <= set(STEERING_FIELDS)
     given = prompts(lengths(), seed=3)
     params = [

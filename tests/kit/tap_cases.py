@@ -36,6 +36,7 @@ class Made(NamedTuple):
 
     steering: for each steered token row its program, and its operations by site.
     scale: of the stream, relative to what is captured and steered.
+    begin: the number of a program's rows that is the first of the tapped ones, as in a tensor-parallel rank.
     """
 
     plan: Plan
@@ -44,6 +45,7 @@ class Made(NamedTuple):
     bank: Bank
     steering: dict
     scale: float
+    begin: int = 0
 
 
 def make(case, seed, device=CPU, kinds=3, features=False):
@@ -57,7 +59,8 @@ def make(case, seed, device=CPU, kinds=3, features=False):
     planner = Planner(sites)
     index = {Site(n, "post_block"): n for n in range(sites)}
     wider = width + 7 * (seed % 2)  # other sites may have wider rows
-    bank = Bank(Size(256, 2048, 256), index, wider, device)
+    begin = 5 * (seed % 4 == 3)
+    bank = Bank(Size(256, 2048, 256), index, wider, device, [begin] * sites)
     batch, row, steering = [], 0, {}
     sets = [Positions.ALL, Positions.ALL_PROMPT, Positions.LAST_PROMPT, Positions.ALL_GENERATED, Positions.NONE]
     for number, length in enumerate(lengths):
@@ -72,7 +75,7 @@ def make(case, seed, device=CPU, kinds=3, features=False):
             planner.program(view),
         )
         if rng.random() < 0.6:
-            program = random_program(rng, sites, width, kinds, features, wider)
+            program = random_program(rng, sites, width, kinds, features, wider, begin)
             request.steered = [SlotRange(0, request.prompt_length, bank.acquire(program, request.prompt_length))]
             for position in range(start, start + length):
                 steering[row + position - start] = (program, operations(program, position, request.prompt_length))
@@ -81,7 +84,7 @@ def make(case, seed, device=CPU, kinds=3, features=False):
     tokens = row + 3  # padding after the batch
     hidden = exact(rng, (tokens, width), 4, dtype).to(device)
     residual = exact(rng, (tokens, width), 30, dtype).to(device) if split else None
-    return Made(planner.plan(batch), hidden, residual, bank, steering, SCALES[seed % len(SCALES)])
+    return Made(planner.plan(batch), hidden, residual, bank, steering, SCALES[seed % len(SCALES)], begin)
 
 
 def exact(rng, shape, limit, dtype):
@@ -89,19 +92,21 @@ def exact(rng, shape, limit, dtype):
     return torch.from_numpy(rng.integers(-4 * limit, 4 * limit, shape) / 4).to(dtype)
 
 
-def random_program(rng, sites, width, kinds=3, features=False, wider=0):
+def random_program(rng, sites, width, kinds=3, features=False, wider=0, begin=0):
     """Return a program of additions, clamps and patches; its directions have few numbers, so their sums stay exact.
 
     Some patches leave most numbers of a row.
 
     wider: the width of its rows, if it is not that of the sites; what the sites lack is poisoned.
+    begin: where the numbers of the sites begin in them.
     """
     wider = wider or width
+    end = begin + width
 
     def row(others=0.0):
         values = np.full(wider, others, np.float32)
-        values[rng.integers(0, width, 6)] = rng.choice([-1, -0.5, 0.5, 1], 6)
-        values[width:] = POISON
+        values[begin + rng.integers(0, width, 6)] = rng.choice([-1, -0.5, 0.5, 1], 6)
+        values[:begin] = values[end:] = POISON
         return values
 
     rows = [*(row() for _ in range(4)), row(np.nan)]
@@ -180,7 +185,7 @@ def reference(made, sites, truncate):
                 at = block.base + place * block.rows + run.target
                 rows[at : at + run.length] = stream[run.source : run.source + run.length]
     for token, (program, by_site) in made.steering.items():
-        given = torch.from_numpy(program.array()[:, : h.shape[1]].copy()).double()
+        given = torch.from_numpy(program.array()[:, made.begin : made.begin + h.shape[1]].copy()).double()
         for site, ops in by_site.items():
             x = stream[token].clone()
             norm, active = None, []
@@ -255,7 +260,7 @@ def start_kernel(made, rows, carried=None, received=None):
     for table in (tables.margins, tables.carried, tables.first, tables.token_latch):
         table.fill_(-POISON)
     tables.load(made.plan, made.hidden.shape[0], carried, received)
-    tensors = tables.device_tensors() | {"staging": rows} | made.bank.device_tensors()
+    tensors = tables.device_tensors() | {"staging": rows} | made.bank.device_tensors(0, rows.shape[1])
 
     def tap(site, hidden):
         here = torch.tensor([site], dtype=torch.int32, device=hidden.device)
@@ -316,7 +321,7 @@ def clamp_seconds(tokens, chains, width=640, rounds=15):
 
 
 def run_all_kernel_cases(seeds):
-    cases = [(case, seed) for case in CASES for seed in range(seeds)]
+    cases = [(case, number * seeds + seed) for number, case in enumerate(CASES) for seed in range(seeds)]
     for case, seed in cases:
         check(case, seed, start_kernel, truncate=True)
         check(case, seed, start_kernel, truncate=True, relative=True)

@@ -11,8 +11,7 @@ import time
 import pytest
 
 import capflow
-from capflow.capture.site import DIVIDED_HOOKS, Site
-from capflow.errors import UsageError
+from capflow.capture.site import Site
 from tests.kit.engines import GREEDY, LAYERS, answers, engine, prompts, relative_error, save_tiny, vector
 from tests.kit.entries import LLAMA_HOOKS, shape_of
 from tests.kit.experts import ExpertReference
@@ -70,8 +69,9 @@ def test_two_pipeline_stages_each_tell_of_their_layers(tiny_with_words, referenc
 def test_every_hook_of_a_model_in_two_processes(tiny_with_words, tmp_path, arguments):
     """The second rank has the same key and value head as the first, and the other head of all else.
 
-    What ranks divide can be steered by stages alone. The last turn captures the end of prompts that are cached.
+    The last turn captures the end of prompts that are cached.
     """
+    entries = {"heads": {1: {"index": 0, "value": 0}}, "neurons": {3: {"index": [5, 90], "min": 0.1}}}
     reference = SteeredReference(tiny_with_words)
     given = [prompt["prompt_token_ids"] for prompt in prompts((9, 70, 3), seed=4)]
     turns = [
@@ -83,18 +83,15 @@ def test_every_hook_of_a_model_in_two_processes(tiny_with_words, tmp_path, argum
             },
             "all",
         ),
+        ({"steering_clamps": entries, "steering_vectors": {"v": {2: steered_vector(4, hook="v")}}}, "all"),
+        ({}, [{"last": 20}, "all_generated"]),
     ]
-    if "pipeline_parallel_size" in arguments:
-        entries = {"heads": {1: {"index": 0, "value": 0}}, "neurons": {3: {"index": [5, 90], "min": 0.1}}}
-        turns.append(({"steering_clamps": entries, "steering_vectors": {"v": {2: steered_vector(4, hook="v")}}}, "all"))
-    turns.append(({}, [{"last": 20}, "all_generated"]))
     consumers = [f"filesystem:root={tmp_path},capture=requests"]
     small = {"block_size": 32, "num_gpu_blocks_override": 40}
     with engine(tiny_with_words, sites=["*:*"], consumers=consumers, in_process=False, **small, **arguments) as llm:
         model = llm.capflow_model
         assert {site.hook for site in model.sites} == set(LLAMA_HOOKS)
-        divided = {site for site in model.sites if site.hook in DIVIDED_HOOKS}
-        assert set(model.fixed) == (divided if "tensor_parallel_size" in arguments else set())
+        assert model.fixed == ()
         for fields, positions in turns:
             asked = {**GREEDY, **fields}
             cache = capflow.cache(llm, given, hooks=LLAMA_HOOKS, positions=positions, max_tokens=5, **asked)
@@ -110,22 +107,6 @@ def test_every_hook_of_a_model_in_two_processes(tiny_with_words, tmp_path, argum
                     error = relative_error(got.reshape(len(at), -1), rows[site][at])
                     assert error < 1e-5, f"{site} of prompt {number}: {error:.1e}"
         assert cache.outputs[1].num_cached_tokens == 32
-        if divided.isdisjoint(model.fixed):
-            return
-        params = capflow.sampling_params(steering_clamps={"heads": {1: {"index": 0, "value": 0}}}, max_tokens=2)
-        with pytest.raises(UsageError) as refused:
-            llm.generate([{"prompt_token_ids": given[0]}], params, use_tqdm=False)
-        assert "heads:1, which can only be captured; steer another hook: tensor-par" in str(refused.value)
-        assert "\n" not in str(refused.value)
-
-
-@pytest.mark.long
-def test_divided_hooks_cannot_be_named_as_steered(tiny_with_words):
-    arguments = {"tensor_parallel_size": 2, "skip_tokenizer_init": True, "dtype": "float32"}
-    with pytest.raises(UsageError) as refused:
-        capflow.LLM(tiny_with_words, sites=["*:*"], steer_sites=["heads:*"], **arguments)
-    assert "--steer-sites: got heads:*, expected a site that can be steered" in str(refused.value)
-    assert "2 tensor-parallel ranks divide its rows" in str(refused.value)
 
 
 @pytest.mark.long

@@ -102,7 +102,7 @@ def test_every_operation_in_one_batch_compiled(model, steered):
 )
 def test_every_operation_in_two_processes(model, steered, arguments):
     with engine(model, sites=["*:*"], in_process=False, **arguments, **RAW) as llm:
-        prove(llm, steered)
+        prove(llm, steered, ranks=arguments.get("tensor_parallel_size", 1))
         # Alone, so that a stage without the layer has nothing to steer in the step.
         for layer in range(LAYERS):
             fields = {"steering_patches": {"post_block": {layer: {"positions": [3], "vector": vector(7)}}}}

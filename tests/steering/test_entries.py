@@ -3,6 +3,7 @@
 import math
 import tracemalloc
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -11,6 +12,7 @@ from capflow.capture.site import Site
 from capflow.errors import UsageError
 from capflow.steering.clamp import Clamp
 from capflow.steering.compiler import program_of, with_clamps, with_vectors
+from capflow.steering.feature import SetFeature
 from capflow.steering.patch import Patch
 from capflow.steering.program import ADD, CLAMP, PATCH
 from capflow.steering.request import Steering, Tier
@@ -101,6 +103,89 @@ def test_a_site_that_cannot_be_steered_makes_no_row_wider():
     assert narrow.steered_width == 6
     none = ModelInfo("m", 2, 4, "float32", INFO.sites, fixed=(NEURONS, HEADS), shapes=INFO.shapes)
     assert none.steered_width == 4
+
+
+_DIVIDED = {Site(1, "heads"): (4, 2), Site(1, "k"): (2, 2), Site(1, "v"): (1, 2), Site(1, "neurons"): (8,)}
+_OVER_RANKS = ModelInfo(
+    "m", 2, 4, "float32", (*_DIVIDED, STREAM, Site(0, "post_block")), shapes=grouped(_DIVIDED), ranks=4
+)
+
+
+def _along(hook, *numbers, **more):
+    """Return the vector of a hook's row that is 1 at some numbers."""
+    values = np.zeros(_OVER_RANKS.width_of(Site(1, hook)))
+    values[list(numbers)] = 1.0
+    return {hook: {1: {"vector": values, **more}}}
+
+
+_GATE = {"layer": 0, "vector": [1.0] * 4}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"vectors": _along("heads", 0, 7, scale=2.0)},
+        {"vectors": _along("neurons", 1, 6, gate="g"), "gates": {"g": _GATE}},
+        {
+            "vectors": _along("v", 0, 1, relative=True, gate="g"),
+            "gates": {"g": {"layer": 1, "hook": "v", "vector": [1, 2]}},
+        },
+        {
+            "clamps": {
+                "heads": {1: {"index": [0, 3], "value": 0}},
+                "neurons": {1: {"index": [0, 7], "min": 0, "max": 1}},
+            }
+        },
+        {"clamps": _along("heads", 2, 3, value=0)},
+        {"clamps": _along("k", 2, 3, max=1)},
+        {"clamps": _along("v", 0, 1, min=1)},
+        {"clamps": _along("post_block", 0, 3, value=0)},
+        {"patches": {"heads": {1: {"positions": [0, -1], "vector": [1.0] * 8, "amount": 0.5}}}},
+        {"patches": {"k": {1: {"positions": [2], "index": 1, "vector": [1, 2]}}}},
+    ],
+)
+def test_ranks_that_divide_a_row_act_on_its_numbers(fields):
+    steering = Steering.parse({f"steering_{name}": value for name, value in fields.items()})
+    steering.check(_OVER_RANKS)
+    program_of(_OVER_RANKS, [steering]).check(_OVER_RANKS)
+
+
+_SCORED = {"g": {"layer": 1, "hook": "neurons", "vector": [1.0] * 8}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "got", "operation"),
+    [
+        ({"vectors": _along("heads", 0, relative=True)}, "vectors.heads.1", "a relative vector at heads:1", "RELATIVE"),
+        ({"clamps": _along("heads", 1, 2, value=0)}, "clamps.heads.1", "a clamp along a direction at heads:1", "CLAMP"),
+        ({"clamps": _along("neurons", 0, 7, max=0)}, "clamps.neurons.1", "a clamp along a direction at neur", "CLAMP"),
+        ({"clamps": _along("k", 1, 2, min=0)}, "clamps.k.1", "a clamp along a direction at k:1", "CLAMP"),
+        ({"gates": _SCORED}, "gates.g", "a gate's score at neurons:1", "SCORE_DOT"),
+    ],
+)
+def test_what_needs_a_row_that_ranks_divide_is_refused(fields, field, got, operation):
+    steering = Steering.parse({f"steering_{name}": value for name, value in fields.items()})
+    with pytest.raises(UsageError) as refused:
+        steering.check(_OVER_RANKS)
+    assert str(refused.value).startswith(f"steering_{field}: got {got}")
+    assert "whose rows 4 tensor-parallel ranks divide, expected what changes each number by itself" in str(
+        refused.value
+    )
+    assert "\n" not in str(refused.value)
+    with pytest.raises(UsageError, match=rf"^steering: got an operation {operation} at .*, whose rows 4 tensor-para"):
+        program_of(_OVER_RANKS, [steering]).check(_OVER_RANKS)
+    alone = msgspec.structs.replace(_OVER_RANKS, ranks=msgspec.UNSET)
+    steering.check(alone)
+    program_of(alone, [steering]).check(alone)
+
+
+def test_a_feature_that_is_set_is_refused_where_ranks_divide_rows():
+    row = np.ones(8, np.float32).tobytes()
+    steering = Steering(base=Tier(features=(SetFeature(1, "heads", row, row, 0.0, 0.0, 1.0),)))
+    with pytest.raises(UsageError, match=r"^steering_features\.heads\.1: got a feature that is set at heads:1, whose"):
+        steering.check(_OVER_RANKS)
+    with pytest.raises(UsageError, match=r"^steering: got an operation ENCODE at heads:1"):
+        program_of(_OVER_RANKS, [steering]).check(_OVER_RANKS)
 
 
 def test_what_controllers_add_comes_before_entries_and_what_they_clamp_after():

@@ -557,6 +557,8 @@ def model_info(vllm_config: Any) -> ModelInfo:
     """
     model = vllm_config.model_config
     settings: Settings = vllm_config.additional_config
+    parallel = vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size
     return ModelInfo(
         name=str(model.served_model_name or model.model),
         num_layers=model.get_total_num_hidden_layers(),
@@ -566,7 +568,8 @@ def model_info(vllm_config: Any) -> ModelInfo:
         fixed=settings.fixed,
         shapes=settings.shapes or msgspec.UNSET,
         attention=settings.attention or msgspec.UNSET,
-        stages=vllm_config.parallel_config.pipeline_parallel_size,
+        stages=parallel.pipeline_parallel_size,
+        ranks=ranks if ranks > 1 else msgspec.UNSET,
     )
 
 

@@ -43,7 +43,7 @@ def check_model(engine_args: Any, patterns: Iterable[str], steered: Sequence[str
     """
     compat.check_arguments(engine_args)
     connectors.check_arguments(engine_args)
-    return Tapped.of(patterns, structures(engine_args), steered, ranks=engine_args.tensor_parallel_size)
+    return Tapped.of(patterns, structures(engine_args), steered)
 
 
 def tapped_by(model: str, arguments: Mapping[str, Any], patterns: Iterable[str]) -> Tapped:
@@ -69,6 +69,8 @@ def info_of(engine_args: Any, tapped: Tapped) -> ModelInfo:
     with explaining(engine_args.model):
         width = engine_args.create_model_config().get_hidden_size()
     more: dict[str, Any] = {name: getattr(tapped, name) or msgspec.UNSET for name in ("shapes", "attention")}
+    if (ranks := engine_args.tensor_parallel_size) > 1:
+        more["ranks"] = ranks
     return ModelInfo(engine_args.model, tapped.num_layers, width, "", tapped.sites, fixed=tapped.fixed, **more)
 
 

@@ -74,10 +74,20 @@ class Bank:
     index: the index of each tapped site.
     width: how many numbers the widest row has that is steered. Those that a site's rows lack are not read there.
     device: where the tensors are. A copy to a GPU runs after the steps that were launched before it.
+    begins: for each tapped site, which number of its rows is the first that this tensor-parallel rank has; empty if all
+        are whole.
     """
 
-    def __init__(self, size: Size, index: Mapping[Site, int], width: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        size: Size,
+        index: Mapping[Site, int],
+        width: int,
+        device: torch.device,
+        begins: Sequence[int] = (),
+    ) -> None:
         self.size = size
+        self._begins = begins
         self.rows = torch.empty((size.rows, width), dtype=torch.float32, device=device)
         self.heads = torch.full((size.slots, max(len(index), 1)), NONE, dtype=torch.int32, device=device)
         self.op_ints = torch.empty((size.ops, OP_WIDTH), dtype=torch.int32, device=device)
@@ -121,10 +131,14 @@ class Bank:
                 self._release(number)
             raise
 
-    def rows_at(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the rows as wide as those of `hidden`, `[rows, hidden.shape[1]]`."""
-        width = hidden.shape[1]
-        return self.rows if width == self.rows.shape[1] else self.rows[:, :width]
+    def rows_at(self, site: int, width: int) -> torch.Tensor:
+        """Return this rank's part of the rows, `[rows, width]`.
+
+        site: the index of the site that they steer.
+        width: how many numbers of its rows this rank has.
+        """
+        begin = self._begins[site] if self._begins else 0
+        return self.rows if width == self.rows.shape[1] else self.rows[:, begin : begin + width]
 
     def share(self, steered: Steered) -> None:
         """Add one reference to the slots of an `acquire`."""
@@ -137,9 +151,14 @@ class Bank:
         for number in (steered.prefill, steered.decode, *steered.patched.values()):
             self._release(number)
 
-    def device_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that every tap holds, by the names of the op's arguments."""
-        return {name: getattr(self, name) for name in ("heads", "op_ints", "op_floats", "rows")}
+    def device_tensors(self, site: int = 0, width: int = 0) -> dict[str, torch.Tensor]:
+        """Return the tensors that a tap holds, by the names of the op's arguments.
+
+        site: the index of the tap's site.
+        width: how many numbers of a row this rank has there; 0 if its rows are those of the residual stream.
+        """
+        tensors = {name: getattr(self, name) for name in ("heads", "op_ints", "op_floats")}
+        return {**tensors, "rows": self.rows_at(site, width) if width else self.rows}
 
     def __len__(self) -> int:
         return len(self._row_of)

@@ -23,7 +23,12 @@ def few_or_long(count: int, tokens: int) -> bool:
 
 
 def changed(
-    bank: Bank, heads: npt.NDArray[np.int32], stream: torch.Tensor, gating: Gating | None, rows: torch.Tensor
+    bank: Bank,
+    rows: torch.Tensor,
+    heads: npt.NDArray[np.int32],
+    stream: torch.Tensor,
+    gating: Gating | None,
+    token_rows: torch.Tensor,
 ) -> torch.Tensor:
     """Return the change that the operations make, `[tokens, hidden]` float32.
 
@@ -31,10 +36,11 @@ def changed(
     each chain is applied on its own, with one product per operation. Many short chains are applied together, operation
     by operation, until few are left.
 
+    rows: those of the bank, as wide as the site's.
     heads: the first operation of each token.
     stream: the site's value, `[tokens, hidden]` float32; changed too.
     gating: the gates of the step; None if it has none.
-    rows: the row of each token in the model's tensors.
+    token_rows: the row of each token in the model's tensors.
     """
     change = torch.zeros_like(stream)
     # The norm of each token before its first relative operation; negative before that.
@@ -44,7 +50,7 @@ def changed(
     ops, on = heads, np.arange(len(heads))  # the next operation of each unfinished token, and the tokens' indices
     while len(ops) and not few_or_long(len(np.unique(ops)), len(ops)):
         some = None if len(on) == len(heads) else torch.from_numpy(on)
-        _do_next(bank, ops, some, stream, change, norms, active, gating, rows)
+        _do_next(bank, rows, ops, some, stream, change, norms, active, gating, token_rows)
         following = bank.op_ints.numpy()[ops, 2]
         going = following >= 0
         ops, on = following[going], on[going]
@@ -55,18 +61,19 @@ def changed(
         first, length = int(mine[0]), len(mine)
         if int(mine[-1]) - first + 1 == length:
             here = slice(first, first + length)
-            _do_chain(bank, op, stream[here], change[here], norms[here], active[here], gating, rows[here])
+            _do_chain(bank, rows, op, stream[here], change[here], norms[here], active[here], gating, token_rows[here])
         else:
             tokens = torch.from_numpy(mine)
             effect = torch.zeros((length, stream.shape[1]))
             own = stream.index_select(0, tokens)
-            _do_chain(bank, op, own, effect, norms[tokens], active[tokens], gating, rows[tokens])
+            _do_chain(bank, rows, op, own, effect, norms[tokens], active[tokens], gating, token_rows[tokens])
             change.index_add_(0, tokens, effect)
     return change
 
 
 def _do_next(
     bank: Bank,
+    bank_rows: torch.Tensor,
     ops: npt.NDArray[np.int32],
     tokens: torch.Tensor | None,
     stream: torch.Tensor,
@@ -85,7 +92,7 @@ def _do_next(
     token_rows: the row of each token of `stream` in the model's tensors.
     """
     kinds, numbers, _, codes = bank.op_ints.numpy()[ops].T
-    rows = bank.rows_at(stream).index_select(0, torch.from_numpy(numbers.copy()))
+    rows = bank_rows.index_select(0, torch.from_numpy(numbers.copy()))
     amount, low, high, sharpness = torch.from_numpy(bank.op_floats.numpy()[ops]).unsqueeze(2).unbind(1)
     if gating is not None and (codes >= 0).any():
         places = token_rows if tokens is None else token_rows[tokens]
@@ -146,6 +153,7 @@ def _paired(
 
 def _do_chain(
     bank: Bank,
+    rows: torch.Tensor,
     op: int,
     stream: torch.Tensor,
     change: torch.Tensor,
@@ -160,7 +168,7 @@ def _do_chain(
     active: the activations of each row, by the number of their pair.
     token_rows: the row of each token in the model's tensors.
     """
-    ints, floats, rows = bank.op_ints.numpy(), bank.op_floats.numpy(), bank.rows_at(stream)
+    ints, floats = bank.op_ints.numpy(), bank.op_floats.numpy()
     vectors, times = [], []  # the rows that were added, and the factor of each token
     while op >= 0:
         amount, low, high, sharpness = floats[op].tolist()

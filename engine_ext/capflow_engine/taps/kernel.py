@@ -376,7 +376,7 @@ def launch(
     sites = heads.shape[1]
     assert staging.shape[1] == width <= rows.shape[1]
     assert staging.is_contiguous()
-    assert rows.is_contiguous()
+    assert rows.stride(1) == 1
     assert site_line.shape == site_base.shape == (CHANNELS, sites)
     assert token_row.shape == (CHANNELS, sites, token_steer.shape[0])
     assert tokens <= token_steer.shape[0]
@@ -410,7 +410,7 @@ def launch(
         token_steer.shape[0],
         carried.shape[1],
         width=width,
-        rows_width=rows.shape[1],
+        rows_width=rows.stride(0),
         BLOCK=triton.next_power_of_2(width),
         SPLIT=residual is not None,
         SCALED=scale != 1.0,

@@ -13,7 +13,6 @@ import numpy.typing as npt
 import torch
 
 from capflow.steering.program import SCORE_COSINE, SCORE_DOT
-from capflow_engine.taps.bank import Bank
 from capflow_engine.taps.gates import Gating, Tokens
 
 NORM_MIN = 1e-30
@@ -38,10 +37,12 @@ class Score(NamedTuple):
     amount: float | torch.Tensor
 
     def put(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None, scale: float, bank: Bank, gating: Gating
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, scale: float, rows: torch.Tensor, gating: Gating
     ) -> None:
-        """Score the tokens; the stream is `scale` times the sum of `hidden` and `residual`."""
-        rows = bank.rows_at(hidden)
+        """Score the tokens; the stream is `scale` times the sum of `hidden` and `residual`.
+
+        rows: those of the bank, `[rows, width]`.
+        """
         if self.kind == SCORE_DOT and isinstance(self.row, int) and hidden.dtype == torch.float32:
             probe = rows[self.row]
             scores = _rows(hidden, self.tokens).mv(probe)

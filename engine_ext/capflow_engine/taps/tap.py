@@ -133,7 +133,8 @@ class Tap(nn.Module):
         # Of a site whose rows have a shape of their own: a model may pass them as `[tokens, heads, head_dim]`.
         self.width = width if width_class else None
         self.register_buffer("site", torch.tensor([index], dtype=torch.int32, device=device), persistent=False)
-        for name, tensor in {**tables.device_tensors(width_class), **bank.device_tensors()}.items():
+        steering = bank.device_tensors(index, self.width or 0)
+        for name, tensor in {**tables.device_tensors(width_class), **steering}.items():
             self.register_buffer(name, tensor, persistent=False)
 
     def before(self, args: Any, kwargs: Any) -> None:

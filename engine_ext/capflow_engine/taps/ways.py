@@ -37,13 +37,14 @@ class _Run(NamedTuple):
     wide: torch.Tensor
     factor: Factor | None
 
-    def add_to(self, hidden: torch.Tensor, bank: Bank, scale: float, value: torch.Tensor | None) -> None:
+    def add_to(self, hidden: torch.Tensor, rows: torch.Tensor, scale: float, value: torch.Tensor | None) -> None:
         """Add it in float32 and round once.
 
+        rows: those of the bank, `[rows, width]`.
         scale: the stream is `scale` times a sum of which `hidden` is one part.
         value: the value of each token's gate; None if there are no gates.
         """
-        row = bank.rows_at(hidden)[self.row]
+        row = rows[self.row]
         vector = row if self.amount == scale else row * self.amount / scale
         tokens = hidden[self.begin : self.end]
         if tokens.dtype == torch.float32:
@@ -76,9 +77,9 @@ class _Gathered(NamedTuple):
     amounts: torch.Tensor | None
     factor: Factor | None
 
-    def add_to(self, hidden: torch.Tensor, bank: Bank, scale: float, value: torch.Tensor | None) -> None:
+    def add_to(self, hidden: torch.Tensor, rows: torch.Tensor, scale: float, value: torch.Tensor | None) -> None:
         """Add them as `_Run.add_to` does."""
-        change = bank.rows_at(hidden).index_select(0, self.rows)
+        change = rows.index_select(0, self.rows)
         if value is not None:
             change.mul_(value.unsqueeze(1))
         if self.amounts is not None:

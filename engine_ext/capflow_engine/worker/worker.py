@@ -107,14 +107,15 @@ class WorkerCapture:
         )
         self.sites = tuple(site for site, _, _ in owned)
         self.index = {site: n for n, site in enumerate(self.sites)}
-        self.widths = Widths.of(self.info, self.sites, self._ranks)
+        self.widths = Widths.of(self.info, self.sites)
         self.planner = Planner(len(self.sites), len(self.settings.hubs), self.widths.of_site)
         self._divides = any(each.divided for each in self.widths.classes)
         self.memory = RowMemory(self.widths, self.dtype, self._ranks)
         requests = worker.scheduler_config.max_num_seqs
         self.tables = self._make_tables(worker.scheduler_config.max_num_batched_tokens, requests)
         size = Size.of(self.settings.steering_bank_bytes, self.info.steered_width, requests)
-        self.bank = Bank(size.plus(size.reserve), self.index, self.info.steered_width, self.device)
+        begins = [self.widths.classes[number].begin(self.rank.tp) for number in self.widths.of_site]
+        self.bank = Bank(size.plus(size.reserve), self.index, self.info.steered_width, self.device, begins)
         self.histories = Histories(self.bank, size.reserve, self.info)
         self._install(owned)
         # A stage without taps sends too: its part of a request ends like that of any other stage.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from capflow.capture.site import DIVIDED_HOOKS, SHAPED_HOOKS, Site, refusal_of_fixed
-from capflow.errors import UsageError, explain
+from capflow.capture.site import SHAPED_HOOKS, Site, refusal_of_fixed
+from capflow.errors import UsageError
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat.model import tapped_by
 from capflow_models.backends import resolved_model
@@ -29,11 +29,6 @@ def shaped(
     hooks = [hook for hook in dict.fromkeys(site.hook for site in sites) if hook in SHAPED_HOOKS]
     if not hooks:
         return list(sites), {}
-    ranks = engine.get("tensor_parallel_size") or 1
-    for hook in hooks:
-        if ranks != 1 and hook in DIVIDED_HOOKS:
-            got, do = f"{hook} with tensor_parallel_size={ranks}", "leave tensor_parallel_size out"
-            raise UsageError(explain(where, got=got, expected="one rank, as ranks divide its rows", do=do))
     compat.prepare_environment(engine)
     patterns = [str(site) for site in sites if site.hook in hooks] if strict else [f"{hook}:*" for hook in hooks]
     try:

@@ -1,5 +1,6 @@
 """Width classes: rows of every shape, from the taps of each rank to the frames of each hub."""
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,7 +13,12 @@ from capflow.capture.positions import Positions
 from capflow.capture.site import Site
 from capflow.errors import CapflowError
 from capflow.protocol.row_format import RowFormat
+from capflow.steering.compiler import program_of
+from capflow.steering.request import Steering
 from capflow_engine.compat import engine as compat
+from capflow_engine.steering.budget import Size
+from capflow_engine.taps.acting import SlotRange
+from capflow_engine.taps.bank import Bank
 from capflow_engine.taps.plan import Planner, Scheduled, Tracked
 from capflow_engine.taps.step import Step
 from capflow_engine.taps.widths import Width, Widths
@@ -30,6 +36,11 @@ SHAPES = {
 }
 SITES = tuple(sorted({Site(0, "post_block"), Site(1, "post_block"), Site(1, "mlp_out"), *SHAPES}))
 INFO = ModelInfo("m", 2, HIDDEN, "float32", SITES, shapes=grouped(SHAPES))
+
+
+def over(ranks):
+    """Return the model with rows that so many ranks divide."""
+    return msgspec.structs.replace(INFO, ranks=ranks)
 
 
 def value(site, token):
@@ -66,7 +77,7 @@ class Worker:
 
     def __init__(self, rank, ranks, hubs):
         self.rank, self.ranks = rank, ranks
-        self.widths = Widths.of(INFO, SITES, ranks)
+        self.widths = Widths.of(over(ranks), SITES)
         self.planner = Planner(len(SITES), hubs, self.widths.of_site)
         self.memory = RowMemory(self.widths, torch.float32, ranks)
 
@@ -77,6 +88,21 @@ class Worker:
             for sites in (ship, [site for site in view if not self.widths.of_site[site]])
         ]
         return Tracked(name, name, 99, *programs, hub=hub)
+
+    def steer(self, program):
+        """Return the whole rows of a step's tokens at each site after this program, as this rank has them."""
+        begins = [self.widths.classes[number].begin(self.rank) for number in self.widths.of_site]
+        index = {site: number for number, site in enumerate(SITES)}
+        bank = Bank(Size(64, 256, 64), index, INFO.steered_width, torch.device("cpu"), begins)
+        request = self.tracked("r", 0, [], [])
+        request.steered = [SlotRange(0, 2, bank.acquire(program, 2))]
+        step = Step(self.planner.plan([Scheduled(request, 1, 0, 4)]), None, bank)
+        steered = {}
+        for number, site in enumerate(SITES):
+            rows = np.stack([part_of(site, value(site, token), self.rank, self.ranks) for token in range(6)])
+            steered[site] = torch.from_numpy(rows.astype(np.float32))
+            step.tap(number, steered[site], None)
+        return steered
 
     def run(self, batch, *, room):
         """Run a step; return its plan, the host's memory, and where the rows of other classes begin in it."""
@@ -159,21 +185,61 @@ def test_each_hub_gets_the_rows_of_its_requests_whole(asked, hubs, ranks, room):
     assert got == expected
 
 
+def _vector(site, seed):
+    return np.random.default_rng(seed).normal(size=INFO.width_of(site)).astype(np.float32)
+
+
+STEERED = [
+    {"steering_vectors": {site.hook: {site.layer: {"vector": _vector(site, n), "scale": 0.5}}}}
+    for n, site in enumerate(SITES)
+] + [
+    {"steering_patches": {site.hook: {site.layer: {"positions": [0, 3], "vector": _vector(site, 9), "amount": 0.5}}}}
+    for site in SITES
+] + [
+    {
+        "steering_vectors": {"heads": {0: _vector(Site(0, "heads"), 3)}, "k": {1: [1.0, 2.0, 3.0]}},
+        "prefill_steering_clamps": {
+            "heads": {0: {"index": [0, 3], "value": [1, 2, 3]}, 1: {"vector": [0, 0, 0, 0, 1, 1, 0, 0], "value": 4}},
+            "neurons": {0: [{"index": [7, 2], "max": 1.0}, {"index": 3, "value": 0, "strength": 0.5}]},
+            "k": {0: {"vector": [0, 0, 0, 1, -1, 1], "min": 5}},
+        },
+        "steering_patches": {"k": {0: {"positions": [2], "index": 1, "vector": [7, 8, 9]}}},
+    }
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_rank_steers_its_part_of_a_row(ranks):
+    for fields in STEERED:
+        steering = Steering.parse(fields)
+        steering.check(over(ranks))
+        program = program_of(INFO, [steering])
+        program.check(over(ranks))
+        whole = Worker(0, 1, 1).steer(program)
+        several = [Worker(rank, ranks, 1).steer(program) for rank in range(ranks)]
+        changed = {site for site in SITES if not np.allclose(whole[site], [value(site, n) for n in range(6)])}
+        assert changed == program.sites
+        for site in SITES:
+            for rank, steered in enumerate(several):
+                expected = np.stack([part_of(site, row, rank, ranks) for row in whole[site].numpy()])
+                assert np.array_equal(steered[site], expected), f"{site} on rank {rank} of {ranks}: {fields}"
+
+
 def test_the_classes_of_a_worker():
-    whole = Widths.of(INFO, SITES, 1)
+    whole = Widths.of(INFO, SITES)
     assert whole.classes[0] == Width((), 6, 6)
     assert not any(each.divided for each in whole.classes)
     assert {(each.shape, each.part) for each in whole.classes[1:]} == {
         ((4, 3), 12), ((2, 3), 6), ((8,), 8), ((5,), 5), ((4, 2), 8), ((1, 3), 3),
     }  # fmt: skip
-    divided = Widths.of(INFO, SITES, 4)
+    divided = Widths.of(over(4), SITES)
     assert {(each.shape, each.part, each.copies) for each in divided.classes if each.divided} == {
         ((4, 3), 3, 1), ((2, 3), 3, 2), ((8,), 2, 1), ((4, 2), 2, 1), ((1, 3), 3, 4),
     }  # fmt: skip
     with pytest.raises(
         CapflowError, match=r"^site heads:0: got 4 over 3 tensor-parallel ranks, expected as many on each"
     ):
-        Widths.of(INFO, (Site(0, "heads"),), 3)
+        Widths.of(over(3), (Site(0, "heads"),))
 
 
 @pytest.mark.parametrize("requests", [1, 40], ids=["runs", "indexed"])

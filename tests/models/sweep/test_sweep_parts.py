@@ -226,10 +226,6 @@ def test_experts_equal_transformers_with_hooks(pairs, tmp_path):
             r"hooks: got router:\*, expected a site of LlamaDecoderLayer \(the layer's MLP is no mix",
         ),
         (
-            {"hooks": "heads", "engine": {"tensor_parallel_size": 2}},
-            "hooks: got heads with tensor_parallel_size=2, exp",
-        ),
-        (
             {"hooks": "heads,post_block", "index": 1},
             "index: got numbers with the hook post_block, whose rows are chang",
         ),
