@@ -320,12 +320,23 @@ def clamp_seconds(tokens, chains, width=640, rounds=15):
     return tap, arithmetic
 
 
+def check_wide_site():
+    """Hold the kernel at a site with wider rows than the bank: it is captured and not steered."""
+    planner, bank = Planner(1), Bank(Size(2, 8, 2), {Site(0, "post_block"): 0}, 4, CPU)
+    request = Tracked("r", "r", 3, planner.program({0: Positions.ALL}), planner.nothing)
+    plan = planner.plan([Scheduled(request, 0, 0, 3)])
+    hidden, rows = torch.randn(3, 9), torch.empty(plan.rows, 9)
+    start_kernel(Made(plan, hidden, None, bank, {}, 1.0), rows)(0, hidden.clone())
+    assert torch.equal(rows, hidden)
+
+
 def run_all_kernel_cases(seeds):
     cases = [(case, number * seeds + seed) for number, case in enumerate(CASES) for seed in range(seeds)]
     for case, seed in cases:
         check(case, seed, start_kernel, truncate=True)
         check(case, seed, start_kernel, truncate=True, relative=True)
         check(case, seed, start_kernel, truncate=True, features=True)
+    check_wide_site()
     print("kernel cases", len(cases))
 
 

@@ -134,11 +134,11 @@ class Bank:
     def rows_at(self, site: int, width: int) -> torch.Tensor:
         """Return this rank's part of the rows, `[rows, width]`.
 
-        site: the index of the site that they steer.
+        site: the index of the site that they steer; if its rows are wider than the bank's, it is not steered.
         width: how many numbers of its rows this rank has.
         """
         begin = self._begins[site] if self._begins else 0
-        return self.rows if width == self.rows.shape[1] else self.rows[:, begin : begin + width]
+        return self.rows if width >= self.rows.shape[1] else self.rows[:, begin : begin + width]
 
     def share(self, steered: Steered) -> None:
         """Add one reference to the slots of an `acquire`."""

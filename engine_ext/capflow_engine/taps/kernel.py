@@ -374,7 +374,8 @@ def launch(
     assert hidden.stride(1) == 1
     assert residual is None or (residual.shape == hidden.shape and residual.stride(1) == 1)
     sites = heads.shape[1]
-    assert staging.shape[1] == width <= rows.shape[1]
+    # A row that is wider than the bank's is of a site that is not steered.
+    assert staging.shape[1] == width
     assert staging.is_contiguous()
     assert rows.stride(1) == 1
     assert site_line.shape == site_base.shape == (CHANNELS, sites)
