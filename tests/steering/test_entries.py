@@ -179,6 +179,14 @@ def test_what_needs_a_row_that_ranks_divide_is_refused(fields, field, got, opera
     program_of(alone, [steering]).check(alone)
 
 
+def test_the_number_of_ranks_travels_with_a_model():
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(_OVER_RANKS), type=ModelInfo)
+    assert [decoded.parts_of(site) for site in decoded.sites] == [4, 2, 1, 4, 1, 1]
+    assert b"ranks" not in msgspec.msgpack.encode(INFO)
+    with pytest.raises(msgspec.ValidationError, match=r"`int` >= 1 - at `\$\.ranks`"):
+        msgspec.convert({**msgspec.to_builtins(INFO), "ranks": 0}, ModelInfo)
+
+
 def test_a_feature_that_is_set_is_refused_where_ranks_divide_rows():
     row = np.ones(8, np.float32).tobytes()
     steering = Steering(base=Tier(features=(SetFeature(1, "heads", row, row, 0.0, 0.0, 1.0),)))
