@@ -107,6 +107,11 @@ class Lens:
         return Vocabulary(self.directory)
 
     @property
+    def fingerprint(self) -> str:
+        """A hash of the model's final norm and unembedding: other weights have another one."""
+        return self._unembedding.fingerprint
+
+    @property
     def last(self) -> Site:
         """The last layer's `post_block`, whose lens is the model's own prediction."""
         return Site(self.num_layers - 1, HOOK_DEFAULT)
@@ -304,7 +309,7 @@ class Lens:
                 raise UsageError(explain(file.where, got=got, expected=f"{expected}, as {self.directory}"))
         if other_weights or not origin.fingerprint:
             return
-        if (fingerprint := self._unembedding.fingerprint) != origin.fingerprint:
+        if (fingerprint := self.fingerprint) != origin.fingerprint:
             got = f"a lens of other weights{_of(origin.model)}, {origin.fingerprint}"
             do = "accept them with other_weights (--other-weights)"
             raise UsageError(explain(file.where, got=got, expected=f"{fingerprint}, as {self.directory}", do=do))

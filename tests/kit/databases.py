@@ -31,6 +31,9 @@ class Counts:
     def count(self, name: str, amount: int = 1) -> None:
         self.counts[name] += amount
 
+    def working(self) -> None:
+        self.counts["working"] += 1
+
 
 class Clock:
     """A clock that stands still until told otherwise."""

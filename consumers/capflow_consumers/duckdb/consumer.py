@@ -9,9 +9,13 @@ probe files:
 
     capflow run --consumer duckdb:path=scores.duckdb,saes=gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82
 
-It captures the sites of its probes and autoencoders for every request. Without either it captures nothing itself: it
-records the tokens of the requests that ask for a capture of their own. `site=post_block:0` records the tokens of every
-request, at the cost of capturing that site.
+`lens` records the tokens that each layer would predict after every token:
+
+    capflow run --consumer duckdb:path=scores.duckdb,lens=logit,lens_layers=5+11-17
+
+It captures the sites of these for every request. Without any of them it captures nothing itself: it records the tokens
+of the requests that ask for a capture of their own. `site=post_block:0` records the tokens of every request, at the
+cost of capturing that site.
 
 Rows are scored as they come. They wait in memory until there are `batch_rows` of them, `flush_s` seconds have passed,
 or a request ends; then one transaction writes them. A result of `ok` means that the request's rows are committed.
@@ -38,8 +42,8 @@ from capflow.buffers.policy import WhenFull
 from capflow.capture.frame import Block, Frame, FrameHeader
 from capflow.capture.model import ModelInfo
 from capflow.capture.result import CaptureResult, RequestDone, Status
-from capflow.capture.site import Site, layers_by_hook
-from capflow.capture.spec import CaptureSpec
+from capflow.capture.site import HOOK_DEFAULT, Site, layers_by_hook
+from capflow.capture.spec import CaptureSpec, Layers
 from capflow.errors import CapflowError, FatalError, RetryError, UsageError, explain
 from capflow.plugins.consumer import Consumer, Context, hookimpl
 from capflow.probes.kinds import load_probes
@@ -56,6 +60,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from capflow_consumers.duckdb.database import Adopted, Database, Stored
+    from capflow_consumers.duckdb.lens import LiveLens
     from capflow_consumers.duckdb.pending import PendingRows
     from capflow_consumers.duckdb.port import SqlPort
 
@@ -74,6 +79,10 @@ class DuckdbConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     probes: probe files.
     saes: autoencoders whose features to record, each `PATH`, `PATH@SITE` or `NAME=PATH@SITE`.
     top_features: how many features of each token to record, the most active ones.
+    lens: a lens file, as `capflow lens` writes it, or `logit`: what each layer would predict is recorded.
+    lens_layers: the layers that it reads.
+    lens_tokens: how many tokens to record at each layer, the most likely ones.
+    other_weights: whether the lens may be of other weights of the same sizes.
     site: one more site to capture for every request.
     vectors: whether to write the captured rows too.
     positions: which tokens to score.
@@ -86,6 +95,10 @@ class DuckdbConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     probes: list[str] = []
     saes: list[str] = []
     top_features: int = 32
+    lens: str = ""
+    lens_layers: list[int | str] | str = "all"
+    lens_tokens: int = 5
+    other_weights: bool = False
     site: str = ""
     vectors: bool = False
     positions: str = "all"
@@ -133,6 +146,16 @@ class DuckdbConsumer(Consumer):
         return load_saes(self.config.saes, f"consumers.{self.instance}.saes")
 
     @cached_property
+    def _lens(self) -> LiveLens | None:
+        from capflow_consumers.duckdb.lens import LiveLens
+
+        if not self.config.lens:
+            return None
+        config, where = self.config, f"consumers.{self.instance}"
+        layers, k = config.lens_layers, config.lens_tokens
+        return LiveLens(config.lens, layers, k, other_weights=config.other_weights, where=where)
+
+    @cached_property
     def _features(self) -> dict[Site, list[TopFeatures]]:
         """The autoencoders by the site that they read."""
         sites: dict[Site, list[TopFeatures]] = {}
@@ -151,13 +174,16 @@ class DuckdbConsumer(Consumer):
         return {site: stacked(probes) for site, probes in sites.items()}
 
     def spec(self) -> CaptureSpec | None:
-        """Return a spec of the sites of the probes, the autoencoders and the option; None without any.
+        """Return a spec of the sites of the probes, the autoencoders, the lens and the option; None without any.
 
         Raises UsageError for files that cannot be used.
         """
-        if not self._by_site:
+        layers = layers_by_hook(sorted(self._by_site))
+        hooks: dict[str, Layers] = dict(layers.items())
+        if self._lens is not None:
+            hooks[HOOK_DEFAULT] = self._lens.layers_with(layers.get(HOOK_DEFAULT, []))
+        if not hooks:
             return None
-        hooks = layers_by_hook(sorted(self._by_site))
         return CaptureSpec.parse(
             {"hooks": hooks, "positions": self.config.positions}, where=f"consumers.{self.instance}"
         )
@@ -185,11 +211,10 @@ class DuckdbConsumer(Consumer):
     def open(self, context: Context) -> None:
         """Open the file and record the probes. The hub delivers again the rows that were pending before this `open`."""
         from capflow_consumers.duckdb.database import Database
-        from capflow_consumers.duckdb.pending import PendingRows
         from capflow_consumers.duckdb.port import SqlPort
 
         self._context = context
-        self._pending = PendingRows(self._by_site, self._features, vectors=self.config.vectors)
+        self._pending = self._made_pending()
         self._requests, self._stored = {}, {}
         where = f"consumers.{self.instance}.path"
         database = Database.open(self._path, memory_bytes_max=self.config.memory_bytes_max, where=where)
@@ -212,7 +237,7 @@ class DuckdbConsumer(Consumer):
         self._database = database
 
     def on_session(self, engine: str, model: ModelInfo) -> None:
-        """Raise UsageError unless all probes and autoencoders fit the model; frames of an unfit engine are refused."""
+        """Raise UsageError unless probes, saes and lens fit the model; frames of an unfit engine are refused."""
         self._models[engine] = model
         self._unfit.pop(engine, None)
         try:
@@ -220,6 +245,9 @@ class DuckdbConsumer(Consumer):
                 probe.check(model.sites, model.width_of(probe.site))
             for sae in self._saes.values():
                 sae.check_reads(model)
+            if self._lens is not None:
+                assert self._database is not None
+                self._lens.fit(model, self._database.check_lens)
         except UsageError as e:
             self._unfit[engine] = str(e)
             raise
@@ -426,6 +454,8 @@ class DuckdbConsumer(Consumer):
         """
         assert self._database is not None
         pending, requests = self._pending.tables()
+        if self._lens is not None and self._lens.record is not None:
+            tables = {**self._database.lens_table(self._lens.record), **tables}
         try:
             self._database.append({**pending, **tables}, adopted)
         except RetryError:
@@ -438,14 +468,21 @@ class DuckdbConsumer(Consumer):
         for request in requests:
             request.commit()
 
+    def _made_pending(self) -> PendingRows:
+        """Return an empty batch."""
+        from capflow_consumers.duckdb.lens import LensRows
+        from capflow_consumers.duckdb.pending import PendingRows
+
+        assert self._context is not None
+        lens = None if self._lens is None else LensRows(self._lens, self._context.working)
+        return PendingRows(self._by_site, self._features, vectors=self.config.vectors, lens=lens)
+
     def _abandon(self, error: str) -> None:
         """Drop the pending rows.
 
         Whether the file has them is unknown: the next `open` reads that, and the hub delivers the missing ones again.
         """
-        from capflow_consumers.duckdb.pending import PendingRows
-
-        self._pending = PendingRows(self._by_site, self._features, vectors=self.config.vectors)
+        self._pending = self._made_pending()
         for request in self._requests.values():
             if request.pending:
                 request.pending = FrameLog()

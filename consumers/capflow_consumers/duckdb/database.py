@@ -12,9 +12,10 @@ import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import duckdb
+import msgspec
 import pyarrow as pa
 import xxhash
 
@@ -26,6 +27,9 @@ from capflow.saes.sae import Sae
 from capflow_consumers.duckdb.query import SETTINGS, SqlQuery
 from capflow_consumers.duckdb.schema import ADDED, KEYS, TABLES, VIEWS
 from capflow_consumers.framelog import FrameLog
+
+if TYPE_CHECKING:
+    from capflow_consumers.duckdb.lens import LensRecord
 
 _STORED = """
 SELECT capture, marks.request_id, boot, rank, first_frame, last_frame, capture_status
@@ -183,6 +187,28 @@ class Database:
         if had != row:
             names = [column for column, _ in TABLES["saes"]]
             self.append({"saes": pa.table({column: [value] for column, value in zip(names, row, strict=True)})})
+
+    def check_lens(self, lens: LensRecord) -> None:
+        """Raise UsageError when the database has tokens of a different lens of that name."""
+        had = self._lens(lens.name)
+        if had and (had[1], had[4]) != (lens.kind, lens.digest):
+            do = "use another database" if not lens.file else "rename its file, or use another database"
+            problem = f"lens {lens.name}: the database has tokens of another lens of this name"
+            got, expected = f"{lens.model}, xxh3 {lens.digest}", f"{had[2]}, xxh3 {had[4]}"
+            raise UsageError(explain(problem, got=got, expected=expected, do=do))
+
+    def lens_table(self, lens: LensRecord) -> dict[str, pa.Table]:
+        """Return the table to append that records a lens; none if the database has it."""
+        row = msgspec.structs.astuple(lens)
+        if self._lens(lens.name) == row:
+            return {}
+        names = [column for column, _ in TABLES["lenses"]]
+        return {"lenses": pa.table({column: [value] for column, value in zip(names, row, strict=True)})}
+
+    def _lens(self, name: str) -> tuple[str, ...] | None:
+        query = "SELECT * FROM lenses WHERE name = ? ORDER BY rowid DESC LIMIT 1"
+        row: tuple[str, ...] | None = self._connection.execute(query, [name]).fetchone()
+        return row
 
     def stored(self, engine: str) -> dict[str, list[Stored]]:
         """Return the captures of an engine by request id, oldest first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +17,9 @@ from capflow_consumers.duckdb.request import ScoredRequest
 from capflow_consumers.duckdb.scoring import Part, Rows, RowStage, TopFeatures
 from capflow_consumers.duckdb.span import BatchRequests, SiteSpan, named, running
 
+if TYPE_CHECKING:
+    from capflow_consumers.duckdb.lens import LensRows
+
 # A request, its part of a frame, and which tokens of that part: `token_ids[first:stop]`.
 _Tokens = tuple[ScoredRequest, RequestRows, int, int]
 
@@ -27,6 +30,7 @@ class PendingRows:
     scorers: the probes of each site whose rows are kept.
     features: the autoencoders of these sites.
     vectors: whether the rows themselves are written, as float32.
+    lens: the rows that a lens reads.
     count: table rows that wait.
     nbytes: bytes of vectors that wait.
     """
@@ -37,9 +41,11 @@ class PendingRows:
         features: Mapping[Site, Sequence[TopFeatures]] = MappingProxyType({}),
         *,
         vectors: bool,
+        lens: LensRows | None = None,
     ) -> None:
         self.count = 0
         self.nbytes = 0
+        self._lens = lens
         self._vectors = vectors
         self._tokens: list[_Tokens] = []
         self._scorers = scorers
@@ -103,6 +109,7 @@ class PendingRows:
 
     def _add(self, sites: Sequence[Site], parts: list[Part], rows: Rows) -> None:
         _, count, width = rows.shape
+        self._add_to_lens(sites, parts, rows)
         for index, site in enumerate(sites):
             scorers = self._scorers.get(site)
             if scorers is None:
@@ -118,12 +125,21 @@ class PendingRows:
             if self._vectors:
                 self.nbytes += count * width * 4
 
+    def _add_to_lens(self, sites: Sequence[Site], parts: list[Part], rows: Rows) -> None:
+        if self._lens is None:
+            return
+        for index, site in enumerate(sites):
+            if self._lens.lens.takes(site):
+                self._lens.add(site, parts, rows[index])
+                self.count += rows.shape[1] * self._lens.lens.k
+        self._lens.read_full()
+
     def tables(self) -> tuple[dict[str, pa.Table], list[ScoredRequest]]:
         """Return the tables to append, and the requests with rows in them. The rows stay pending until `clear`."""
         stages = [stage for stage in self._stages.values() if stage.parts]
-        owners = itertools.chain(
-            (entry[0] for entry in self._tokens), *((part[0] for part in stage.parts) for stage in stages)
-        )
+        read = [] if self._lens is None else list(self._lens.tokens())
+        parts = itertools.chain(*(stage.parts for stage in stages), *(parts for _, parts, _ in read))
+        owners = itertools.chain((entry[0] for entry in self._tokens), (part[0] for part in parts))
         requests = BatchRequests({id(request): request for request in owners})
         tables: dict[str, list[pa.Table]] = {}
         if requests.all:
@@ -140,11 +156,21 @@ class PendingRows:
                 tables.setdefault("features", []).append(span.features(features.name, *active))
             if vectors is not None:
                 tables.setdefault("vectors", []).append(span.vectors(vectors))
-        return {name: _joined(parts) for name, parts in tables.items()}, requests.all
+        for site, its_parts, readings in read:
+            span = SiteSpan(requests, its_parts, site)
+            tables.setdefault("lens_tokens", []).append(span.lens_tokens(self._lens_name, readings))
+        return {name: _joined(several) for name, several in tables.items()}, requests.all
+
+    @property
+    def _lens_name(self) -> str:
+        assert self._lens is not None
+        return self._lens.lens.name
 
     def clear(self) -> None:
         """Drop the pending rows."""
         self._tokens, self.count, self.nbytes = [], 0, 0
+        if self._lens is not None:
+            self._lens.clear()
         for key, stage in list(self._stages.items()):
             if stage.parts:
                 stage.clear()

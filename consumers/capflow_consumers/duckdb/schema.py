@@ -9,6 +9,8 @@ Each table has one row for each:
 * pools: request and probe of another pool, in each transaction.
 * saes: autoencoder whose features are recorded; `k` is its number of active features, 0 unless it is a TopK one.
 * features: captured row and feature that is among the most active ones there.
+* lenses: lens that rows are read with.
+* lens_tokens: captured row and token that is among the most likely ones there; `rank` is 1 for the most likely one.
 * vectors: captured row, with the option `vectors`.
 * actions: event of steering: an action that was asked for through the hub, or what happened inside a worker.
 * marks: run of consecutive frames of one worker, in each transaction and request.
@@ -104,6 +106,25 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         ("hook", "VARCHAR"),
         ("feature", "INTEGER"),
         ("activation", "FLOAT"),
+    ],
+    "lenses": [
+        ("name", "VARCHAR"),
+        ("kind", "VARCHAR"),
+        ("model", "VARCHAR"),
+        ("file", "VARCHAR"),
+        ("xxh3_64", "VARCHAR"),
+    ],
+    "lens_tokens": [
+        *_KEY,
+        ("position", "BIGINT"),
+        ("lens", "VARCHAR"),
+        ("layer", "INTEGER"),
+        ("hook", "VARCHAR"),
+        ("rank", "INTEGER"),
+        ("token_id", "INTEGER"),
+        ("text", "VARCHAR"),
+        ("logit", "FLOAT"),
+        ("probability", "DOUBLE"),
     ],
     "vectors": [*_KEY, ("position", "BIGINT"), ("layer", "INTEGER"), ("hook", "VARCHAR"), ("vector", "FLOAT[]")],
     "actions": [

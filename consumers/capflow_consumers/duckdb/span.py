@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,9 @@ from capflow.probes.probe import Scorer
 from capflow.saes.sae import INACTIVE
 from capflow_consumers.duckdb.request import ScoredRequest
 from capflow_consumers.duckdb.scoring import Part, Rows
+
+if TYPE_CHECKING:
+    from capflow.lenses.lens import LensReading
 
 Ints = npt.NDArray[np.int64]
 
@@ -102,6 +106,30 @@ class SiteSpan:
                 **self._place(count),
                 "feature": ids[rows, columns],
                 "activation": activations[rows, columns],
+            }
+        )
+
+    def lens_tokens(self, lens: str, readings: Sequence[LensReading]) -> pa.Table:
+        """Return the table `lens_tokens`: a row for each token of the readings, which have all rows in order.
+
+        A row that holds NaN or infinity has none.
+        """
+        ids = np.concatenate([reading.ids for reading in readings])
+        rows, ranks = np.nonzero(ids >= 0)
+        texts = itertools.chain.from_iterable(reading.texts for reading in readings)
+        listed = [text for row, several in zip(ids, texts, strict=True) if row[0] >= 0 for text in several]
+        count = len(rows)
+        return pa.table(
+            {
+                **self.requests.columns(self.numbers[rows]),
+                "position": self.positions[rows],
+                "lens": named(np.zeros(count, np.int32), [lens]),
+                **self._place(count),
+                "rank": (ranks + 1).astype(np.int32),
+                "token_id": ids[rows, ranks].astype(np.int32),
+                "text": pa.array(listed, pa.string()),
+                "logit": np.concatenate([reading.logits for reading in readings])[rows, ranks],
+                "probability": np.concatenate([reading.probabilities for reading in readings])[rows, ranks],
             }
         )
 
