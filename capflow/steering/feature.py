@@ -53,6 +53,12 @@ class FeatureUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tier: str = "base"
     where: str = "steering_features"
 
+    def scaled(self, scale: float) -> FeatureUse:
+        """Return the use with its coefficient multiplied, or with its strength if it is set."""
+        if self.sets:
+            return msgspec.structs.replace(self, strength=self.strength * scale)
+        return msgspec.structs.replace(self, value=self.value * scale)
+
 
 class SetFeature(AtSite, frozen=True, forbid_unknown_fields=True):
     """One feature whose activation is set at one site.

@@ -237,6 +237,7 @@ def join(*parts: Steering | None) -> Steering:
         tuple(patch for part in present for patch in part.patches),
         tuple(use for part in present for use in part.modules),
         tuple(dict.fromkeys(gate for part in present for gate in part.gates)),
+        tuple(use for part in present for use in part.features),
     )
 
 

@@ -15,6 +15,7 @@ from capflow.extras import require
 from capflow.steering.request import Steering
 from capflow_engine.steering.budget import Size
 from capflow_engine.steering.fit import Fit
+from capflow_engine.steering.saes import load_for
 from capflow_engine.steering.store import SteeringStore
 from capflow_models.model import Completion, Job, Prompt, Rows, Sampling, SteerableModel
 
@@ -34,6 +35,7 @@ class TransformersSteerableModel(SteerableModel):
         be token ids, and answers have no text.
     dtype: the name of a torch dtype, or `auto`.
     device: the torch device; the model's own if None.
+    saes: autoencoders by whose features prompts may be steered, each `PATH`, `PATH@SITE` or `NAME=PATH@SITE`.
     arguments: further arguments of `from_pretrained`.
 
     Every hook point that is found in the layers can be steered. A layer with an unclear structure has two: its input
@@ -51,6 +53,7 @@ class TransformersSteerableModel(SteerableModel):
         tokenizer: Any = None,
         dtype: str = "auto",
         device: str | None = None,
+        saes: Sequence[str] = (),
         **arguments: Any,
     ) -> None:
         if isinstance(model, str):
@@ -77,9 +80,9 @@ class TransformersSteerableModel(SteerableModel):
                 sites=tuple(Site(n, hook) for n, layer in enumerate(self._layers) for hook in layer.structure.places),
                 fixed=tuple(Site(n, hook) for n, layer in enumerate(self._layers) for hook in layer.structure.fixed),
             ),
-            SteeringStore(check=self._check_shared),
+            SteeringStore(check=self._check_shared, resolve=self._resolved),
         )
-        self._fit = Fit(self.info, Size.without_bound())
+        self._fit = Fit(self.info, Size.without_bound(), load_for(saes, lambda: self.info, "saes"))
         self._ends = _ends(loaded, tokenizer)
 
     @property
@@ -94,6 +97,12 @@ class TransformersSteerableModel(SteerableModel):
                 got = f"{site}, which {type(layer).__name__} lacks: {reason}"
                 raise UsageError(explain("hook", got=got, expected=f"one of {', '.join(structure.places)}"))
         super()._check_site(site)
+
+    def _resolved(self, steering: Steering) -> Steering:
+        return self._fit.resolved(steering)
+
+    def _check(self, steering: Steering) -> None:
+        super()._check(self._resolved(steering))
 
     def _check_shared(self, present: Steering, new: Steering) -> None:
         """Raise UsageError for a module or a global state that does not fit; see `SteeringStore`."""

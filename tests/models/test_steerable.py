@@ -25,6 +25,7 @@ from capflow_models.model import Sampling
 from capflow_models.spec import join
 from capflow_models.specfiles import load_spec
 from capflow_models.stream import structure_of
+from tests.kit.autoencoders import encoded, saelens, weights
 from tests.kit.engines import LAYERS, WIDTH, Reference, engine, environment, prompts, save_tiny, save_words
 
 LOGITS_BOUND = 1e-4
@@ -559,6 +560,68 @@ def full_spec():
     )
 
 
+@pytest.fixture(scope="module")
+def tensors(tmp_path_factory):
+    """An autoencoder at post_block:1, saved; its path and tensors."""
+    made = {name: value / 8 for name, value in weights(jumps=True, width=WIDTH, count=12).items()}
+    return saelens(tmp_path_factory.mktemp("saes") / "mood", made, "jumprelu"), made
+
+
+def steer_features(tensors, uses):
+    """Return what features do to rows `[tokens, hidden]` float64: added ones first, then all that are set."""
+
+    def change(x):
+        rows = x.numpy().copy()
+        rows += sum(
+            how * tensors["W_dec"][n].astype(np.float64) for n, how in uses.items() if not isinstance(how, dict)
+        )
+        active = encoded(tensors, rows)
+        for number, how in uses.items():
+            if isinstance(how, dict):
+                moved = how.get("strength", 1.0) * (how["set"] - active[:, number])
+                rows += moved[:, None] * tensors["W_dec"][number].astype(np.float64)
+        return torch.from_numpy(rows)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "uses", [{3: 9.0, 5: -4.0}, {3: {"set": 8.0}, 7: {"set": 0}}, {1: 5.0, 3: {"set": 6.0, "strength": 0.5}}]
+)
+def test_features_are_added_and_set_as_named(loaded, tiny, tensors, uses):
+    path, made = tensors
+    model = TransformersSteerableModel(loaded.model, tokenizer=loaded.tokenizer, saes=[f"mood={path}"])
+    asked = Steering.parse({"steering_features": {"sae": "mood", "features": uses}})
+    change = steer_features(made, uses)
+    assert check(model, tiny, {(1, "post_block"): change}, steering=asked) > 1e-2
+    model.set_layer_vector(1, A)
+    assert check(model, tiny, {(1, "post_block"): lambda x: change(add(A)(x))}, steering=asked) > 1e-2
+    model.clear_all()
+    model.modules.register("glad", asked)
+    named = Steering.parse({"steering_name": "glad"})
+    assert check(model, tiny, {(1, "post_block"): change}, steering=named) > 1e-2
+
+
+def test_features_that_there_are_not_are_refused(loaded, tensors, tmp_path):
+    path, _ = tensors
+    model = TransformersSteerableModel(loaded.model, saes=[f"mood={path}"])
+    for asked, message in (
+        (
+            {"sae": "sad", "features": {1: 2.0}},
+            "steering_features.features.1: got autoencoder sad, expected a known one",
+        ),
+        ({"sae": "mood", "features": {99: 2.0}}, "steering_features.features.99: got 99, expected a feature of "),
+    ):
+        with pytest.raises(UsageError) as caught:
+            model.logprobs(PROMPTS, steering=Steering.parse({"steering_features": asked}))
+        assert str(caught.value).startswith(message)
+    with pytest.raises(UsageError, match=r"steering_features.features.1: got autoencoder mood, .* \(none is named\)"):
+        loaded.logprobs(PROMPTS, steering=Steering.parse({"steering_features": {"sae": "mood", "features": {1: 2.0}}}))
+    wide = saelens(tmp_path / "wide", weights(width=WIDTH + 1))
+    with pytest.raises(UsageError, match=f"wide: decoder: got {WIDTH + 1} numbers a row"):
+        TransformersSteerableModel(loaded.model, saes=[str(wide)])
+
+
 def test_what_is_saved_is_loaded(model, tiny, tmp_path):
     model.apply_steering_spec(full_spec())
     model.save_pretrained(tmp_path / "kept")
@@ -656,9 +719,11 @@ def test_a_name_that_is_no_model_is_refused(tmp_path):
 
 @pytest.mark.engine
 @pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.long)], ids=["eager", "compiled"])
-def test_both_back_ends_agree(tiny, loaded, tmp_path, eager):
+def test_both_back_ends_agree(tiny, loaded, tmp_path, tensors, eager):
     from capflow_models import VLLMSteerableModel
 
+    saes = [f"mood={tensors[0]}"]
+    loaded = TransformersSteerableModel(loaded.model, tokenizer=loaded.tokenizer, saes=saes)
     sites = [Site(layer_of(hook, 2), hook) for hook in HOOKS]
     arguments = {
         "sites": ["*:*"],
@@ -666,6 +731,7 @@ def test_both_back_ends_agree(tiny, loaded, tmp_path, eager):
         "max_logprobs": -1,
         "enforce_eager": eager,
         "skip_tokenizer_init": False,
+        "saes": saes,
     }
     specs = [
         SteeringSpec(),
@@ -694,6 +760,7 @@ def test_both_back_ends_agree(tiny, loaded, tmp_path, eager):
         },
         {"steering_name": {"glad": 0.5, "calm": -1.0}, **phases},
         {"decode_steering_vectors": {"post_block": {1: {"vector": C, "scale": 0.5, "relative": True}}}, **phases},
+        {"decode_steering_features": {"sae": "mood", "features": {2: 9.0, 3: {"set": 8.0}, 4: {"set": 0}}}, **phases},
     ]
     modules = {
         "glad": {
