@@ -12,12 +12,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from capflow.capture.site import Site
+from capflow.cli.engine.rollouts import _features
 from capflow.errors import UsageError
+from capflow.steering.request import Steering
 from capflow_models import LayerSteeringSpec, SteeringSpec, TransformersSteerableModel, save_vectors
 from capflow_models.jobs.rolloutjob import RolloutJob
+from capflow_models.jobs.rolloutjob import plan_of as plan_of_job
 from capflow_models.model import Sampling
 from capflow_models.rollouts.plan import RolloutPlan, RolloutPrompt, missing, roll_out
 from capflow_models.runs.lines import LineFile, read_lines
+from tests.kit.autoencoders import saelens, weights
 from tests.kit.engines import WIDTH, engine, environment, save_tiny, save_words
 from tests.kit.waiting import eventually
 
@@ -340,6 +344,91 @@ def test_normalized_steering_is_by_the_streams_norm_and_another_row():
     assert [vector.scale for vector in vectors] == [item.scale] * len(vectors)
     assert not any(vector.relative for vector in plain.job(item).steering.base.vectors)
     assert plain.settings(item) != normal.settings(item)
+
+
+def features_job(path, **changes):
+    given = {"model": "m", "backend": "transformers", "prompts": str(path / "prompts.jsonl"), "out": "out.jsonl"}
+    features = {"glad": {"sae": "mood", "features": {"3": 4.0, "7": {"set": 0, "strength": 0.5}}}}
+    saes = [f"mood={path / 'sae'}"]
+    return RolloutJob(**(given | {"scales": [0.0, 1.0, -2.0], "features": features, "saes": saes} | changes))
+
+
+@pytest.fixture
+def with_sae(tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"id": "a", "prompt": "w5 w6"}\n')
+    saelens(tmp_path / "sae", weights(jumps=True, width=WIDTH), "jumprelu")
+    return tmp_path
+
+
+def test_features_stand_beside_vectors_and_scales_multiply_them(with_sae, tiny):
+    plan = plan_of_job(features_job(with_sae))
+    items = {item.scale: item for item in plan.items()}
+    assert [(item.vector, item.scale) for item in items.values()] == [("none", 0.0), ("glad", 1.0), ("glad", -2.0)]
+    uses = plan.job(items[-2.0]).steering.features
+    assert [(use.number, use.sets, use.value, use.strength) for use in uses] == [
+        (3, False, -8.0, 1.0),
+        (7, True, 0, -1),
+    ]
+    assert plan.hooks == ["post_block"]
+    other = saelens(with_sae / "other", weights(jumps=True, width=WIDTH, seed=1), "jumprelu")
+    digests = {
+        plan_of_job(job).settings(items[1.0])
+        for job in (
+            features_job(with_sae),
+            features_job(with_sae, saes=[f"mood={other}"]),
+            features_job(with_sae, features={"glad": {"sae": "mood", "features": {"3": 5.0}}}),
+        )
+    }
+    assert len(digests) == 3
+    model = TransformersSteerableModel(tiny, dtype="float32", saes=features_job(with_sae).saes)
+    done = model.run([plan.job(item) for item in items.values()])
+    asked = {"sae": "mood", "features": {3: -8.0, 7: {"set": 0, "strength": -1.0}}}
+    steering = Steering.parse({"steering_features": asked})
+    assert done[2] == model.complete("w5 w6", Sampling(64, seed=0), steering=steering)[0]
+    assert len({answer.token_ids for answer in done}) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"saes": []}, "--features glad.features.3: got autoencoder mood, expected a known one (none is named)"),
+        ({"features": {"x": {"sae": "mood", "features": {"99": 1.0}}}}, "--features x.features.99: got 99, expected a"),
+        ({"features": {"x": {"sae": "mood", "features": {"1": "a"}}}}, "--features x.features.1: got "),
+        (
+            {"features": {"x": {"sae": "mood", "features": {"1": 1.0}, "gate": "g"}}},
+            "--features x.features.1.gate: got",
+        ),
+        (
+            {"features": {"none": {"sae": "mood", "features": {"1": 1.0}}}},
+            "--features: got none, expected another name",
+        ),
+        ({"vectors": {"glad": "x.npz"}}, "--vector, --features: names: got glad twice"),
+        ({"relative": True}, "--normalize-steering: got given with --features, expected vectors only"),
+    ],
+)
+def test_features_that_cannot_be_are_refused_with_the_option(with_sae, changes, message):
+    with pytest.raises(UsageError) as caught:
+        plan_of_job(features_job(with_sae, **changes))
+    assert str(caught.value).startswith(message)
+
+
+def test_a_feature_of_a_topk_autoencoder_is_not_set(with_sae):
+    saelens(with_sae / "topk", weights(width=WIDTH), "topk", k=4)
+    with pytest.raises(UsageError, match=r"--features glad.features.7: got set with mood, a TopK autoencoder"):
+        plan_of_job(features_job(with_sae, saes=[f"mood={with_sae / 'topk'}"]))
+
+
+def test_the_option_features_is_json_by_name():
+    assert _features(('a={"sae": "m", "features": {"1": 2}}',)) == {"a": {"sae": "m", "features": {"1": 2}}}
+    for given, message in (
+        (("a",), "--features: got a, expected NAME=JSON, each name once"),
+        (("a={}", "a={}"), "--features: got a={}, expected NAME=JSON, each name once"),
+        (("a={1}",), "--features a: got {1}: "),
+        (('a={"sae": 1, "sae": 2}',), "--features a: "),
+    ):
+        with pytest.raises(UsageError) as caught:
+            _features(given)
+        assert str(caught.value).startswith(message)
 
 
 def test_the_option_normalizes_what_is_rolled_out(monkeypatch):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
+from capflow.cli.features import read_features
 from capflow.errors import UsageError, explain
 from capflow.text.examples import examples
 
@@ -13,12 +16,21 @@ from capflow.text.examples import examples
         "capflow rollouts --model demo --prompts prompts.jsonl --vector glad=glad.safetensors --out answers.jsonl",
         "capflow rollouts --model demo --prompts prompts.jsonl --judge perplexity --judge sorry=regex:(?i)sorry "
         "--out answers.jsonl",
+        "capflow rollouts --model demo --prompts prompts.jsonl --sae mood=my-sae@post_block:9 "
+        """--features 'glad={"sae": "mood", "features": {"123": 4.0}}' --out answers.jsonl""",
     )
 )
 @click.option("--model", required=True, metavar="MODEL", help="A model's directory or name, or `demo`.")
 @click.option("--prompts", required=True, metavar="FILE", help='JSON Lines: {"id": "…", "prompt": "…"}.')
 @click.option("--out", required=True, metavar="FILE", help="A .jsonl or .parquet file; what it has is not done again.")
 @click.option("--vector", "vectors", multiple=True, metavar="NAME=FILE", help="A file of vectors; repeatable.")
+@click.option("--sae", "saes", multiple=True, metavar="[NAME=]PATH[@SITE]", help="An autoencoder; repeatable.")
+@click.option(
+    "--features",
+    multiple=True,
+    metavar="NAME=JSON",
+    help="Its features, as in a request's steering_features; repeatable.",
+)
 @click.option("--scales", default="0,1", show_default=True, metavar="X,Y,…", help="Scales of each; 0 steers nothing.")
 @click.option(
     "--normalize-steering", is_flag=True, help="Scales are of the stream's norm at each token; vectors have length 1."
@@ -47,6 +59,8 @@ def rollouts(
     prompts: str,
     out: str,
     vectors: tuple[str, ...],
+    saes: tuple[str, ...],
+    features: tuple[str, ...],
     scales: str,
     normalize_steering: bool,
     samples: int,
@@ -62,6 +76,8 @@ def rollouts(
     model_arg: tuple[str, ...],
 ) -> None:
     """Answer every prompt under every vector at every scale.
+
+    --features NAME=JSON stands beside the vectors: a scale multiplies coefficients, and the strengths of what is set.
 
     A run that was stopped continues when it is started again. With --stride N each worker writes a file of its own,
     FILE.K-of-N.
@@ -79,6 +95,8 @@ def rollouts(
             "prompts": prompts,
             "out": out,
             "vectors": _files(vectors),
+            "saes": saes,
+            "features": _features(features),
             "scales": _numbers(scales),
             "samples": samples,
             "seed": seed,
@@ -103,6 +121,16 @@ def _files(vectors: tuple[str, ...]) -> dict[str, str]:
             raise UsageError(explain("--vector", got=each, expected="NAME=FILE, each name once"))
         files[name] = path
     return files
+
+
+def _features(given: tuple[str, ...]) -> dict[str, Any]:
+    features: dict[str, Any] = {}
+    for each in given:
+        name, equals, text = each.partition("=")
+        if not equals or not name or name in features:
+            raise UsageError(explain("--features", got=each, expected="NAME=JSON, each name once"))
+        features[name] = read_features(text, f"--features {name}")
+    return features
 
 
 def _numbers(text: str) -> list[float]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from capflow.cli.features import read_features
 from capflow.cli.hub.address import engine_option, hub_options
+from capflow.errors import UsageError, explain
 from capflow.text.examples import examples
 
 if TYPE_CHECKING:
     from capflow.steering.action import Action
+    from capflow.steering.vector import SteeringVector
 
 
 _engine = engine_option("The engine that runs the request, if several engines have a request with this id.")
@@ -28,29 +32,76 @@ def _leased(command: Any) -> Any:
     return command
 
 
-@click.command(epilog=examples("capflow steer REQUEST --vector mood.safetensors --site post_block:9 --scale 2"))
+@click.command(
+    epilog=examples(
+        "capflow steer REQUEST --vector mood.safetensors --site post_block:9 --scale 2",
+        """capflow steer REQUEST --sae mood=my-sae --features '{"sae": "mood", "features": {"123": 4.0}}'""",
+    )
+)
 @click.argument("request")
 @_engine
-@click.option("--vector", required=True, metavar="FILE.safetensors[:KEY]", help="The vector, [hidden_size].")
-@click.option(
-    "--site", required=True, metavar="HOOK:LAYER", help="The site at which to add the vector, e.g. post_block:12."
-)
+@click.option("--vector", metavar="FILE.safetensors[:KEY]", help="The vector, [hidden_size].")
+@click.option("--site", metavar="HOOK:LAYER", help="The site at which to add the vector, e.g. post_block:12.")
+@click.option("--sae", "saes", multiple=True, metavar="[NAME=]PATH[@SITE]", help="An autoencoder; repeatable.")
+@click.option("--features", metavar="JSON", help="Its features to add, as in a request's steering_features.")
 @click.option("--scale", type=float, default=1.0, show_default=True, help="The factor that multiplies the vector.")
 @_leased
 @hub_options
-def steer(request: str, engine: str, vector: str, site: str, scale: float, **options: Any) -> None:
-    """Add a vector to the running REQUEST, from its next generated token on.
+def steer(
+    request: str,
+    engine: str,
+    vector: str | None,
+    site: str | None,
+    saes: tuple[str, ...],
+    features: str | None,
+    scale: float,
+    **options: Any,
+) -> None:
+    """Add a vector, or features of autoencoders, to the running REQUEST, from its next generated token on.
 
-    Another `steer` of yours for the same request replaces it.
+    Give --vector and --site, or --features and --sae. Another `steer` of yours for the same request replaces it.
     """
     from capflow.capture.site import Site
     from capflow.steering.action import Steer
     from capflow.steering.vector import SteeringVector
 
-    where = Site.parse(site)
-    made = SteeringVector.make(where, read_vector(vector), scale, where=f"--vector {vector}")
+    given = {"--vector": vector, "--site": site, "--features": features, "--sae": saes}
+    names = [name for name, value in given.items() if value]
+    if features is not None and names == ["--features", "--sae"]:
+        vectors = feature_vectors(features, saes, scale)
+    elif vector is not None and site is not None and names == ["--vector", "--site"]:
+        where = Site.parse(site)
+        vectors = (SteeringVector.make(where, read_vector(vector), scale, where=f"--vector {vector}"),)
+    else:
+        expected = "--vector with --site, or --features with --sae"
+        raise UsageError(explain("steer", got=" and ".join(names) or "neither", expected=expected))
     lease, hub = _split(options)
-    _act(Steer(request, (made,), engine=engine, **lease), hub)
+    _act(Steer(request, vectors, engine=engine, **lease), hub)
+
+
+def feature_vectors(text: str, saes: Sequence[str], scale: float) -> tuple[SteeringVector, ...]:
+    """Return the vectors that features add, one for each site.
+
+    text: JSON, in the words of a request's `steering_features`.
+    saes: the autoencoders, each `[NAME=]PATH[@SITE]`.
+    scale: multiplies the coefficients.
+
+    Raises UsageError, as for a request, for features that there are not; and for one that is set: a running request
+    has no place for its encoder.
+    """
+    from capflow.saes.named import load_saes
+    from capflow.saes.resolve import resolved
+    from capflow.steering.feature import parse_features
+    from capflow.steering.request import Steering
+
+    uses = parse_features(read_features(text, "--features"), where="--features")
+    for use in uses:
+        if use.sets:
+            do = "set it in the request's own steering_features"
+            raise UsageError(explain(use.where, got="set", expected="a coefficient to add", do=do))
+    steering = Steering(features=tuple(use.scaled(scale) for use in uses))
+    steering.check_gates()
+    return resolved(steering, load_saes(saes, "--sae")).base.vectors
 
 
 @click.command(epilog=examples("capflow unsteer REQUEST"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
@@ -21,6 +21,11 @@ from rich.console import Console
 from capflow.errors import UsageError, explain
 from capflow.extras import require
 from capflow.files import whole_file
+from capflow.saes.named import digest_of, load_saes
+from capflow.saes.resolve import resolved
+from capflow.saes.sae import Sae
+from capflow.steering.feature import FeatureUse, parse_features
+from capflow.steering.request import Steering
 from capflow.text import jsontext
 from capflow_models.backends import Backend, open_model
 from capflow_models.jobs.bar import counting_bar
@@ -52,6 +57,8 @@ class RolloutJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompts: the file of prompts.
     out: the .jsonl or .parquet file to write.
     vectors: files of vectors by name.
+    features: features of autoencoders by name, in the words of a request's `steering_features`.
+    saes: the autoencoders, each `[NAME=]PATH[@SITE]`.
     samples: answers for each prompt, vector and scale.
     stride, offset: every stride-th answer, from the offset on.
     batch: answers per batch; 0 for the back end's default.
@@ -66,6 +73,8 @@ class RolloutJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     out: str
     scales: list[float]
     vectors: dict[str, str] = {}
+    features: dict[str, Any] = {}
+    saes: list[str] = []
     samples: int = 1
     seed: int = 0
     max_new_tokens: int = 64
@@ -84,12 +93,14 @@ def plan_of(job: RolloutJob) -> RolloutPlan:
     prompts = read_lines(Path(job.prompts), "--prompts", RolloutPrompt)
     _each_once("--prompts: ids", [prompt.id for prompt in prompts])
     _each_once("--scales", job.scales)
-    if PLAIN in job.vectors:
-        raise UsageError(
-            explain("--vector", got=PLAIN, expected="another name; this one is for answers without steering")
-        )
-    if not job.scales or (not job.vectors and 0.0 not in job.scales):
+    names = [*job.vectors, *job.features]
+    _each_once("--vector, --features: names", names)
+    if PLAIN in names:
+        option, expected = "--vector" if PLAIN in job.vectors else "--features", "another name"
+        raise UsageError(explain(option, got=PLAIN, expected=f"{expected}; this one is for answers without steering"))
+    if not job.scales or (not names and 0.0 not in job.scales):
         raise UsageError(explain("--vector: none", expected="a vector, or scale 0 for answers without steering"))
+    saes = load_saes(job.saes, "--sae") if job.saes else {}
     return RolloutPlan(
         job.model,
         job.backend,
@@ -101,7 +112,29 @@ def plan_of(job: RolloutJob) -> RolloutPlan:
         Sampling(job.max_new_tokens, job.temperature, job.top_p, job.seed),
         job.arguments,
         job.relative,
+        features_of(job, saes),
+        digest_of(saes) if job.features else "",
+        sorted({sae.target.hook for sae in saes.values()}),
     )
+
+
+def features_of(job: RolloutJob, saes: Mapping[str, Sae]) -> dict[str, tuple[FeatureUse, ...]]:
+    """Return the features of a job by name.
+
+    Raises UsageError, as for a request, for features that there are not or that cannot be set, and for scales that are
+    relative to the stream's norm.
+    """
+    if job.features and job.relative:
+        do = "a coefficient is in the stream's units"
+        raise UsageError(explain("--normalize-steering", got="given with --features", expected="vectors only", do=do))
+    features = {}
+    for name, value in job.features.items():
+        features[name] = parse_features(value, where=f"--features {name}")
+        for scale in filter(None, job.scales):
+            steering = Steering(features=tuple(use.scaled(scale) for use in features[name]))
+            steering.check_gates()
+            resolved(steering, saes)
+    return features
 
 
 def _each_once(option: str, values: Iterable[Any]) -> None:
@@ -164,8 +197,11 @@ def run(job: RolloutJob) -> None:
 
 def _arguments(job: RolloutJob, plan: RolloutPlan, judges: Sequence[Judge]) -> dict[str, Any]:
     arguments = dict(job.arguments)
+    if job.saes:
+        arguments["saes"] = job.saes
     if job.backend == "vllm":
         sites = {f"{site.hook}:*" for sites in plan.vectors.values() for site in sites}
+        sites |= {f"{hook}:*" for hook in plan.hooks}
         sites |= {str(judge.site) for judge in judges if judge.site is not None and f"{judge.site.hook}:*" not in sites}
         arguments.setdefault("sites", sorted(sites) or ["post_block:*"])
     return arguments

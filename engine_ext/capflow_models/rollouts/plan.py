@@ -16,6 +16,7 @@ import msgspec
 
 from capflow.capture.site import Site
 from capflow.errors import UsageError, explain
+from capflow.steering.feature import FeatureUse
 from capflow_models.backends import Backend
 from capflow_models.model import Job, Sampling, SteerableModel
 from capflow_models.rollouts.judges import Judge
@@ -40,7 +41,7 @@ class RolloutPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One row.
 
-    vector: the name of the vector.
+    vector: the name of the vector, or of the features.
     seed: the seed of this sample.
     prompt_tokens, tokens: how many tokens the prompt and the answer have.
     settings: a digest of all further settings of the answer.
@@ -93,6 +94,10 @@ class RolloutPlan(msgspec.Struct, frozen=True):
     sampling: of each answer; its seed is not used.
     arguments: further arguments of the back end.
     relative: whether scales are relative to the stream's norm.
+    features: of autoencoders, by name, beside the vectors. A scale multiplies coefficients, and the strengths of what
+        is set.
+    saes: a digest of the autoencoders; empty without features.
+    hooks: those at which they act.
     """
 
     model: str
@@ -105,13 +110,16 @@ class RolloutPlan(msgspec.Struct, frozen=True):
     sampling: Sampling
     arguments: Mapping[str, Any] = {}
     relative: bool = False
+    features: Mapping[str, Sequence[FeatureUse]] = {}
+    saes: str = ""
+    hooks: Sequence[str] = ()
 
     def items(self, stride: int = 1, offset: int = 0) -> list[WantedAnswer]:
         """Return every `stride`th answer from number `offset` on, in order."""
         return list(self._every())[offset::stride]
 
     def _every(self) -> Iterator[WantedAnswer]:
-        steered = [(name, scale) for name, scale in product(self.vectors, self.scales) if scale != 0.0]
+        steered = [(name, scale) for name, scale in product((*self.vectors, *self.features), self.scales) if scale]
         plain = [(PLAIN, 0.0)] if 0.0 in self.scales else []
         for prompt, (name, scale), sample in product(self.prompts, [*plain, *steered], range(self.samples)):
             yield WantedAnswer(prompt, name, scale, sample)
@@ -124,6 +132,8 @@ class RolloutPlan(msgspec.Struct, frozen=True):
         digest.update(msgspec.json.encode([chosen, item.prompt.prompt, sorted(map(repr, self.arguments.items()))]))
         for site, vector in sorted(self.vectors.get(item.vector, {}).items()):
             digest.update(str(site).encode() + vector.tobytes() + (b"relative" if self.relative else b""))
+        if item.vector in self.features:
+            digest.update(msgspec.json.encode([self.saes, self.features[item.vector]]))
         return digest.hexdigest()
 
     def job(self, item: WantedAnswer) -> Job:
@@ -132,7 +142,9 @@ class RolloutPlan(msgspec.Struct, frozen=True):
             site: LayerSteeringSpec(vector, item.scale, relative=self.relative)
             for site, vector in self.vectors.get(item.vector, {}).items()
         }
-        return Job(item.prompt.prompt, SteeringSpec(layers).steering(), self._sampling(item))
+        uses = tuple(use.scaled(item.scale) for use in self.features.get(item.vector, ()))
+        steering = msgspec.structs.replace(SteeringSpec(layers).steering(), features=uses)
+        return Job(item.prompt.prompt, steering, self._sampling(item))
 
     def _sampling(self, item: WantedAnswer) -> Sampling:
         own = item.prompt.max_tokens or self.sampling.max_new_tokens
