@@ -25,7 +25,8 @@ def carried(
 
     start: the value.
     number: of the call that returns it.
-    heads: how many heads the value is made of, so that each may be cut to its first numbers; 0 for no heads.
+    heads: how many heads the value is made of, so that each may be cut to its first numbers, normed and gated; 0 for no
+        heads, whose numbers must stay as they are.
     """
     same = {id(tensor) for tensor in start}
     readers = []
@@ -43,14 +44,14 @@ def carried(
 def _carries(call: Call, given: list[torch.Tensor], heads: int) -> bool:
     first = given[0]
     if isinstance(call.part, Norm):
-        return len(call.given) == 1 and call.returned[0].shape == first.shape
+        return heads > 0 and len(call.given) == 1 and call.returned[0].shape == first.shape
     if call.part is not None or not call.returned:
         return False
     result = call.returned[0]
     if call.func in _LAYOUT:
         return result.numel() == first.numel()
     if call.func in _GATING:  # an output gate multiplies each number by one of its own
-        return len(given) == 1 and result.shape == first.shape
+        return heads > 0 and len(given) == 1 and result.shape == first.shape
     if call.func is _aten.slice:
         cut = heads > 0 and first.dim() > 2 and result.shape[:-1] == first.shape[:-1]
         return result.storage_offset() == first.storage_offset() and (cut or result.shape == first.shape)

@@ -174,12 +174,16 @@ def test_logits_that_something_else_reads_are_only_captured():
     assert inside.fixed["router"] == "aten.sum.dim_IntList reads the router's logits, too"
 
 
-def test_the_router_is_missing_where_experts_are_given_something_else():
+@pytest.mark.parametrize("change", [lambda logits: logits.softmax(-1), lambda logits: 2 * logits])
+def test_the_router_is_missing_where_experts_are_given_something_else(change):
     class Soft(Mixture):
         def forward(self, x):
-            return self.experts(x, router_logits=self.gate(x)[0].softmax(-1))
+            return self.experts(x, router_logits=change(self.gate(x)[0]))
 
     assert structure(Layer(mlp=Soft)).missing["router"] == "the experts are not given what a gate returns"
+
+
+def test_the_router_is_missing_where_one_product_makes_its_logits_and_more():
     layer = Layer(mlp=Mixture)
     layer.mlp.experts.part = Experts(lacks="the gates are one")
     assert structure(layer).missing["router"] == "the gates are one"
