@@ -1,4 +1,4 @@
-"""The number of rows that every tap must be given: one for each token of a forward pass, padding included.
+"""What every tap must be given: one row for each token of a forward pass, padding included, of the site's width.
 
 Plans name token rows. A layer that holds only a part of the tokens, as with sequence parallelism, has other rows under
 the same numbers. Its tap raises an error that names the site, in the engine's first forward pass, so no wrong row is
@@ -20,17 +20,21 @@ _tokens: int | None = None
 One process runs one forward pass at a time.
 """
 
-_sites: dict[int, str] = {}
-"""The sites, by the address of their tap's index tensor. The tensor may be on a GPU, where reading it would wait."""
+_sites: dict[int, tuple[str, int]] = {}
+"""The names of sites and the widths of their rows, by the address of their tap's index tensor.
+
+The tensor may be on a GPU, where reading it would wait.
+"""
 
 
-def register(site: torch.Tensor, label: str) -> None:
+def register(site: torch.Tensor, label: str, width: int) -> None:
     """Remember the site of a tap.
 
     site: the tap's index tensor.
     label: the site's name.
+    width: how many numbers of a row this rank has.
     """
-    _sites[site.data_ptr()] = label
+    _sites[site.data_ptr()] = label, width
 
 
 def watch(model: nn.Module) -> None:
@@ -53,13 +57,19 @@ def watch(model: nn.Module) -> None:
     model.register_forward_hook(end, always_call=True)
 
 
-def check(rows: int, site: torch.Tensor) -> None:
-    """Raise CapflowError if a tap is given other rows than those of the step's tokens.
+def check(hidden: torch.Tensor, site: torch.Tensor) -> None:
+    """Raise CapflowError if a tap is given other rows than those of the step's tokens, or of another width.
 
+    hidden: what the tap is given, `[rows, width]`.
     site: the tap's index tensor.
     """
+    rows, given = hidden.shape
+    label, width = _sites.get(site.data_ptr(), ("of an unknown layer", given))
+    if given != width:
+        got, do = f"rows of {given} numbers", "leave the site out of --sites"
+        raise CapflowError(explain(f"site {label}", got=got, expected=f"{width} numbers", do=do))
     if _tokens is not None and rows != _tokens:
-        subject = f"site {_sites.get(site.data_ptr(), 'of an unknown layer')}"
+        subject = f"site {label}"
         expected = f"{_tokens}, one for each token of the step"
         do = "leave the site out of --sites, or turn off what shares tokens out among ranks (sequence parallelism)"
         raise CapflowError(explain(subject, got=f"{rows} rows", expected=expected, do=do))

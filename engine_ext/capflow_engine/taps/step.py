@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from capflow.errors import CapflowError, explain
 from capflow_engine.taps.bank import Bank
 from capflow_engine.taps.chains import INDEXED_RUNS_MIN, changed
 from capflow_engine.taps.gates import Gating
@@ -65,8 +64,6 @@ class Step:
         scale: the site's value is `scale` times the sum of both.
         """
         for source, rows in self._copies.get(site, ()):
-            if rows.shape[1] != hidden.shape[1]:
-                raise CapflowError(explain("a tap", got=f"{hidden.shape[1]} numbers", expected=str(rows.shape[1])))
             if isinstance(source, torch.Tensor):
                 if rows.dtype == hidden.dtype:
                     torch.index_select(hidden, 0, source, out=rows)

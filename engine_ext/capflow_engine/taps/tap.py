@@ -60,7 +60,7 @@ def tap(
     scale: the site's value is `scale` times the sum of `hidden` and `residual`.
     """
     hidden = hidden.view(-1, hidden.shape[-1])
-    height.check(hidden.shape[0], site)
+    height.check(hidden, site)
     step = step_module.current
     if step is not None and not step.plan.idle:
         step.tap(int(site), hidden, None if residual is None else residual.view(hidden.shape), scale)
@@ -71,7 +71,7 @@ def _tap_gpu(hidden: torch.Tensor, residual: torch.Tensor | None, site: torch.Te
     from capflow_engine.taps.kernel import launch
 
     hidden = hidden.view(-1, hidden.shape[-1])
-    height.check(hidden.shape[0], site)
+    height.check(hidden, site)
     launch(hidden, None if residual is None else residual.view(hidden.shape), site, *tables_and_scale)
 
 

@@ -168,8 +168,9 @@ class WorkerCapture:
         """Put a tap at each site, given its layer and its place there."""
         for n, (site, layer, place) in enumerate(owned):
             number = self.widths.of_site[n]
-            tap = Tap(n, place, self.tables, self.bank, self.device, number, self.widths.classes[number].part)
-            height.register(tap.site, str(site))
+            width = self.widths.classes[number].part
+            tap = Tap(n, place, self.tables, self.bank, self.device, number, width)
+            height.register(tap.site, str(site), width)
             install(layer, site.hook, place, tap)
         height.watch(self.runner.get_model())
 

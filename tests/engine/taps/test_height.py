@@ -26,14 +26,14 @@ class Model(nn.Module):
 
     def forward(self, positions):
         stream = torch.zeros(positions.shape[-1], 4)
-        height.check(self.shared(stream).shape[0], self.site)
+        height.check(self.shared(stream), self.site)
 
 
 @pytest.fixture
 def watched():
     def make(shared):
         model = Model(shared)
-        height.register(model.site, "mlp_out:7")
+        height.register(model.site, "mlp_out:7", 4)
         height.watch(model)
         return model
 
@@ -49,12 +49,21 @@ def test_other_rows_are_refused_with_the_name_of_the_site(watched):
     model = watched(lambda stream: stream[: (len(stream) + 1) // 2])
     with pytest.raises(CapflowError, match="site mlp_out:7: got 3 rows, expected 6, one for each token of the step;"):
         model(positions=torch.zeros(6))
-    height.check(3, model.site)  # a forward pass that failed is over
+    height.check(torch.zeros(3, 4), model.site)  # a forward pass that failed is over
+
+
+def test_rows_of_another_width_are_refused_with_the_name_of_the_site(watched):
+    model = watched(lambda stream: stream[:, :3])
+    expected = "site mlp_out:7: got rows of 3 numbers, expected 4 numbers; leave the site out of --sites"
+    with pytest.raises(CapflowError, match=expected):
+        model(positions=torch.zeros(6))
+    with pytest.raises(CapflowError, match=expected):  # also where the step's tokens are unknown
+        model(torch.zeros(6))
 
 
 def test_a_model_whose_tokens_are_unknown_is_not_checked(watched):
     model = watched(lambda stream: stream[:1])
-    height.check(3, model.site)
+    height.check(torch.zeros(3, 4), model.site)
     model(torch.zeros(6))
 
 

@@ -253,11 +253,3 @@ def test_logits_in_another_dtype_come_in_the_models(requests, dtype):
     logits, rows = torch.randn(2 * requests, 5), torch.empty(requests, 5, dtype=dtype)
     Step(plan, rows, None).tap(0, logits, None)
     assert torch.equal(rows, logits[::2].to(dtype))
-
-
-def test_a_tap_of_other_rows_than_planned_ends_the_step():
-    planner = Planner(1)
-    tracked = Tracked("r", "r", 4, planner.program({0: Positions.ALL}), planner.nothing)
-    step = Step(planner.plan([Scheduled(tracked, 0, 0, 4)]), torch.empty(4, 6), None)
-    with pytest.raises(CapflowError, match=r"^a tap: got 5 numbers, expected 6"):
-        step.tap(0, torch.zeros(4, 5), None)
