@@ -121,7 +121,7 @@ def test_snippets_run(page, tmp_path):
     output = run_page(page, tmp_path, {"test"})
     if page.stem == "tutorial":
         assert "loudest" in output
-        assert "24 passed" in output
+        assert "25 passed" in output
     if page.stem == "security":
         assert "key ann: got the right to read, expected the right to steer" in output
         assert "does not allow this key; on its machine: capflow keys allow" in output
