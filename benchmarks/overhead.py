@@ -32,7 +32,7 @@ PROMPT_TOKENS, TOKENS = map(int, os.environ.get("CAPFLOW_BENCH_LENGTHS", "128,32
 GOALS = {"idle": 0.98, "capture": 0.85}
 
 
-def child(kind: str, model: str, root: str, *, eager: bool, dtype: str) -> None:
+def child(kind: str, model: str, root: str, sites: list[str], *, eager: bool, dtype: str) -> None:
     """Be an engine: read one mode a line, run the prompts, answer with a line of JSON."""
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -62,7 +62,7 @@ def child(kind: str, model: str, root: str, *, eager: bool, dtype: str) -> None:
             arguments["consumers"] = [f"filesystem:root={root},capture=requests"]
         else:  # a policy, with the hub that the environment names, if it is there
             arguments |= {"policy": kind, "spool_dir": root if kind == "spill" else None}
-        llm = capflow.LLM(**arguments)
+        llm = capflow.LLM(**arguments | ({"sites": sites} if sites else {}))
     rng = np.random.default_rng(0)
     prompts = [
         {"prompt_token_ids": [2, *rng.integers(1000, 200_000, PROMPT_TOKENS - 1).tolist()]} for _ in range(PROMPTS)
@@ -79,8 +79,8 @@ def child(kind: str, model: str, root: str, *, eager: bool, dtype: str) -> None:
             continue
         if line.startswith("steer"):
             params = steered(int(line.split()[1]), llm.capflow_model, fixed)
-        elif line.strip() == "capture":
-            spec = {"hooks": {"post_block": "all"}, "positions": "all"}
+        elif line.startswith("capture"):
+            spec = {"hooks": dict.fromkeys(line.split()[1:] or ["post_block"], "all"), "positions": "all"}
             params = [capflow.sampling_params(id=f"t{turn}-{n}", capture=spec, **fixed) for n in range(PROMPTS)]
         else:
             params = SamplingParams(**fixed)
@@ -114,11 +114,17 @@ def steered(configurations: int, model: Any, fixed: dict[str, Any]) -> list[Any]
 
 
 class Engine:
-    """An engine in a child process."""
+    """An engine in a child process.
 
-    def __init__(self, kind: str, model: str, root: Path, *, eager: bool, dtype: str) -> None:
+    sites: patterns of the sites that carry taps, other than those of `capflow.LLM`.
+    """
+
+    def __init__(
+        self, kind: str, model: str, root: Path, sites: tuple[str, ...] = (), *, eager: bool, dtype: str
+    ) -> None:
         command = [sys.executable, __file__, "--child", kind, "--model", model, "--root", str(root), "--dtype", dtype]
-        self.log = (root.parent / f"{kind}.log").open("w")
+        command += [f"--site={site}" for site in sites]
+        self.log = (root.parent / f"{root.name}-{kind}.log").open("w")
         self.process = subprocess.Popen(
             command + ["--eager"] * eager, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
         )
@@ -218,6 +224,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--child")
     parser.add_argument("--root")
+    parser.add_argument("--site", action="append", default=[], help=argparse.SUPPRESS)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--eager", action="store_true")
@@ -225,7 +232,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.child:
-        child(args.child, args.model, args.root, eager=args.eager, dtype=args.dtype)
+        child(args.child, args.model, args.root, args.site, eager=args.eager, dtype=args.dtype)
         return 0
     model = args.model
     if model == "demo":
