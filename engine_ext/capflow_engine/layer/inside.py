@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from capflow import limits
 from capflow_engine.layer import flow
 from capflow_engine.layer.dryrun import TOKENS, Call, DryRunError, overlap, run, width_of
 from capflow_engine.layer.parts import Core, Experts, Linear, Mixer, Parts, Slot
@@ -255,6 +256,9 @@ class _Reader:
             self.inside.fixed[hook] = f"{self._name(reader)} reads the same tensor"
 
     def _place(self, hook: str, path: str, slot: Slot | None, shape: tuple[int, ...]) -> None:
+        if max(shape) > limits.HIDDEN_SIZE_MAX:
+            self.inside.lack((hook,), f"a row has {max(shape):,} numbers, above {limits.HIDDEN_SIZE_MAX:,}")
+            return
         self.inside.places[hook] = (path, slot)
         self.inside.shapes[hook] = shape
 

@@ -319,6 +319,14 @@ def test_neurons_are_missing_where_two_projections_end_the_mlp():
     assert structure(Layer(mlp=Twice)).missing["neurons"] == "the MLP has several down projections"
 
 
+def test_rows_that_no_frame_can_have_are_missing():
+    layer = Layer()
+    layer.mlp.up, layer.mlp.down = Projection(WIDTH, 70_000), Projection(70_000, WIDTH, down=True)
+    inside = structure(layer)
+    assert inside.missing["neurons"] == "a row has 70,000 numbers, above 65,536"
+    assert not {"neurons"} & {*inside.places, *inside.shapes}
+
+
 def test_a_norm_may_need_values():
     class ReadingNorm(Norm):
         def forward(self, x):
