@@ -165,8 +165,12 @@ class WorkerCapture:
         logger.info("capflow: %d taps; rows go to %s", len(self.sites), addresses)
 
     def _install(self, owned: Sequence[tuple[Site, Any, HookPlace]]) -> None:
-        """Put a tap at each site, given its layer and its place there."""
-        for n, (site, layer, place) in enumerate(owned):
+        """Put a tap at each site, given its layer and its place there.
+
+        Taps before one module run in the order in which they are put there: that of the sites in the forward pass, so
+        that a gate is scored before it acts.
+        """
+        for n, (site, layer, place) in sorted(enumerate(owned), key=lambda each: each[1][0].depth):
             number = self.widths.of_site[n]
             width = self.widths.classes[number].part
             tap = Tap(n, place, self.tables, self.bank, self.device, number, width)
