@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from capflow.capture.site import SHAPED_HOOKS, Site
 from capflow.errors import UsageError, explain
 from capflow.extras import require
 from capflow_engine.jobs import demo
@@ -41,6 +42,27 @@ def layer_count(model: str, engine: Mapping[str, Any]) -> int:
     The arguments and errors are those of `config_of`.
     """
     return int(config_of(model, engine).get_text_config().num_hidden_layers)
+
+
+def check_directions(model: str, arguments: Mapping[str, Any], directions: Iterable[tuple[str, Site, int]]) -> None:
+    """Raise UsageError for a direction that does not fit a model's configuration; no weights are read.
+
+    A model without a configuration is not refused here: its back end says what is wrong with it.
+
+    arguments: of the back end.
+    directions: for each what errors call it, its site, and how many numbers it has.
+    """
+    try:
+        config = config_of(model, arguments).get_text_config()
+        layers, width = int(config.num_hidden_layers), int(config.hidden_size)
+    except (OSError, ValueError, AttributeError):
+        return
+    for name, site, size in directions:
+        if site.layer >= layers:
+            raise UsageError(explain(name, got=str(site), expected=f"a site of a layer of {model}, 0..{layers - 1}"))
+        if size != width and site.hook not in SHAPED_HOOKS:
+            expected = f"{width}, the width of {model}"
+            raise UsageError(explain(f"{name}: {site}", got=f"{size} numbers", expected=expected))
 
 
 def fingerprint(model: str, config: Any) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from capflow.capture.site import Site
 from capflow.errors import UsageError, explain
 from capflow.extras import require
 from capflow.files import whole_file
@@ -27,7 +28,7 @@ from capflow.saes.sae import Sae
 from capflow.steering.feature import FeatureUse, parse_features
 from capflow.steering.request import Steering
 from capflow.text import jsontext
-from capflow_models.backends import Backend, open_model
+from capflow_models.backends import Backend, check_directions, open_model
 from capflow_models.jobs.bar import counting_bar
 from capflow_models.jobs.ending import check_interrupted, run_program
 from capflow_models.jobs.table import print_table
@@ -162,6 +163,7 @@ def run(job: RolloutJob) -> None:
     out = shared_out(job)
     plan = plan_of(job)
     judges = parse_judges(job.judges)
+    check_directions(job.model, job.arguments, _directions(job, plan, judges))
     items = plan.items(job.stride, job.offset)
     console = Console(highlight=False, markup=False, stderr=True)
     parquet = out.suffix == ".parquet"
@@ -193,6 +195,14 @@ def run(job: RolloutJob) -> None:
             file.path.unlink()
     _show(rows, items, judges)
     console.print(f"capflow: {len(items)} rollouts in {out}", soft_wrap=True)
+
+
+def _directions(job: RolloutJob, plan: RolloutPlan, judges: Sequence[Judge]) -> Iterator[tuple[str, Site, int]]:
+    for name, vectors in plan.vectors.items():
+        for site, vector in vectors.items():
+            yield f"--vector {name}, {job.vectors[name]}", site, vector.size
+    for judge in judges:
+        yield from judge.directions
 
 
 def _arguments(job: RolloutJob, plan: RolloutPlan, judges: Sequence[Judge]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from capflow.probes.kinds import load_probe
 from capflow.probes.labels import read_groups
 from capflow.saes.load import load_sae
 from capflow.text.printable import printable
-from capflow_models.backends import Backend, open_model
+from capflow_models.backends import Backend, check_directions, open_model
 from capflow_models.jobs.ending import run_program
 from capflow_models.jobs.table import print_table
 from capflow_models.runs.lines import read_lines
@@ -151,11 +151,12 @@ def _project_prompts(job: VectorJob, projections: Projections) -> None:
         prompts = [each for pair in pairs for each in zip(pair, ("positive", "negative"), strict=True)]
     else:
         prompts = [(line.prompt, line.group) for line in read_lines(Path(job.prompts), "--prompts", GroupedPrompt)]
+    check_directions(job.model, job.arguments, projections.directions)
     arguments = dict(job.arguments)
     if job.backend == "vllm":
         arguments.setdefault("sites", [str(site) for site in projections.sites])
     with open_model(job.backend or "vllm", job.model, arguments) as model:
-        projections.check(model.info.sites, model.info.hidden_size, job.model)
+        projections.check(model.info, job.model)
         rows = model.last_rows([text for text, _ in prompts], projections.sites)
     for site, at_site in rows.items():
         for group in dict.fromkeys(group for _, group in prompts):

@@ -67,6 +67,11 @@ class Judge(ABC):
         return None
 
     @property
+    def directions(self) -> list[tuple[str, Site, int]]:
+        """What must fit the model: for each what errors call it, its site, and how many numbers it has."""
+        return []
+
+    @property
     def reads(self) -> bool:
         """Whether a model must read the answers."""
         return False
@@ -166,13 +171,18 @@ class ProbeJudge(Judge):
         return self._probe.site
 
     @property
+    def directions(self) -> list[tuple[str, Site, int]]:
+        """The probes."""
+        return [(f"--judge {self.name}, {self._probe.where}", self.site, self._probe.hidden_size)]
+
+    @property
     def reads(self) -> bool:
         """True."""
         return True
 
     def check(self, model: SteerableModel) -> None:
         """Raise UsageError unless the probes fit the model."""
-        self._probe.check(model.info.sites, model.info.hidden_size)
+        self._probe.check(model.info.sites, model.info.width_of(self.site))
 
     def scores(self, model: SteerableModel | None, texts: Sequence[JudgedText]) -> list[JudgeScores]:
         """Return the pooled scores of each answer."""

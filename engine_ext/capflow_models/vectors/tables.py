@@ -7,13 +7,14 @@ Everything is computed in float64. With the vector `v` and its unit vector `d = 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site
 from capflow.errors import UsageError, explain
 from capflow.probes.probe import as_float32
@@ -127,18 +128,22 @@ class Projections:
         """The sites whose rows are projected."""
         return sorted({site for _, site, _ in self._units})
 
-    def check(self, sites: Sequence[Site], width: int, where: str) -> None:
+    @property
+    def directions(self) -> list[tuple[str, Site, int]]:
+        """The file, the site and the width of each vector."""
+        return [(name, site, unit.size) for name, site, unit in self._units]
+
+    def check(self, model: ModelInfo, where: str) -> None:
         """Raise UsageError for a vector of a site that is not there, or of another width than the rows.
 
         where: the rows' source, for messages.
         """
         for name, site, unit in self._units:
-            if site not in sites:
+            if site not in model.sites:
                 raise UsageError(explain(f"{name}: {site}", expected=f"a site of {where}"))
-            if unit.size != width:
-                raise UsageError(
-                    explain(f"{name}: {site}", got=f"{unit.size} numbers", expected=f"{width}, as {where}")
-                )
+            if unit.size != (width := model.width_of(site)):
+                expected = f"{width}, as {where}"
+                raise UsageError(explain(f"{name}: {site}", got=f"{unit.size} numbers", expected=expected))
 
     def add(self, site: Site, rows: npt.NDArray[Any], group: str, where: str) -> None:
         """Add the rows of a group at a site, `[n, width]` of any dtype.

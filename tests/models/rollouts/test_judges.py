@@ -248,10 +248,30 @@ def test_a_file_of_something_else_is_left_as_it_is(job, tmp_path):
         assert (tmp_path / "out.jsonl").read_bytes() == content
 
 
-def test_a_probe_of_another_model_is_refused_before_an_answer_is_made(job, tmp_path):
-    Probe.make(SITE, np.ones(WIDTH + 1)).save("wide.safetensors")
-    with pytest.raises(UsageError, match=rf"wide.safetensors: weight: got {WIDTH + 1} numbers, expected {WIDTH}, the"):
-        run(msgspec.structs.replace(job, judges=["probe:wide.safetensors"]))
+def test_what_is_of_another_model_is_refused_before_one_is_loaded(job, tmp_path, monkeypatch):
+    monkeypatch.setattr(rolloutjob, "open_model", None)
+    wide, far = np.ones(WIDTH + 1), Site(9, "post_block")
+    Probe.make(SITE, wide).save("wide.safetensors")
+    Probe.make(far, np.ones(WIDTH)).save("far.safetensors")
+    save_vectors("wide-v.safetensors", {1: wide})
+    save_vectors("far-v.safetensors", {9: np.ones(WIDTH)})
+    width = f"{SITE}: got {WIDTH + 1} numbers, expected {WIDTH}, the width of "
+    layer = f"got {far}, expected a site of a layer of .*, 0..3$"
+    for changes, message in (
+        ({"judges": ["probe:wide.safetensors"]}, f"--judge probe, wide.safetensors: {width}"),
+        ({"judges": ["far=probe:far.safetensors"]}, f"--judge far, far.safetensors: {layer}"),
+        ({"vectors": {"v": "wide-v.safetensors"}}, f"--vector v, wide-v.safetensors: {width}"),
+        ({"vectors": {"v": "far-v.safetensors"}}, f"--vector v, far-v.safetensors: {layer}"),
+    ):
+        with pytest.raises(UsageError, match=f"^{message}"):
+            run(msgspec.structs.replace(job, **changes))
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_probe_of_a_site_that_the_back_end_lacks_is_refused(job, tmp_path):
+    Probe.make(Site(1, "heads"), np.ones(WIDTH)).save("heads.safetensors")
+    with pytest.raises(UsageError, match=r"^heads.safetensors: site: got no tap at heads:1, expected "):
+        run(msgspec.structs.replace(job, judges=["probe:heads.safetensors"]))
     assert (tmp_path / "out.jsonl").read_bytes() == b""
 
 

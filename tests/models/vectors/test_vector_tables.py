@@ -178,8 +178,13 @@ def test_prompts_are_projected_at_their_last_tokens(tmp_path, monkeypatch, capsy
             expected = of_group(last[row["group"]], vector)
             assert (row["mean"], row["std"], row["cosine"]) == pytest.approx(expected, abs=1e-4)
     save_vectors("far.safetensors", {17: vector})
-    with pytest.raises(UsageError, match=r"far.safetensors: post_block:17: expected a site of "):
+    with pytest.raises(
+        UsageError, match=r"^far.safetensors: got post_block:17, expected a site of a layer of .*, 0..3$"
+    ):
         work(VectorJob("project", ["far.safetensors"], pairs="pairs.jsonl", **common))
+    save_vectors("heads.safetensors", {1: vector}, hook="heads")
+    with pytest.raises(UsageError, match=r"^heads.safetensors: heads:1: expected a site of "):
+        work(VectorJob("project", ["heads.safetensors"], pairs="pairs.jsonl", **common))
 
 
 @pytest.mark.parametrize(
