@@ -88,7 +88,9 @@ def bare_open_requests():
 
 
 def ended_requests():
-    return framed(batched((end(name, capture=EVERY) for name in NAMES), limits.FINISHED_PER_FRAME_MAX), ends=True)
+    return framed(
+        batched((end(name, capture=EVERY) for name in NAMES[:3000]), limits.FINISHED_PER_FRAME_MAX), ends=True
+    )
 
 
 def spec_of_many_layers():
@@ -120,7 +122,7 @@ def spec_by_consumer():
 def gaps():
     gaps = tuple(Gap((f"mlp_in:{layer}",), layer, layer + 1) for layer in range(limits.GAPS_MAX))
     dropped = tuple(Dropped(9, f"r{number}", gaps) for number in range(limits.DROPPED_REASONS_MAX))
-    return framed(batched((end(name, capture=EVERY, dropped=dropped) for name in NAMES[:6]), 2), ends=True)
+    return framed(batched((end(name, capture=EVERY, dropped=dropped) for name in NAMES[:2]), 1), ends=True)
 
 
 def gaps_of_many_sites():
