@@ -88,8 +88,8 @@ def test_rows_are_read_back(case):
                     assert captured.token_ids.tolist() == [token_of(name, p) for p in places]
                     assert captured.shaped.shape == (len(places), *model.shape_of(site))
                     assert captured.rows.tobytes() == expected.tobytes()
-        # The vectors of the last site alone: a store of duckdb has the rows of the sites that it is told. It has no rows
-        # that come early, and a database takes longer than the files.
+        # The vectors of the last site alone: a store of duckdb has the rows of the sites that it is told. It has no
+        # rows that come early, and a database takes longer than the files.
         for site in sites[-1:] if not early else ():
             path = Path(directory, "scores.duckdb")
             consumer = DuckdbConsumer(DuckdbConfig(str(path), site=str(site), vectors=True))

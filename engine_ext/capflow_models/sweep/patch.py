@@ -40,9 +40,9 @@ from capflow_models.sweep.plan import (
     DIRECTIONS,
     DONORS,
     PatchPositions,
-    Places,
     RunKey,
     SweepPlan,
+    SweptPlaces,
     batches,
     check_directions,
 )
@@ -251,7 +251,7 @@ def plan_of(model: str, source: PairSource, options: PatchOptions) -> SweepPlan:
     options.check()
     engine = options.engine or {}
     check_engine(engine, "--engine-arg" if options.dashes else "engine")
-    at_sites = Places.parse(options.hooks, options.layers, (options.named("hooks"), options.named("layers")))
+    at_sites = SweptPlaces.parse(options.hooks, options.layers, (options.named("hooks"), options.named("layers")))
     hooks = at_sites.hooks
     name = "direction" if options.allowed == DIRECTIONS else "by"
     directions = check_directions(options.direction, options.named(name), options.allowed)

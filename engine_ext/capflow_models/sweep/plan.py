@@ -58,7 +58,7 @@ class RunKey(NamedTuple):
     position: int = -1
 
 
-class Places(NamedTuple):
+class SweptPlaces(NamedTuple):
     """Hooks at chosen layers, or single sites.
 
     hooks: each once, those of the sites too.
@@ -75,7 +75,7 @@ class Places(NamedTuple):
     @classmethod
     def parse(
         cls, value: str | Sequence[str], layers: Any = "all", where: tuple[str, str] = ("--hooks", "--layers")
-    ) -> Places:
+    ) -> SweptPlaces:
         """Return the places that a comma-separated text or a list names. Raises UsageError for another name.
 
         value: hooks; or sites, which may have names of TransformerLens or nnsight.
