@@ -10,14 +10,21 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from capflow.capture.site import Site
 from capflow.errors import UsageError, explain
 from capflow.extras import require
 from capflow.files import make_directory, write_whole
 from capflow.probes.probe import Probe, save_vector
+from capflow.saes.load import load_sae
+from capflow.saes.resolve import resolved
+from capflow.saes.sae import Sae
+from capflow.steering.feature import parse_features
+from capflow.steering.request import Steering
 from capflow_models.experiment.arms import Directions
 from capflow_models.experiment.file import Experiment, ProbeSource, VectorSource
 from capflow_models.experiment.fits import (
@@ -137,10 +144,10 @@ def check_files(experiment: Experiment, layers: Sequence[int]) -> Site | None:
             texts_of(experiment, name, source)
             sites[name] = Site.parse(f"{source.hook}:{source.layer}")
     if experiment.vector is not None:
-        if experiment.vector.file:
-            _given_vectors(experiment, experiment.vector, layers)
-        else:
+        if experiment.vector.fit:
             pairs_of(experiment, experiment.vector)
+        else:
+            _given_vectors(experiment, experiment.vector, layers)
     if experiment.judge is not None:
         program = experiment.judge.command[0]
         # A path is relative to the file's directory, in which the program runs.
@@ -212,18 +219,45 @@ def _probe(experiment: Experiment, name: str, source: ProbeSource, out: Path) ->
 
 
 def _given_vectors(experiment: Experiment, source: VectorSource, layers: Sequence[int]) -> dict[int, Vector]:
-    """Return the vectors of a file by layer."""
-    assert source.file is not None
-    try:
-        sites = load_sites(experiment.relative(source.file))
-    except UsageError as e:
-        raise experiment.wrong(("vector", "file"), expected="a file of vectors", do=str(e)) from e
+    """Return the vectors of a file by layer, or that of an autoencoder's features."""
+    sites = _of_file(experiment, source.file) if source.file is not None else _of_features(experiment, source)
     vectors = {site.layer: vector for site, vector in sites.items() if site.hook == source.hook}
     if any(layer not in vectors for layer in layers):
         expected = f"vectors of {source.hook} at layers {', '.join(map(str, layers))}"
         got = f"vectors at {', '.join(map(str, sites))}"
-        raise experiment.wrong(("vector", "file"), got=got, expected=expected)
+        raise experiment.wrong(("vector", "file" if source.file else "sae"), got=got, expected=expected)
     return vectors
+
+
+def _of_file(experiment: Experiment, file: str) -> dict[Site, Vector]:
+    try:
+        return load_sites(experiment.relative(file))
+    except UsageError as e:
+        raise experiment.wrong(("vector", "file"), expected="a file of vectors", do=str(e)) from e
+
+
+def _of_features(experiment: Experiment, source: VectorSource) -> dict[Site, Vector]:
+    """Return the vector that a request with these features adds, by its site."""
+    assert source.sae is not None
+    try:
+        sae = load_sae(experiment.relative(source.sae))
+    except UsageError as e:
+        raise experiment.wrong(("vector", "sae"), expected="an autoencoder", do=str(e)) from e
+    try:
+        return _added(sae, source.features)
+    except UsageError as e:
+        raise experiment.wrong(("vector", "features"), expected="features to add", do=str(e)) from e
+
+
+def _added(sae: Sae, features: Mapping[str, Any]) -> dict[Site, Vector]:
+    """Return the sum of features by its site. Raises UsageError for one that is set or gated, and as for a request."""
+    uses = parse_features({"sae": "sae", "features": features}, where="features")
+    for use in uses:
+        if use.sets or use.gate:
+            got = "set" if use.sets else f"the gate {use.gate}"
+            raise UsageError(explain(use.where, got=got, expected="a coefficient, as an arm adds one vector"))
+    (vector,) = resolved(Steering(features=uses), {"sae": sae}).base.vectors
+    return {vector.site: vector.array(np.float64).astype(np.float32)}
 
 
 def _vectors(

@@ -103,9 +103,11 @@ class ProbeSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class VectorSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A steering vector for each layer of the sweep: a file, or pairs of prompts to fit them on.
+    """A steering vector for each layer of the sweep: a file, pairs of prompts to fit them on, or features of one layer.
 
     file: a file of vectors by layer.
+    sae: an autoencoder, `PATH` or `PATH@SITE`, whose features are added at its layer.
+    features: their coefficients, by number, in the words of a request's `steering_features`.
     fit: pairs, as `capflow vectors fit` reads them.
     method: `mean` or `pca`.
     hook: the hook point at which vectors are added.
@@ -115,6 +117,8 @@ class VectorSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     file: str | None = None
     fit: str | None = None
+    sae: str | None = None
+    features: dict[str, Any] = {}
     method: Literal["mean", "pca"] = "mean"
     hook: str = "post_block"
     held_out: Share = 0.25
@@ -449,6 +453,18 @@ def _check_metrics(experiment: Experiment) -> None:
         raise experiment.wrong(("harm",), got=general.harm, expected=expected)
 
 
+def _check_one(experiment: Experiment, name: str, source: ProbeSource | VectorSource) -> None:
+    """Raise UsageError unless a probe or a vector has one source."""
+    keys = ("file", "fit", "sae") if isinstance(source, VectorSource) else ("file", "fit")
+    given = [key for key in keys if getattr(source, key) is not None]
+    if len(given) != 1:
+        expected = f"one of {', '.join(keys)}"
+        raise experiment.wrong((name,), got=" and ".join(given) or "none", expected=expected)
+    if isinstance(source, VectorSource) and bool(source.features) != (given == ["sae"]):
+        got, expected = ("features", "none without sae") if source.features else ("none", "features beside sae")
+        raise experiment.wrong((name,), got=got, expected=expected)
+
+
 def _check_sources(experiment: Experiment) -> None:
     named: list[tuple[Key, str]] = []
     many = isinstance(tomllib.loads(experiment.text).get("prompts"), list)
@@ -462,9 +478,7 @@ def _check_sources(experiment: Experiment) -> None:
     for name, source in directions.items():
         if source is None:
             continue
-        if (source.file is None) == (source.fit is None):
-            got = "both" if source.file else "neither"
-            raise experiment.wrong((name,), got=got, expected="either file or fit")
+        _check_one(experiment, name, source)
         if source.hook not in HOOKS:
             raise experiment.wrong((name, "hook"), got=source.hook, expected=f"one of {', '.join(HOOKS)}")
         if isinstance(source, ProbeSource):
@@ -472,7 +486,8 @@ def _check_sources(experiment: Experiment) -> None:
                 raise experiment.wrong((name,), expected="the layer of the probe", do="write layer = 9")
             if source.threshold is not None and not math.isfinite(source.threshold):
                 raise experiment.wrong((name, "threshold"), got=str(source.threshold), expected="a finite number")
-        named.append(((name, "file" if source.file else "fit"), source.file or source.fit or ""))
+        if (path := source.file or source.fit) is not None:
+            named.append(((name, "file" if source.file else "fit"), path))
     for key, path in named:
         if not experiment.relative(path).exists():
             raise experiment.wrong(key, got=path, expected="an existing file, relative to this one")

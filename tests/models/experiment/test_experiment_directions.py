@@ -17,7 +17,9 @@ from capflow_models.experiment.file import Experiment
 from capflow_models.experiment.fits import Fitter, fit_probe, held_out
 from capflow_models.experiment.program import ExperimentJob, run
 from capflow_models.experiment.prompts import LabelledPrompt
+from capflow_models.experiment.results.manifest import hash_of, manifest_of
 from capflow_models.vectors.file import save_vectors
+from tests.kit.autoencoders import saelens, weights
 
 GOOD = """\
 model = "demo"
@@ -113,6 +115,53 @@ def test_a_shadow_gate_has_no_vector_whatever_vectors_there_are(write, tmp_path)
     assert "vector" not in shadow
     assert load_vector(sync["vector"]).site == Site(2, "post_block")
     assert set(sites_of(settings, directions)) == {"post_block:1", "post_block:2"}
+
+
+def of_features(features, more="", path="mood@post_block:2"):
+    return 'fit = "pairs.jsonl"', f'sae = "{path}"\nfeatures = {features}{more}'
+
+
+def test_features_are_the_vector_that_a_request_adds(write, tmp_path):
+    saelens(tmp_path / "mood", weights(width=WIDTH))
+    experiment = write(of_features("{3 = 2.0, 5 = {add = -1.5}}"))
+    assert check_files(experiment, [2]) == Site(1, "post_block")
+    directions, files, _ = resolved(experiment, tmp_path / "out")
+    rows = weights(width=WIDTH)["W_dec"].astype(np.float64)
+    np.testing.assert_allclose(directions.vectors[2], 2 * rows[3] - 1.5 * rows[5], rtol=1e-6)
+    assert directions.vectors[2].dtype == np.float32
+    np.testing.assert_array_equal(load_vector(files[2]).array(np.float32), directions.vectors[2])
+    manifest = manifest_of(experiment, tmp_path / "out", [], 1.0)
+    assert manifest.files["mood"] == hash_of(tmp_path / "mood")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (of_features("{3 = {set = 0}}"), "vector.features: expected features to add; features.features.3: got set"),
+        (
+            of_features("{99 = 1.0}"),
+            "vector.features: expected features to add; features.features.99: got 99, expected",
+        ),
+        (of_features("{1 = 1.0}", path="gone"), "vector.sae: expected an autoencoder; "),
+        (
+            of_features("{1 = 1.0}", path="mood@post_block:0"),
+            "vector.sae: got vectors at post_block:0, expected vectors",
+        ),
+        (
+            of_features("{1 = 1.0}", '\nhook = "mlp_out"'),
+            "vector.sae: got vectors at post_block:2, expected vectors of",
+        ),
+        (of_features("{}"), "vector: got none, expected features beside sae"),
+        (of_features("{1 = 1.0}", '\nfit = "pairs.jsonl"'), "vector: got fit and sae, expected one of file, fit, sae"),
+        (('fit = "pairs.jsonl"', 'fit = "pairs.jsonl"\nfeatures = {1 = 1.0}'), "vector: got features, expected none"),
+    ],
+)
+def test_features_that_cannot_be_added_are_refused_with_their_line(write, tmp_path, change, words):
+    saelens(tmp_path / "mood", weights(width=WIDTH))
+    with pytest.raises(UsageError) as caught:
+        check_files(write(change), [2])
+    assert "experiment.toml, line " in str(caught.value)
+    assert words in str(caught.value)
 
 
 def test_a_vector_is_fitted_only_for_arms_with_a_layer(write, tmp_path):

@@ -93,7 +93,7 @@ def test_an_arm_has_every_combination_of_the_axes_that_matter_for_it(write):
         ('path = "prompts.jsonl"', 'pth = "prompts.jsonl"', 5, "got an unknown key, expected one of path"),
         ('path = "prompts.jsonl"', "", 4, "write path = …"),
         ("layer = 2", "", 7, "expected the layer of the probe; write layer = 9"),
-        ("layer = 2", 'file = "prompts.jsonl"', 7, "got both, expected either file or fit"),
+        ("layer = 2", 'file = "prompts.jsonl"', 7, "got file and fit, expected one of file, fit"),
         ('fit = "pairs.jsonl"', 'fit = "missing.jsonl"', 12, "got missing.jsonl, expected an existing file"),
         ("layer = [3]", "", 20, "write layer = [12] here or in [sweep]"),
         ("scale = [1.0, 2.0]", "scale = [1.0, nan]", 16, "expected finite numbers"),

