@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from capflow.capture.model import ModelInfo
     from capflow.capture.positions import Positions
     from capflow.capture.result import CaptureResult, RequestDone, Status
+    from capflow.capture.router import RouterForm
     from capflow.capture.site import Site
     from capflow.capture.spec import CaptureSpec
     from capflow.errors import CapflowError, FatalError, HubUnreachableError, RetryError, UsageError, explain
+    from capflow.experts import ChosenExperts, chosen_experts
     from capflow.hub.hub import Hub
     from capflow.lenses.lens import Lens, LensReading, open_lens
     from capflow.plugins.configure import configure, configure_all, load_plugins
@@ -90,6 +92,7 @@ __all__ = [
     "CapflowError",
     "CaptureResult",
     "CaptureSpec",
+    "ChosenExperts",
     "Chunk",
     "Client",
     "Consumer",
@@ -117,6 +120,7 @@ __all__ = [
     "RequestDone",
     "RequestRows",
     "RetryError",
+    "RouterForm",
     "Sae",
     "Scorer",
     "SetGate",
@@ -140,6 +144,7 @@ __all__ = [
     "attention_weights",
     "cache",
     "check_address",
+    "chosen_experts",
     "configure",
     "configure_all",
     "demo_model",
@@ -167,9 +172,11 @@ _PLACES = {
     "capflow.capture.model": ("ModelInfo",),
     "capflow.capture.positions": ("Positions",),
     "capflow.capture.result": ("CaptureResult", "RequestDone", "Status"),
+    "capflow.capture.router": ("RouterForm",),
     "capflow.capture.site": ("Site",),
     "capflow.capture.spec": ("CaptureSpec",),
     "capflow.errors": ("CapflowError", "FatalError", "HubUnreachableError", "RetryError", "UsageError", "explain"),
+    "capflow.experts": ("ChosenExperts", "chosen_experts"),
     "capflow.hub.hub": ("Hub",),
     "capflow.lenses.lens": ("Lens", "LensReading", "open_lens"),
     "capflow.plugins.configure": ("configure", "configure_all", "load_plugins"),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Annotated, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 
@@ -12,6 +12,10 @@ from capflow import limits
 from capflow.limits import Text
 
 _Layer = Annotated[int, msgspec.Meta(ge=0, lt=limits.LAYERS_MAX)]
+
+Layers = Annotated[tuple[_Layer, ...], msgspec.Meta(max_length=limits.LAYERS_MAX)]
+
+_Form = TypeVar("_Form")
 
 
 class AttentionForm(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -44,20 +48,26 @@ class LayersForm(NamedTuple):
     """Layers whose attention has one form."""
 
     form: AttentionForm
-    layers: Annotated[tuple[_Layer, ...], msgspec.Meta(max_length=limits.LAYERS_MAX)]
+    layers: Layers
 
 
 AttentionForms = Annotated[tuple[LayersForm, ...], msgspec.Meta(max_length=limits.LAYERS_MAX)]
 
 
-def form_of(forms: AttentionForms | msgspec.UnsetType, layer: int) -> AttentionForm | None:
-    """Return the form of a layer; None if it has none."""
-    return None if forms is msgspec.UNSET else next((form for form, layers in forms if layer in layers), None)
+def form_of(groups: Iterable[tuple[_Form, Layers]] | msgspec.UnsetType, layer: int) -> _Form | None:
+    """Return the form of a layer, of forms with their layers; None if it has none."""
+    return None if groups is msgspec.UNSET else next((form for form, layers in groups if layer in layers), None)
 
 
 def grouped_forms(forms: Mapping[int, AttentionForm]) -> AttentionForms | msgspec.UnsetType:
     """Return the forms of layers as `ModelInfo.attention` has them."""
-    groups: dict[AttentionForm, list[int]] = {}
+    return tuple(LayersForm(*each) for each in by_form(forms)) or msgspec.UNSET
+
+
+def by_form(forms: Mapping[int, _Form]) -> Iterator[tuple[_Form, tuple[int, ...]]]:
+    """Yield each form once, with its layers."""
+    groups: dict[_Form, list[int]] = {}
     for layer in sorted(forms):
         groups.setdefault(forms[layer], []).append(layer)
-    return tuple(LayersForm(form, tuple(layers)) for form, layers in groups.items()) or msgspec.UNSET
+    for form, layers in groups.items():
+        yield form, tuple(layers)

@@ -11,6 +11,7 @@ import msgspec
 
 from capflow import limits
 from capflow.capture.attention import AttentionForm, AttentionForms, form_of
+from capflow.capture.router import RouterForm, RouterForms
 from capflow.capture.site import DIVIDED_HOOKS, Site
 from capflow.limits import Name, Text
 from capflow.text.brief import brief
@@ -43,6 +44,7 @@ class ModelInfo(msgspec.Struct, frozen=True, dict=True):
     shapes: the sites among them whose rows are not of `hidden_size` numbers. Left out if there are none.
     attention: how attention makes its weights, of the layers with taps at `q` and `k`. Left out if there are none.
     ranks: the number of tensor-parallel ranks, which divide rows at `DIVIDED_HOOKS`. Left out if there is one.
+    router: how experts are chosen, of the layers with a tap at `router`. Left out if there are none.
     """
 
     name: Text
@@ -55,6 +57,7 @@ class ModelInfo(msgspec.Struct, frozen=True, dict=True):
     shapes: SiteShapes | msgspec.UnsetType = msgspec.UNSET
     attention: AttentionForms | msgspec.UnsetType = msgspec.UNSET
     ranks: Annotated[int, msgspec.Meta(ge=1)] | msgspec.UnsetType = msgspec.UNSET
+    router: RouterForms | msgspec.UnsetType = msgspec.UNSET
 
     __repr__ = brief
 
@@ -83,6 +86,10 @@ class ModelInfo(msgspec.Struct, frozen=True, dict=True):
     def attention_of(self, layer: int) -> AttentionForm | None:
         """Return how a layer's attention makes its weights; None unless `q` and `k` of the layer carry taps."""
         return form_of(self.attention, layer)
+
+    def router_of(self, layer: int) -> RouterForm | None:
+        """Return how a layer's experts are chosen; None unless `router` of the layer carries a tap."""
+        return form_of(self.router, layer)
 
     @functools.cached_property
     def steered_width(self) -> int:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -465,14 +465,20 @@ class HubSession(_Session):
                 if not shape or math.prod(shape) > limits.HIDDEN_SIZE_MAX or not set(sites) <= set(model.sites):
                     got, expected = f"{list(shape)} for {len(sites)} sites", "sizes in bounds, of sites of the model"
                     raise RemoteProtocolError(explain("hello.model.shapes", got=got, expected=expected))
-        if model is not None and model.attention is not msgspec.UNSET:
-            for _, layers in model.attention:
-                if not {Site(layer, hook) for layer in layers for hook in ("q", "k")} <= set(model.sites):
-                    expected = "layers with q and k among the model's sites"
-                    raise RemoteProtocolError(explain("hello.model.attention", got=layers, expected=expected))
+        if model is not None:
+            _check_forms("attention", model.attention, ("q", "k"), model.sites)
+            _check_forms("router", model.router, ("router",), model.sites)
         for site in (*model.sites, *model.fixed) if model is not None else ():
             if site.hook not in HOOKS or not 0 <= site.layer < limits.LAYERS_MAX:
                 raise RemoteProtocolError(explain("hello.model.sites", got=tuple(site), expected="layers and hooks"))
+
+
+def _check_forms(name: str, forms: Any, hooks: tuple[str, ...], sites: Collection[Site]) -> None:
+    """Raise RemoteProtocolError unless the layers of forms have taps at the hooks that the forms are about."""
+    for _, layers in () if forms is msgspec.UNSET else forms:
+        if not {Site(layer, hook) for layer in layers for hook in hooks} <= set(sites):
+            expected = f"layers with {' and '.join(hooks)} among the model's sites"
+            raise RemoteProtocolError(explain(f"hello.model.{name}", got=layers, expected=expected))
 
 
 def _other_version(who: str, version: int) -> RemoteProtocolError:

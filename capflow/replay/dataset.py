@@ -21,6 +21,7 @@ from capflow.capture.attention import grouped_forms
 from capflow.capture.dtypes import DTYPES
 from capflow.capture.frame import Block, Dropped, Finished, Frame, FrameHeader, Rank, RequestRows, Span, Weights
 from capflow.capture.model import ModelInfo, grouped, width_of
+from capflow.capture.router import grouped_routers
 from capflow.capture.site import Site, layers_by_hook
 from capflow.capture.spec import CaptureSpec
 from capflow.errors import explain
@@ -67,8 +68,12 @@ def entries_of(captures: Iterable[Any], *, ask: bool = False) -> Iterator[Entry]
         mine = list(group)
         sites = tuple(sorted({site for capture in mine for site in capture.sites}))
         shapes = grouped({entry.site: entry.shape for one in mine for entry in one.sidecar.sites if entry.shape})
-        entries = [entry for one in mine for entry in one.sidecar.sites if entry.attention]
-        forms = grouped_forms({entry.layer: entry.attention for entry in entries if Site(entry.layer, "k") in sites})
+        entries = [entry for one in mine for entry in one.sidecar.sites]
+        attention = {
+            each.layer: each.attention for each in entries if each.attention and Site(each.layer, "k") in sites
+        }
+        router = {each.layer: each.router for each in entries if each.router}
+        forms: dict[str, Any] = {"attention": grouped_forms(attention), "router": grouped_routers(router)}
         layers = max((site.layer for site in sites), default=0) + 1
         by_dtype: dict[str, list[Any]] = {}
         for capture in sorted(
@@ -77,7 +82,7 @@ def entries_of(captures: Iterable[Any], *, ask: bool = False) -> Iterator[Entry]
             dtype = _dtype_of(capture.sidecar) if capture.sites or not by_dtype else next(iter(by_dtype))
             by_dtype.setdefault(dtype, []).append(capture)
         for dtype, alike in by_dtype.items():
-            about = ModelInfo(model, layers, hidden_size, dtype, sites, shapes=shapes, attention=forms)
+            about = ModelInfo(model, layers, hidden_size, dtype, sites, shapes=shapes, **forms)
             yield RecordedEngine(engine, about)
             yield from _run(alike, dtype, incarnations, ask=ask)
 

@@ -22,6 +22,7 @@ from capflow.buffers.policy import FALLBACKS, POLICIES_OF_WORKERS, POLICY_DEFAUL
 from capflow.buffers.spool import check_root, default_root
 from capflow.capture.attention import AttentionForms, grouped_forms
 from capflow.capture.model import SiteShapes, grouped
+from capflow.capture.router import RouterForms, grouped_routers
 from capflow.capture.site import HOOKS, Site, own_name
 from capflow.divergence import ON_DIVERGENCE, ON_DIVERGENCE_DEFAULT
 from capflow.errors import UsageError, explain
@@ -111,6 +112,7 @@ class Settings(dict[str, Any]):
     fixed: the sites among them that can be captured and not steered.
     shapes: the sites among them whose rows have a shape of their own.
     attention: how attention makes its weights, of the layers with taps at `q` and `k`.
+    router: how experts are chosen, of the layers with a tap at `router`.
     outbound, outbound_bytes_max: the policy and the size of each worker's outbound queue.
     staging_bytes_max: the device memory for the rows of one step.
     steering_bank_bytes: the device memory of the steering bank.
@@ -128,6 +130,7 @@ class Settings(dict[str, Any]):
     fixed: tuple[Site, ...] = ()
     shapes: SiteShapes = ()
     attention: AttentionForms = ()
+    router: RouterForms = ()
     outbound: Outbound = field(default_factory=Outbound)
     outbound_bytes_max: int = limits.OUTBOUND_BYTES_DEFAULT
     staging_bytes_max: int = 1024 * limits.MIB
@@ -185,6 +188,7 @@ class Tapped(NamedTuple):
     fixed: the sites among them that cannot be steered.
     shapes: the sites among them whose rows have a shape of their own.
     attention: how attention makes its weights, of the layers with taps at `q` and `k`.
+    router: how experts are chosen, of the layers with a tap at `router`.
     """
 
     num_layers: int
@@ -192,6 +196,7 @@ class Tapped(NamedTuple):
     fixed: tuple[Site, ...]
     shapes: SiteShapes = ()
     attention: AttentionForms = ()
+    router: RouterForms = ()
 
     @classmethod
     def of(
@@ -217,8 +222,10 @@ class Tapped(NamedTuple):
             site.layer for site in sites if site.hook == "k"
         }
         forms = {layer: form for layer in compared if (form := layers[layer].attention) is not None}
+        routed = {site.layer for site in sites if site.hook == "router"}
+        routers = grouped_routers({layer: router for layer in routed if (router := layers[layer].router) is not None})
         captured = tuple(site for site in sites if site not in steerable)
-        return cls(len(layers), sites, captured, grouped(shapes) or (), grouped_forms(forms) or ())
+        return cls(len(layers), sites, captured, grouped(shapes) or (), grouped_forms(forms) or (), routers or ())
 
 
 def _steered_sites(

@@ -16,7 +16,7 @@ LAYERS = {
         "capture buffers",
         "steering",
         "probes protocol lenses",
-        "saes attention",
+        "saes attention experts",
         "plugins serve_options",
         "transport",
         "hub",

@@ -14,7 +14,7 @@ import capflow
 from capflow.capture.site import Site
 from tests.kit.engines import GREEDY, LAYERS, answers, engine, prompts, relative_error, save_tiny, vector
 from tests.kit.entries import LLAMA_HOOKS, shape_of
-from tests.kit.experts import ExpertReference
+from tests.kit.experts import ExpertReference, taken
 from tests.kit.hubs import free_port
 from tests.kit.rows import ALL, SITES
 from tests.kit.selectors_model import meant
@@ -122,7 +122,12 @@ def test_experts_are_chosen_and_read_with_two_ranks(tmp_path):
             cache = capflow.cache(llm, given, hooks=hooks, positions="all", max_tokens=4, **GREEDY, **fields)
             for number, (prompt, answer) in enumerate(zip(given, answers(cache.outputs), strict=True)):
                 tokens = [*prompt, *answer[:-1]]
-                _, rows = reference.run(tokens, len(prompt), fields)
+                with taken(reference.layers) as experts:
+                    _, rows = reference.run(tokens, len(prompt), fields)
+                for layer in (0, 3):  # whose routers are not steered
+                    ids, weights = cache.experts(layer, number)
+                    assert ids.tolist() == experts[layer][0][0].tolist()
+                    assert abs(weights - experts[layer][0][1]).max() < 1e-5
                 for site in cache:
                     got = cache[site][number, : len(tokens)].reshape(len(tokens), -1)
                     error = relative_error(got, rows[site])

@@ -17,7 +17,7 @@ from capflow_engine.compat import engine as compat
 from tests.kit.children import Run, run
 from tests.kit.engines import GREEDY, LAYERS, engine, prompts, relative_error, save_tiny
 from tests.kit.entries import LLAMA_HOOKS, shape_of
-from tests.kit.experts import ExpertReference
+from tests.kit.experts import ExpertReference, routed, taken
 from tests.kit.rows import FLOAT32_BOUND
 from tests.kit.selectors_model import meant
 from tests.kit.steered import SteeredReference, vector
@@ -89,6 +89,13 @@ EXPERTS = {"hooks": {"router": "all", "heads": [1], "post_block": "all"}, "posit
 FORCED = {"steering_clamps": {"router": {1: {"index": 3, "value": 1e4}, 2: {"index": [0, 2], "value": -1e4}}}}
 
 
+def hold_experts(made, expected):
+    """Assert that experts are those expected, with their weights within 1e-5; any may have the weight 0."""
+    ids, weights = expected
+    assert np.array_equal(made.ids[weights > 0], ids[weights > 0])
+    assert np.abs(made.weights - weights).max() < 1e-5
+
+
 def test_router_logits_are_captured_and_steered(tmp_path):
     """The first test: vLLM makes no model with experts beside a running engine of another in one process."""
     model, root = save_tiny(tmp_path / "mixtral", "mixtral"), tmp_path / "rows"
@@ -105,13 +112,31 @@ def test_router_logits_are_captured_and_steered(tmp_path):
             capflow.sampling_params(id=f"r{n}", capture=EXPERTS, max_tokens=4, **GREEDY, **fields)
             for n, fields in enumerate(asked)
         ]
-        outputs = llm.generate(prompts((9, 70, 12, 5)), params, use_tqdm=False)
+        with routed(llm) as steps:
+            outputs = llm.generate(prompts((9, 70, 12, 5)), params, use_tqdm=False)
+        forms = [llm.capflow_model.router_of(layer) for layer in range(LAYERS)]
+    assert forms == [capflow.RouterForm(2, renormalised=True)] * LAYERS
+    for layer, form in enumerate(forms):  # by the logits that vLLM's routers are given, steered or not
+        for given, *chosen in steps[layer]:
+            hold_experts(capflow.chosen_experts(given, form), chosen)
     data = capflow.open(root)
     for n, (output, fields) in enumerate(zip(outputs, asked, strict=True)):
         prompt, answer = output.prompt_token_ids, list(output.outputs[0].token_ids)
         tokens = [*prompt, *answer[:-1]]
-        logits, rows = reference.run(tokens, len(prompt), fields)
+        with taken(reference.layers) as experts:
+            logits, rows = reference.run(tokens, len(prompt), fields)
         hold(data[f"r{n}"], EXPERTS, rows, tokens, len(prompt))
+        for layer, form in enumerate(forms):
+            if any(layer in layers for one in fields.values() for layers in one.values()):
+                # The rows are those before steering; what the model takes is chosen by what they become.
+                clamp = fields.get("steering_clamps", {}).get("router", {}).get(layer)
+                if clamp is not None:
+                    steered = data[f"r{n}"][layer, "router"].rows.copy()
+                    steered[:, clamp["index"]] = clamp["value"]
+                    hold_experts(capflow.chosen_experts(steered, form), experts[layer][0])
+                    assert not np.array_equal(data[f"r{n}"].experts(layer).ids, experts[layer][0][0])
+            else:
+                hold_experts(data[f"r{n}"].experts(layer), experts[layer][0])
         assert logits[len(prompt) - 1 :].argmax(-1).tolist() == answer
         plain = reference.run(tokens, len(prompt), {})[0]
         assert (np.abs(logits - plain).max() > 1e-3) == bool(fields)

@@ -21,12 +21,14 @@ from capflow.errors import CapflowError, UsageError, explain
 from capflow.text.brief import brief
 from capflow.text.tabular import Tabular
 from capflow_consumers.dataset import layout
-from capflow_consumers.dataset.attention import attention_of
+from capflow_consumers.dataset.derived import attention_of, experts_of
 from capflow_consumers.dataset.rows import shown
 from capflow_consumers.dataset.tables import arrow_of, capture_html
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from capflow.experts import Biases, ChosenExperts
 
 
 class Shaped:
@@ -249,6 +251,20 @@ class RequestCapture(Tabular, ABC):
         """
         forms = {site: entry.attention for site, entry in self._entries.items()}
         return attention_of(self, forms, layer, heads=heads, positions=positions, spans=spans)
+
+    def experts(self, layer: int, *, positions: Any = None, bias: Biases | None = None) -> ChosenExperts:
+        """Return the experts that the layer's router chose, and their weights float32, each `[tokens, top_k]`.
+
+        They are computed from the rows at `router`; see `capflow.chosen_experts`.
+
+        positions: the tokens, as a spec names positions, and in their order; None for all that were captured.
+        bias: of a biased router, the number for each expert, `[experts]`, from the model's weights.
+
+        Raises UsageError for rows that are missing, and for what `capflow.chosen_experts` refuses; CapflowError for
+        damaged rows.
+        """
+        forms = {site: entry.router for site, entry in self._entries.items()}
+        return experts_of(self, forms, layer, positions=positions, bias=bias)
 
     def __contains__(self, site: object) -> bool:
         return site_of(site) in self._entries

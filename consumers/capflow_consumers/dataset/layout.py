@@ -43,6 +43,7 @@ from capflow.capture.dtypes import DTYPES, SAFETENSORS_DTYPES
 from capflow.capture.frame import Rank, Weights
 from capflow.capture.model import Shape
 from capflow.capture.result import Status
+from capflow.capture.router import RouterForm
 from capflow.capture.site import HOOKS, Site
 from capflow.errors import UsageError, explain
 from capflow.limits import Total
@@ -76,6 +77,7 @@ class SiteFile(msgspec.Struct, frozen=True):
         the request's.
     shape: the shape of a row; left out where it is `[hidden_size]`.
     attention: at `q`, how attention makes its weights; left out where the engine did not say it, or has no tap at `k`.
+    router: at `router`, how experts are chosen; left out where the engine did not say it.
     """
 
     layer: Total
@@ -90,6 +92,7 @@ class SiteFile(msgspec.Struct, frozen=True):
     offset: Total = 0
     shape: Shape | msgspec.UnsetType = msgspec.UNSET
     attention: AttentionForm | msgspec.UnsetType = msgspec.UNSET
+    router: RouterForm | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def site(self) -> Site:

@@ -20,7 +20,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -30,15 +30,19 @@ from capflow import limits
 from capflow.capture.attention import AttentionForms, form_of
 from capflow.capture.dtypes import DTYPES
 from capflow.capture.model import Shape
+from capflow.capture.router import RouterForms
 from capflow.capture.site import Site
 from capflow.errors import UsageError, explain
 from capflow.files import create_private, open_regular, read_regular
 from capflow.text import jsontext
 from capflow_consumers.dataset import layout
-from capflow_consumers.dataset.attention import attention_of
 from capflow_consumers.dataset.capture import Rows, site_of
+from capflow_consumers.dataset.derived import attention_of, experts_of
 from capflow_consumers.dataset.disk import found_in, mapped
 from capflow_consumers.dataset.rows import Piece, TokenLog
+
+if TYPE_CHECKING:
+    from capflow.experts import Biases, ChosenExperts
 
 Spans = tuple[tuple[int, int], ...]
 
@@ -47,7 +51,7 @@ class About(msgspec.Struct, frozen=True):
     """A running request.
 
     dtypes: the dtypes of sites whose rows have another one than `dtype`, by `hook:layer`.
-    attention: as in `ModelInfo`.
+    attention, router: as in `ModelInfo`.
     """
 
     request: str
@@ -58,6 +62,7 @@ class About(msgspec.Struct, frozen=True):
     prompt_length: int
     dtypes: dict[str, str] = {}
     attention: AttentionForms | msgspec.UnsetType = msgspec.UNSET
+    router: RouterForms | msgspec.UnsetType = msgspec.UNSET
 
 
 class Added(msgspec.Struct, frozen=True):
@@ -115,6 +120,11 @@ class RunningCapture:
         """Return attention's weights of the rows so far; as `RequestCapture.attention`."""
         forms = {site: form_of(self.about.attention, site.layer) or msgspec.UNSET for site in self.sites}
         return attention_of(self, forms, layer, heads=heads, positions=positions, spans=spans)
+
+    def experts(self, layer: int, *, positions: Any = None, bias: Biases | None = None) -> ChosenExperts:
+        """Return the experts of the rows so far; as `RequestCapture.experts`."""
+        forms = {site: form_of(self.about.router, site.layer) or msgspec.UNSET for site in self.sites}
+        return experts_of(self, forms, layer, positions=positions, bias=bias)
 
     def __getitem__(self, site: tuple[int, str] | str) -> Rows:
         """Return the rows of a site so far, memory-mapped.

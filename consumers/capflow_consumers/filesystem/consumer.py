@@ -479,7 +479,7 @@ class FilesystemConsumer(Consumer):
 
     def _about(self, header: FrameHeader, rows: RequestRows, files: RequestFiles) -> About:
         dtypes = {str(site): dtype for site, dtype in files.dtypes.items() if dtype != files.dtype}
-        attention = msgspec.UNSET if files.model is None else files.model.attention
+        attention, router = (msgspec.UNSET,) * 2 if files.model is None else (files.model.attention, files.model.router)
         return About(
             rows.id,
             header.engine,
@@ -489,6 +489,7 @@ class FilesystemConsumer(Consumer):
             rows.prompt_length,
             dtypes,
             attention,
+            router,
         )
 
     def _make_room(self) -> None:

@@ -172,8 +172,10 @@ class RequestFiles:
         """Return a site's entry in the sidecar. The arguments are its fields."""
         site = part.site
         overflowed, shape = self.rows_overflowed[site], self.shapes.get(site, msgspec.UNSET)
-        form = self.model.attention_of(site.layer) if self.model is not None and site.hook == "q" else None
-        about: tuple[Any, ...] = (part.dtype, overflowed, offset, shape, msgspec.UNSET if form is None else form)
+        attention = self.model.attention_of(site.layer) if self.model is not None and site.hook == "q" else None
+        router = self.model.router_of(site.layer) if self.model is not None and site.hook == "router" else None
+        forms = (attention or msgspec.UNSET, router or msgspec.UNSET)
+        about: tuple[Any, ...] = (part.dtype, overflowed, offset, shape, *forms)
         return layout.SiteFile(*site, file, part.rows, expected, nbytes, digest, *about)
 
     def write(self) -> list[layout.SiteFile]:

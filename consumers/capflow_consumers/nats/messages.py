@@ -134,9 +134,9 @@ def session_message(prefix: str, engine: str, model: ModelInfo, identity: str) -
     about = {name: getattr(model, name) for name in ("num_layers", "hidden_size", "dtype", "stages")}
     if model.own_shapes:
         about["shapes"] = {str(site): shape for site, shape in model.own_shapes.items()}
-    if model.attention is not msgspec.UNSET:
-        forms = {str(layer): form for form, layers in model.attention for layer in layers}
-        about["attention"] = msgspec.to_builtins(forms)
+    for name, groups in (("attention", model.attention), ("router", model.router)):
+        if groups is not msgspec.UNSET:
+            about[name] = msgspec.to_builtins({str(layer): form for form, layers in groups for layer in layers})
     body = _encode({"engine": engine, "model": model.name, **about, "sites": [str(site) for site in model.sites]})
     return message(f"{prefix}.sessions.{token(engine)}", None, body, identity=identity)
 

@@ -568,6 +568,7 @@ def model_info(vllm_config: Any) -> ModelInfo:
         fixed=settings.fixed,
         shapes=settings.shapes or msgspec.UNSET,
         attention=settings.attention or msgspec.UNSET,
+        router=settings.router or msgspec.UNSET,
         stages=parallel.pipeline_parallel_size,
         ranks=ranks if ranks > 1 else msgspec.UNSET,
     )

@@ -21,6 +21,7 @@ import msgspec
 
 from capflow.capture.attention import AttentionForm
 from capflow.capture.model import ModelInfo
+from capflow.capture.router import RouterForm
 from capflow.capture.site import HOOKS, Site
 from capflow.errors import CapflowError, UsageError, explain
 from capflow_engine.compat import child, connectors, launch
@@ -68,7 +69,7 @@ def info_of(engine_args: Any, tapped: Tapped) -> ModelInfo:
     """
     with explaining(engine_args.model):
         width = engine_args.create_model_config().get_hidden_size()
-    more: dict[str, Any] = {name: getattr(tapped, name) or msgspec.UNSET for name in ("shapes", "attention")}
+    more: dict[str, Any] = {name: getattr(tapped, name) or msgspec.UNSET for name in ("shapes", "attention", "router")}
     if (ranks := engine_args.tensor_parallel_size) > 1:
         more["ranks"] = ranks
     return ModelInfo(engine_args.model, tapped.num_layers, width, "", tapped.sites, fixed=tapped.fixed, **more)
@@ -328,9 +329,14 @@ def structure_of(layer: Any, dtype: Any) -> Structure:
             structure = resolve(layer, dtype, mixes_tokens, divisor, part_of)
     except UnclearError as e:
         raise CapflowError(explain(f"{type(layer).__name__}: unknown structure of a decoder layer", got=str(e))) from e
-    if not {"q", "k"} <= structure.places.keys():
-        return structure
-    return replace(structure, attention=_form(layer.get_submodule(structure.places["q"].module)))
+    if {"q", "k"} <= structure.places.keys():
+        structure = replace(structure, attention=_form(layer.get_submodule(structure.places["q"].module)))
+    if "router" in structure.places:
+        form = _router_form(layer, structure.shapes["router"][-1])
+        made = getattr(layer.get_submodule(structure.places["router"].module), "out_dtype", None) or dtype
+        rounded = made.itemsize > dtype.itemsize
+        structure = replace(structure, router=msgspec.structs.replace(form, rounded=rounded))
+    return structure
 
 
 def _form(module: Any) -> AttentionForm:
@@ -352,6 +358,64 @@ def _form(module: Any) -> AttentionForm:
     elif getattr(module, "has_sink", False) or getattr(made, "sinks", None) is not None:
         lacks = "a sink of each head, which takes a part of the weights"
     return AttentionForm(float(made.scale), module.sliding_window, soft_cap and float(soft_cap), lacks)
+
+
+def _router_form(layer: Any, count: int) -> RouterForm:
+    """Return how a layer's router chooses among `count` experts."""
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    runners = [module for module in layer.modules() if isinstance(module, MoERunner)]
+    if len(runners) != 1:
+        return RouterForm(1, lacks="the layer has several mixtures of experts")
+    (runner,) = runners
+    try:
+        choice = router_choice(runner.router, count)
+        if "lacks" in choice:
+            return RouterForm(1, **choice)
+        scale = choice.pop("scale", 1.0) * float(runner.routed_scaling_factor)
+        more = {"renormalised": bool(runner.router.renormalize), "scale": scale}
+        on_input = bool(runner.routed_experts.apply_router_weight_on_input)
+        return RouterForm(runner.router.top_k, **choice, **more, on_input=on_input)
+    except AttributeError as e:
+        return RouterForm(1, lacks=f"a router of this version of vLLM, without {e.name}")
+
+
+def router_choice(router: Any, count: int) -> dict[str, Any]:
+    """Return the fields of a router's form that its class decides, or `lacks` alone."""
+    kind = type(router).__name__
+    if kind == "CPURouter":  # one class for several others
+        own = router.custom_routing_function is not None and router.scoring_func != "sqrtsoftplus"
+        kind = _GROUPED if router.use_grouped_topk else _OWN if own else _PLAIN
+    if kind == _OWN:
+        function = router.custom_routing_function
+        name = f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
+        return {"scores": "sigmoid"} if name in _SIGMOIDS else {"lacks": f"the choice of {name}"}
+    if kind not in (_GROUPED, _BIASED, _PLAIN):
+        return {"lacks": f"the choice of a {kind}"}
+    if router.scoring_func not in ("softmax", "sigmoid"):
+        return {"lacks": f"scores by {router.scoring_func}"}
+    choice = {"scores": router.scoring_func}
+    if kind == _PLAIN:
+        return choice
+    choice |= {"biased": router.e_score_correction_bias is not None, "scale": float(router.routed_scaling_factor)}
+    if kind == _GROUPED:
+        groups = router.num_expert_group
+        if groups > 1 and (count % groups or count == groups):
+            return {"lacks": f"{groups} groups of {count} experts"}
+        return choice | {"n_group": groups, "topk_group": router.topk_group}
+    if router._hash_indices_table is not None or router.bias_vl is not None:
+        return {"lacks": "a choice by the tokens' ids"}
+    return choice
+
+
+_GROUPED, _BIASED, _PLAIN = "GroupedTopKRouter", "FusedTopKBiasRouter", "FusedTopKRouter"
+_OWN = "CustomRoutingRouter"
+
+_SIGMOIDS = (
+    "vllm.model_executor.models.llama4.Llama4MoE.custom_routing_function",
+    "vllm.model_executor.models.cohere2_moe.token_choice_with_bias",
+)
+"""The functions of models that take the sigmoid of the highest logits."""
 
 
 @contextlib.contextmanager

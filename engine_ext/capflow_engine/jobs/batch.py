@@ -76,6 +76,7 @@ def run(job: JobRequest, tell: Tell) -> None:
         fixed=tapped.fixed,
         shapes=tapped.shapes,
         attention=tapped.attention,
+        router=tapped.router,
         outbound=outbound,
         steering_bank_bytes=job.steering_bank_bytes,
         on_divergence=job.on_divergence,

@@ -30,6 +30,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from capflow.capture.attention import AttentionForm
+from capflow.capture.router import RouterForm
 from capflow_engine.layer import inside
 from capflow_engine.layer.parts import Norm, Part, Parts, Slot
 
@@ -79,6 +80,7 @@ class Structure:
         change there would miss the norm. That of `pre_attn` holds only where the layer is given a split stream.
     shapes: by hook, the shape of a row over all tensor-parallel ranks, where it is not that of the stream.
     attention: how the layer's attention makes its weights; None without `q` and `k`.
+    router: how the layer's experts are chosen; None without `router`.
     """
 
     layer: str
@@ -90,6 +92,7 @@ class Structure:
     returned: dict[str, HookPlace] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     attention: AttentionForm | None = None
+    router: RouterForm | None = None
 
     def why_not(self, hook: str) -> str:
         """Return why the layer does not have a hook."""

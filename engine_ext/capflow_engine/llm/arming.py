@@ -105,6 +105,7 @@ def arm(
         fixed=tapped.fixed,
         shapes=tapped.shapes,
         attention=tapped.attention,
+        router=tapped.router,
         outbound=outbound,
         steering_bank_bytes=bank_bytes,
         on_divergence=on_divergence,

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import torch
 
+    from capflow.experts import Biases, ChosenExperts
+
 _STORE = "filesystem"
 
 
@@ -135,13 +137,34 @@ class ActivationCache(Tabular):
 
         Raises UsageError for rows that are missing, and for what `capflow.attention_weights` refuses.
         """
+        capture, positions = self._asked(prompt, Site(layer, "q"), positions)
+        made: npt.NDArray[np.float32] = capture.attention(layer, heads=heads, positions=positions, spans=spans)
+        return made
+
+    def experts(
+        self, layer: int, prompt: int = 0, *, positions: Any = None, bias: Biases | None = None
+    ) -> ChosenExperts:
+        """Return the experts of a prompt's tokens, and their weights float32, each `[tokens, top_k]`.
+
+        They are computed from the layer's rows at `router`: `capflow.cache(llm, prompts, hooks=["router:5"])`.
+
+        layer, positions, bias: as in the data set's `capture.experts`.
+        prompt: the number of the prompt.
+
+        Raises UsageError for rows that are missing, and for what `capflow.chosen_experts` refuses.
+        """
+        capture, positions = self._asked(prompt, Site(layer, "router"), positions)
+        made: ChosenExperts = capture.experts(layer, positions=positions, bias=bias)
+        return made
+
+    def _asked(self, prompt: int, site: Site, positions: Any) -> tuple[Any, Any]:
+        """Return a prompt's capture, and these positions; for None, those that were asked for at a site."""
         if not isinstance(prompt, int) or not 0 <= prompt < len(self):
             raise UsageError(explain("prompt", got=prompt, expected=f"a number from 0 to {len(self) - 1}"))
         capture = self.captures[prompt]
-        if positions is None and Site(layer, "q") in self.wanted:
-            positions = self._rows(capture, (layer, "q")).positions
-        made: npt.NDArray[np.float32] = capture.attention(layer, heads=heads, positions=positions, spans=spans)
-        return made
+        if positions is None and site in self.wanted:
+            positions = self._rows(capture, site).positions
+        return capture, positions
 
     def to_arrow(self) -> pa.Table:
         """Return a table with a line for each row.

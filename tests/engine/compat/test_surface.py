@@ -213,7 +213,7 @@ def read():
 
 READERS = ("capflow_engine.compat.", "capflow_engine.scheduler", "capflow_engine.worker", "capflow_engine.llm")
 # Names that classes of vLLM have too, but that the source reads of other objects.
-READ_OF_OTHERS = {"default_factory", "gather", "recv", "router", "runner_type", "scheduler_cls", "worker_cls"}
+READ_OF_OTHERS = {"default_factory", "gather", "recv", "runner_type", "scheduler_cls", "worker_cls"}
 
 
 def test_each_attribute_that_is_read_of_an_object_of_vllm_is_in_the_table():

@@ -370,6 +370,19 @@ READS = (
         f"{_LAYERS}.fused_moe.runner.moe_runner:MoERunner",
         "gate routed_scaling_factor shared_expert_gate shared_experts",
     ),
+    _read(f"{_LAYERS}.fused_moe.runner.moe_runner:MoERunner", "routed_experts router", OPTIONAL),
+    _read(f"{_LAYERS}.fused_moe.routed_experts:RoutedExperts", "apply_router_weight_on_input", OPTIONAL),
+    _read(
+        f"{_LAYERS}.fused_moe.router.cpu_router:CPURouter",
+        "custom_routing_function e_score_correction_bias num_expert_group renormalize scoring_func top_k topk_group"
+        " use_grouped_topk",
+        OPTIONAL,
+    ),
+    _read(
+        f"{_LAYERS}.fused_moe.router.fused_topk_bias_router:FusedTopKBiasRouter",
+        "_hash_indices_table bias_vl",
+        OPTIONAL,
+    ),
     _read("vllm:LLM", "get_default_sampling_params llm_engine reset_prefix_cache"),
     _read("vllm:SamplingParams", "clone detokenize extra_args n prompt_logprobs"),
     _read("vllm.outputs:RequestOutput", "finished kv_transfer_params outputs request_id"),

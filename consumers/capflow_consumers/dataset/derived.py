@@ -1,4 +1,4 @@
-"""Attention's weights in a captured request, computed from its rows at `q` and `k`."""
+"""What is computed from a captured request's rows: attention's weights, and the experts of its tokens."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from capflow.attention import attention_weights, check_size
 from capflow.capture.positions import Positions
 from capflow.capture.site import Site
 from capflow.errors import UsageError, explain
+from capflow.experts import Biases, ChosenExperts, chosen_experts
 from capflow_consumers.dataset.rows import shown
 
 if TYPE_CHECKING:
     from capflow.capture.attention import AttentionForm
+    from capflow.capture.router import RouterForm
 
 Forms = Mapping[Site, "AttentionForm | msgspec.UnsetType"]
 """The sites of a capture that have rows; at `q`, with the form of the layer's attention."""
@@ -36,21 +38,11 @@ def attention_of(
 
     capture: a `RequestCapture` or a `RunningCapture`.
     """
-    if isinstance(layer, bool) or not isinstance(layer, int | np.integer):
-        raise UsageError(explain("layer", got=layer, expected="the number of a layer, such as 5"))
+    _check_layer(layer)
     where = f"{capture.path}: attention of layer {layer}"
     spec = f'{{"hooks": {{"q": [{layer}], "k": [{layer}]}}, "positions": "all"}}'
     form = _form(where, forms, layer, spec)
-    queries = capture[layer, "q"]
-    places = queries.positions
-    if positions is not None:
-        wanted = _wanted(capture, positions)
-        absent = np.setdiff1d(wanted, places)
-        if len(absent):
-            raise _missing(where, "q", absent, spec)
-        queries, places = queries.chosen(np.searchsorted(places, wanted)), wanted
-    if not len(places):
-        raise UsageError(explain(where, got="no positions", expected="one at least"))
+    queries, places = _rows_at(capture, Site(layer, "q"), positions, where, spec)
     keys = capture[layer, "k"]
     end = int(places.max(initial=-1)) + 1
     absent = np.setdiff1d(np.arange(end), keys.positions)
@@ -62,6 +54,64 @@ def attention_of(
     check_size((count, len(places), end if spans is None else 1), 4)
     k = keys.chosen(keys.positions < end).shaped
     return attention_weights(queries.shaped, k, form, positions=places, heads=heads, spans=spans)
+
+
+def experts_of(
+    capture: Any,
+    forms: Mapping[Site, RouterForm | msgspec.UnsetType],
+    layer: int,
+    *,
+    positions: Any = None,
+    bias: Biases | None = None,
+) -> ChosenExperts:
+    """Return what `RequestCapture.experts` does.
+
+    capture: a `RequestCapture` or a `RunningCapture`.
+    forms: the sites that have rows; at `router`, with how the layer's experts are chosen.
+    """
+    _check_layer(layer)
+    where, site = f"{capture.path}: experts of layer {layer}", Site(layer, "router")
+    spec = f'{{"hooks": {{"router": [{layer}]}}, "positions": "all"}}'
+    if site not in forms:
+        have = sorted(each.layer for each in forms if each.hook == "router")
+        got = f"no rows at {site}; router is here of {f'layers {have}' if have else 'no layer'}"
+        raise UsageError(explain(where, got=got, expected="rows there", do=f"capture {spec}"))
+    form = forms[site]
+    if form is msgspec.UNSET:
+        do = "capture it again, or give capflow.chosen_experts the layer's RouterForm"
+        raise UsageError(explain(where, got="a data set that does not say how they are chosen", do=do))
+    rows, _ = _rows_at(capture, site, positions, where, spec)
+    return chosen_experts(rows.shaped, form, bias=bias)
+
+
+def _check_layer(layer: Any) -> None:
+    """Raise UsageError unless a layer is a number."""
+    if isinstance(layer, bool) or not isinstance(layer, int | np.integer):
+        raise UsageError(explain("layer", got=layer, expected="the number of a layer, such as 5"))
+
+
+def _rows_at(
+    capture: Any, site: Site, positions: Any, where: str, spec: str
+) -> tuple[Any, npt.NDArray[np.integer[Any]]]:
+    """Return a site's rows of some positions, in their order, and these.
+
+    positions: as a spec names them; None for all that were captured.
+    where: what needs the rows, for an error.
+    spec: a spec that captures them.
+
+    Raises UsageError for positions that have no rows, and for none.
+    """
+    rows = capture[site]
+    places = rows.positions
+    if positions is not None:
+        wanted = _wanted(capture, positions)
+        absent = np.setdiff1d(wanted, places)
+        if len(absent):
+            raise _missing(where, site.hook, absent, spec)
+        rows, places = rows.chosen(np.searchsorted(places, wanted)), wanted
+    if not len(places):
+        raise UsageError(explain(where, got="no positions", expected="one at least"))
+    return rows, places
 
 
 def _form(where: str, forms: Forms, layer: int, spec: str) -> AttentionForm:
