@@ -63,6 +63,19 @@ def tiny(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def backend(tmp_path_factory):
+    """A tiny model that vLLM's Transformers backend runs, its directory and what Transformers computes with it.
+
+    Made once: the backend changes the class of the model, of which no other can be made in this process then.
+    """
+    from tests.kit.engines import BACKEND, save_tiny
+    from tests.kit.steered import SteeredReference
+
+    model = save_tiny(tmp_path_factory.mktemp("backend"), BACKEND)
+    return model, SteeredReference(model)
+
+
+@pytest.fixture(scope="session")
 def tiny_with_words(tiny, tmp_path_factory):
     """Return the directory of the same model with a tokenizer beside it."""
     from tests.kit.engines import save_words

@@ -85,9 +85,7 @@ def check(model_type, dtype, hub, root, **arguments):
         given = [
             p["prompt_token_ids"] + list(o.outputs[0].token_ids)[:-1] for p, o in zip(prompts, outputs, strict=True)
         ]
-    for module in model.modules():  # vLLM's Transformers backend changes classes in its process
-        module.__dict__.setdefault("do_not_compile", True)
-    references = architectures.expected(model_type, model, given)
+    references = architectures.expected(model_type, engines.uncompiled(model), given)
     sums = max(architectures.adds_up(rows, model.config.get_text_config().num_hidden_layers) for rows in references)
     assert sums < 1e-5, f"the reference's names are wrong: its sums are off by {sums:.1e}"
     data = capflow.open(root)

@@ -22,6 +22,8 @@ SHAPE = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
+BACKEND = "seed_oss"
+"""An architecture like Llama's that vLLM has no class for: its Transformers backend runs it."""
 LAYERS, WIDTH = SHAPE["num_hidden_layers"], SHAPE["hidden_size"]
 
 
@@ -37,6 +39,8 @@ def save_tiny(directory, architecture="llama", **shape):
     elif architecture == "mixtral":
         config = transformers.MixtralConfig(**SHAPE, head_dim=32, num_local_experts=4, num_experts_per_tok=2)
         model = transformers.MixtralForCausalLM(config)
+    elif architecture == BACKEND:
+        model = transformers.SeedOssForCausalLM(transformers.SeedOssConfig(**SHAPE, head_dim=32))
     else:
         config = transformers.LlamaConfig(**SHAPE | shape, head_dim=32)
         model = transformers.LlamaForCausalLM(config)
@@ -221,13 +225,23 @@ def in_this_process():
             cleanup_dist_env_and_memory()
 
 
+def uncompiled(model):
+    """Return a model of Transformers that runs after vLLM's Transformers backend has run one of its class.
+
+    The backend changes the class: it would have vLLM compile the model.
+    """
+    for module in model.modules():
+        module.__dict__.setdefault("do_not_compile", True)
+    return model
+
+
 class Reference:
     """Transformers' hidden states, with vectors added at given positions of given layers."""
 
     def __init__(self, model, dtype=torch.float32):
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            model, dtype=dtype, attn_implementation="eager"
-        ).eval()
+        self.model = uncompiled(
+            transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="eager").eval()
+        )
         self.layers = self.model.model.layers
 
     def post_block(self, token_ids, steering: Mapping | None = None):

@@ -21,12 +21,12 @@ PATTERNS = {
     "llama": DENSE,  # a split stream, added up in the norms
     "gemma3_text": DENSE,  # norms before and after each block
     "gpt2": DENSE,  # a whole stream
-    "gpt_neox": DENSE - {"post_attn", *QKV},  # attention beside the MLP, by vLLM's Transformers backend
+    "gpt_neox": DENSE - {"post_attn"},  # attention beside the MLP, by vLLM's Transformers backend
     "exaone4": DENSE,  # norms only after each block
     "granite": DENSE,  # what is added is scaled
     "olmoe": EVERY - {"neurons"},  # experts
     "falcon_h1": DENSE - {"attn_in", "attn_out"},  # attention beside a state space
-    "ctrl": DENSE - {"neurons", *QKV},  # an MLP that is no more than a sequence of modules
+    "ctrl": DENSE - {"neurons"},  # an MLP that is no more than a sequence of modules
 }
 
 

@@ -9,7 +9,7 @@ import capflow
 from capflow.errors import UsageError
 from capflow_engine.compat.model import check_model
 from tests.architectures.table import config_of
-from tests.kit.engines import GREEDY, SHAPE, answers, engine, environment, prompts
+from tests.kit.engines import GREEDY, SHAPE, Reference, answers, engine, environment, prompts
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
 
@@ -23,6 +23,7 @@ MODELS = {
     "gemma2": transformers.Gemma2Config(**GROUPED | TIED, **SCALED, attn_logit_softcapping=2.0),
     "gemma3": transformers.Gemma3TextConfig(**GROUPED, **SCALED, layer_types=[SLIDING, FULL, SLIDING]),
     "qwen3": transformers.Qwen3Config(**GROUPED),
+    "olmo2": transformers.Olmo2Config(**GROUPED),  # on vLLM's Transformers backend
     "mistral": transformers.MistralConfig(**GROUPED, sliding_window=WINDOW),
 }
 WINDOWS = {"gemma2": [WINDOW, None, WINDOW], "gemma3": [WINDOW, None, WINDOW], "mistral": [WINDOW] * 3}
@@ -50,9 +51,7 @@ def weights_of(model, tokens):
 
 def hold(path, root, **arguments):
     """Assert that each prompt's weights are those of Transformers, in each layer; return the cache and these."""
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    )
+    reference = Reference(path).model
     given = [prompt["prompt_token_ids"] for prompt in prompts(LENGTHS, seed=2)]
     consumers = [f"filesystem:root={root},capture=requests"]
     more = GREEDY | {"max_tokens": ANSWER}
@@ -94,10 +93,20 @@ def test_weights_are_those_of_transformers(name, tmp_path):
     assert np.abs(sums[:, 0, 0] - expected[2][2][:, LENGTHS[2] - 1, 3:7].sum(-1)).max() < 1e-6
 
 
+# It changes classes of Transformers in its process.
+BACKEND = {"model_impl": "transformers"}
+TWO_RANKS = {"tensor_parallel_size": 2, "in_process": False}
+
+
 @pytest.mark.long
-def test_weights_of_heads_that_two_ranks_divide(tmp_path):
+@pytest.mark.parametrize(
+    "arguments",
+    [TWO_RANKS, BACKEND | {"in_process": False}, BACKEND | TWO_RANKS | {"enforce_eager": False}],
+    ids=["two ranks", "backend", "backend, two ranks, compiled"],
+)
+def test_weights_of_other_engines(tmp_path, arguments):
     path = save(tmp_path / "model", MODELS["gemma2"])
-    hold(path, tmp_path / "rows", tensor_parallel_size=2, in_process=False)
+    hold(path, tmp_path / "rows", **arguments)
 
 
 @pytest.mark.parametrize(

@@ -267,13 +267,23 @@ def test_what_does_not_fit_is_refused_before_it_runs(shared, fields, words):
 # --- other engines ---
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", FLOAT32_BOUND), ("bfloat16", 0.05)])
-def test_rows_in_a_compiled_engine(tiny, reference, tmp_path, dtype, bound):
-    root = tmp_path / "rows"
-    arguments = {**CROWDED, "enforce_eager": False, "dtype": dtype}
+COMPILED = {"enforce_eager": False}
+
+
+@pytest.mark.parametrize(
+    ("own_class", "more", "bound"),
+    [
+        pytest.param(False, {}, FLOAT32_BOUND, id="backend"),
+        pytest.param(False, COMPILED, FLOAT32_BOUND, id="backend, compiled", marks=pytest.mark.long),
+        pytest.param(True, COMPILED, FLOAT32_BOUND, id="compiled", marks=pytest.mark.long),
+        pytest.param(True, COMPILED | {"dtype": "bfloat16"}, 0.05, id="compiled in bfloat16", marks=pytest.mark.long),
+    ],
+)
+def test_rows_in_another_engine(tiny, reference, backend, tmp_path, own_class, more, bound):
+    model, reference = (tiny, reference) if own_class else backend
+    root, arguments = tmp_path / "rows", CROWDED | more
     asked = [each for each in ASKED if each[0] is not None and "dtype" not in each[0]]
-    with engine(tiny, consumers=[f"filesystem:root={root},capture=requests"], **arguments) as llm:
+    with engine(model, consumers=[f"filesystem:root={root},capture=requests"], **arguments) as llm:
         params = [
             capflow.sampling_params(id=f"r{n}", capture={**spec, "dtype": "float32"}, max_tokens=20, **GREEDY, **fields)
             for n, (spec, fields) in enumerate(asked)

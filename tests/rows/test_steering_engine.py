@@ -46,6 +46,15 @@ def test_every_operation_in_one_batch_eager(model, steered):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+def test_every_operation_on_the_transformers_backend(backend, eager):
+    model, reference = backend
+    with engine(model, sites=["*:*"], max_num_seqs=64, enforce_eager=eager, **RAW) as llm:
+        assert "Transformers" in type(llm.llm_engine.model_executor.driver_worker.worker.get_model()).__name__
+        prove(llm, reference)
+
+
+@pytest.mark.long
 def test_64_mixed_requests_are_each_as_if_alone(model, steered):
     """Each tier, operation and module, and plain requests, which vLLM without capflow answers with the same tokens."""
     modules = {

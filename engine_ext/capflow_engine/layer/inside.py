@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,15 +26,24 @@ INSIDE_HOOKS = (*ATTENTION_HOOKS, "neurons", "router")
 _QKV = {"q": "query", "k": "key", "v": "value"}
 
 
-@dataclass(frozen=True)
-class Inside:
-    """What a dry run proves.
+class Place(NamedTuple):
+    """Where a dry run shows a hook point.
 
-    places: by hook, the module's path, and the argument that holds the value; None for what the module returns.
-    missing, fixed, shapes: as in `Structure`.
+    module: its path in the layer.
+    slot: the argument that holds the value; None for what the module returns.
+    alone: whether the module's forward is called alone.
     """
 
-    places: dict[str, tuple[str, Slot | None]] = field(default_factory=dict)
+    module: str
+    slot: Slot | None
+    alone: bool = False
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What a dry run proves: `places` by hook, and `missing`, `fixed` and `shapes` as in `Structure`."""
+
+    places: dict[str, Place] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     fixed: dict[str, str] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -114,8 +123,8 @@ class _Reader:
         event = self.events[number]
         assert isinstance(event.part, Core)
         heads, v_dim = self._heads(number, event.part)
-        if event.path is None or not event.hooked:
-            self.inside.lack(tuple(_QKV), "attention's core is not called as a module of the layer")
+        if event.path is None:
+            self.inside.lack(tuple(_QKV), "attention's core is no module of the layer")
             return
         self.inside.missing.update({h: reason for h, reason in event.part.lacks.items() if h != "heads"})
         if heads is None:
@@ -144,7 +153,7 @@ class _Reader:
         if tensor.shape[0] != TOKENS or tensor.numel() != TOKENS * local:
             self.inside.lack((hook,), f"attention is given a {_QKV[hook]} of the shape {list(tensor.shape)}")
             return
-        self._place(hook, event.path, slot, shape)
+        self._place(hook, Place(event.path, slot, alone=not event.hooked), shape)
         others = [name for name in _QKV.values() if (o := event.argument(name)) and name != slot.name
                   and overlap(o[1], tensor)]  # fmt: skip
         if others:
@@ -173,7 +182,7 @@ class _Reader:
         if reason := core.lacks.get("heads"):
             self.inside.missing["heads"] = reason
         else:
-            self._place("heads", event.path, slot, (total, v_dim))
+            self._place("heads", Place(event.path, slot), (total, v_dim))
             self._fix("heads", readers[0], tensor)
         return total, v_dim
 
@@ -209,7 +218,7 @@ class _Reader:
             reason = f"the down projection reads a tensor of the shape {list(tensor.shape)}"
             self.inside.lack(("neurons",), reason)
             return
-        self._place("neurons", event.path, slot, (event.part.inputs,))
+        self._place("neurons", Place(event.path, slot), (event.part.inputs,))
         self._fix("neurons", downs[0], tensor)
 
     def _router(self) -> None:
@@ -235,7 +244,7 @@ class _Reader:
                 assert isinstance(part, Linear)
                 if path is None or logits[1].shape[-1] != part.outputs:
                     break
-                self._place("router", path, None, (part.outputs,))
+                self._place("router", Place(path, None), (part.outputs,))
                 if others := [self._name(n) for n in readers if n != number]:
                     self.inside.fixed["router"] = f"{others[0]} reads the router's logits, too"
                 return
@@ -248,18 +257,18 @@ class _Reader:
         if path is None or not isinstance(part, Linear):
             self.inside.lack(("router",), f"its gate is a {type(gate).__name__}")
             return
-        self._place("router", path, None, (part.outputs,))
+        self._place("router", Place(path, None), (part.outputs,))
 
     def _fix(self, hook: str, number: int, tensor: torch.Tensor) -> None:
         """Note whether anything reads a tensor after the event that it is steered for."""
         if (reader := flow.later_reader(self.events, number, tensor)) is not None:
             self.inside.fixed[hook] = f"{self._name(reader)} reads the same tensor"
 
-    def _place(self, hook: str, path: str, slot: Slot | None, shape: tuple[int, ...]) -> None:
+    def _place(self, hook: str, place: Place, shape: tuple[int, ...]) -> None:
         if max(shape) > limits.HIDDEN_SIZE_MAX:
             self.inside.lack((hook,), f"a row has {max(shape):,} numbers, above {limits.HIDDEN_SIZE_MAX:,}")
             return
-        self.inside.places[hook] = (path, slot)
+        self.inside.places[hook] = place
         self.inside.shapes[hook] = shape
 
     def _owner(self, number: int) -> str:

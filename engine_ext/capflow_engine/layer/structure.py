@@ -53,6 +53,7 @@ class HookPlace:
     scale: the value is this many times what is there.
     used: if nothing reads the value later, an element of the returned tuple that is read. A compiler drops a tap of a
         value alone that nothing reads.
+    alone: whether the module's forward is called alone, so that the module's hooks do not run.
     """
 
     module: str
@@ -61,6 +62,7 @@ class HookPlace:
     scale: float = 1.0
     used: int | None = None
     outside: bool = False
+    alone: bool = False
 
 
 _WHOLE = HookPlace("")
@@ -135,8 +137,8 @@ def _part_or_norm(parts: Parts, module: nn.Module) -> Part | None:
 
 def _look_inside(structure: Structure, proof: inside.Inside) -> None:
     """Add the hook points inside attention and the MLP to a structure."""
-    for hook, (module, slot) in proof.places.items():
-        structure.places[hook] = HookPlace(module, () if slot is None else (slot,))
+    for hook, (module, slot, alone) in proof.places.items():
+        structure.places[hook] = HookPlace(module, () if slot is None else (slot,), alone=alone)
     structure.missing.update(proof.missing)
     structure.fixed.update(proof.fixed)
     structure.shapes.update(proof.shapes)

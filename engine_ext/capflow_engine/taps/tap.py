@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -188,10 +189,20 @@ def install(layer: nn.Module, hook: str, place: HookPlace, tap: Tap) -> None:
         module = module[0 if place.slots else -1]
     setattr(module, _attribute(hook), tap)
     before, after = _HOOKS[hook]
-    if place.slots:
+    if place.alone:
+        module.forward = types.MethodType(_tapped_forward, module)
+    elif place.slots:
         module.register_forward_pre_hook(before, with_kwargs=True)
     else:
         module.register_forward_hook(after)
+
+
+def _tapped_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run the taps before a module, then its forward: in the place of a forward that is called alone."""
+    for hook in HOOKS:
+        if (tap := getattr(module, _attribute(hook), None)) is not None:
+            tap.before(args, kwargs)
+    return type(module).forward(module, *args, **kwargs)
 
 
 def _attribute(hook: str) -> str:

@@ -281,14 +281,32 @@ def test_a_core_says_what_it_lacks(lacks, hooks):
     assert {hook: inside.missing[hook] for hook in lacks} == lacks
 
 
-def test_a_core_whose_forward_is_called_alone_has_no_hooks():
+def test_a_core_whose_forward_is_called_alone_is_tapped_in_its_forward():
     class Direct(Attention):
         def forward(self, positions, hidden_states):
             q, k, v = self.qkv(hidden_states)[0].split([QUERY, KEY, KEY], dim=-1)
             return self.o(self.core.forward(q, k, v))[0]
 
     inside = structure(Layer(Direct))
-    assert inside.missing["q"] == "attention's core is not called as a module of the layer"
+    assert inside.places["q"] == HookPlace("mixer.core", (Slot(0, "query"),), alone=True)
+    assert {hook: place.alone for hook, place in inside.places.items() if place.alone} == dict.fromkeys("qkv", True)
+    assert inside.places["heads"] == HookPlace("mixer.o", (Slot(0, "x"),))
+    assert not set(inside.fixed) & set(INSIDE_HOOKS)
+
+
+def test_a_core_that_is_no_module_of_the_layer_has_no_queries():
+    class Outside(Attention):
+        def __init__(self):
+            super().__init__()
+            self.cores = [self.core]
+            del self.core
+
+        def forward(self, positions, hidden_states):
+            q, k, v = self.qkv(hidden_states)[0].split([QUERY, KEY, KEY], dim=-1)
+            return self.o(self.cores[0](q, k, v))[0]
+
+    inside = structure(Layer(Outside))
+    assert {inside.missing[hook] for hook in "qkv"} == {"attention's core is no module of the layer"}
     assert inside.places["heads"].module == "mixer.o"
 
 
@@ -355,8 +373,10 @@ def test_a_layer_of_transformers_has_a_dimension_of_prompts():
             return stream + self.mlp(self.b(stream))
 
     inside = structure(Whole(Batched))
-    assert inside.shapes == {"heads": (HEADS, HEAD_DIM), "neurons": (NEURONS,)}
-    assert inside.missing["k"] == "attention's core is not called as a module of the layer"
+    keys = dict.fromkeys("kv", (KV_HEADS, HEAD_DIM))
+    heads = dict.fromkeys(("q", "heads"), (HEADS, HEAD_DIM))
+    assert inside.shapes == {**heads, **keys, "neurons": (NEURONS,)}
+    assert inside.places["k"] == HookPlace("mixer.core", (Slot(1, "key"),), alone=True)
 
 
 def test_what_needs_values_is_refused_and_changes_nothing_else():

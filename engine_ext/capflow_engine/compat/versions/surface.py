@@ -270,6 +270,7 @@ REPLACED = (
         KV_OFFLOADING,
     ),
     Replaced("vllm.v1.core.sched.scheduler:Scheduler.kv_cache_manager", "capflow_engine.compat.cache:limit_reads"),
+    Replaced(f"{_LAYERS}.attention.attention:Attention.forward", "capflow_engine.taps.tap:install"),
 )
 
 
