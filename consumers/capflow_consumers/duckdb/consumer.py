@@ -179,7 +179,7 @@ class DuckdbConsumer(Consumer):
         Raises UsageError for files that cannot be used.
         """
         layers = layers_by_hook(sorted(self._by_site))
-        hooks: dict[str, Layers] = dict(layers.items())
+        hooks: dict[str, Layers] = {hook: [*numbers] for hook, numbers in layers.items()}
         if self._lens is not None:
             hooks[HOOK_DEFAULT] = self._lens.layers_with(layers.get(HOOK_DEFAULT, []))
         if not hooks:

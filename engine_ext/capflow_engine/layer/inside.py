@@ -86,6 +86,8 @@ def _values(layer: nn.Module, dtype: torch.dtype, stream: tuple[str, ...], parts
             values[name] = tuple(torch.empty(1, TOKENS, head_dim, dtype=dtype, device="meta") for _ in range(2))
         elif name in _POSITIONS:
             values[name] = torch.empty(*batch, TOKENS, dtype=torch.int64, device="meta")
+        elif name == _KEPT:
+            values[name] = {}
         elif parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             values[name] = None
     return values
@@ -93,6 +95,8 @@ def _values(layer: nn.Module, dtype: torch.dtype, stream: tuple[str, ...], parts
 
 _POSITIONS = ("positions", "position_ids")
 _ROTATION = "position_embeddings"
+_KEPT = "shared_kv_states"
+"""A layer of Transformers puts the keys and values there that later layers read; steered in place, they read these."""
 _OF_TRANSFORMERS = {_ROTATION, "attention_mask", "past_key_values", "layer_past"}
 """Arguments of Transformers' own layers, whose stream has a dimension of prompts."""
 

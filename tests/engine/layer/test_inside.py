@@ -357,19 +357,20 @@ def test_a_norm_may_need_values():
 
 def test_a_layer_of_transformers_has_a_dimension_of_prompts():
     class Batched(Attention):
-        def forward(self, hidden_states, rotation):
+        def forward(self, hidden_states, rotation, kept):
             cos, sin = rotation
             prompts, tokens, _ = hidden_states.shape
             q, k, v = (
                 self.qkv(hidden_states)[0].view(prompts, tokens, -1, HEAD_DIM).split([HEADS, KV_HEADS, KV_HEADS], 2)
             )
             q = q * cos.unsqueeze(2) + q.flip(-1) * sin.unsqueeze(2)
+            kept["full"] = k, v  # for later layers
             heads = self.core.forward(q.reshape(tokens, -1), k.reshape(tokens, -1), v.reshape(tokens, -1))
             return self.o(heads.reshape(prompts, tokens, -1).contiguous())[0]
 
     class Whole(Layer):
-        def forward(self, hidden_states, position_embeddings=None, **kwargs):
-            stream = hidden_states + self.mixer(self.a(hidden_states), position_embeddings)
+        def forward(self, hidden_states, position_embeddings=None, shared_kv_states=None, **kwargs):
+            stream = hidden_states + self.mixer(self.a(hidden_states), position_embeddings, shared_kv_states)
             return stream + self.mlp(self.b(stream))
 
     inside = structure(Whole(Batched))
