@@ -272,6 +272,10 @@ REASONS = (
     (r"does not support float16", "vLLM refuses it in this dtype"),
     (r"to have the same dtype", "vLLM cannot run it in this dtype"),
     (r"^not tried$", "not run in this dtype"),
+    (
+        r"(Gemma3n|Qwen4Exp)DecoderLayer: unknown structure",
+        "capflow refuses it: its layers pass on several streams side by side, not one of `[tokens, hidden size]`",
+    ),
     (r"unknown structure", "capflow refuses it: its layers' output is not their input plus what their modules add"),
     (r"only implemented for topk=1", "vLLM runs only one expert for each of its tokens"),
     (r"AssertionError: $", "vLLM's router on a CPU does not support its scoring function"),

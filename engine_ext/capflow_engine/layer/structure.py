@@ -439,7 +439,9 @@ class _Reading:
         returned = next(node for node in self.nodes if node.op == "output").args[0]
         parts = list(returned) if isinstance(returned, tuple | list) else [returned]
         streams = [isinstance(part, fx.Node) and self.h.node in self._upstream(part) for part in parts]
-        if _RESIDUAL in self.names or streams[:1] != [True] or sum(streams) > 1:
+        if sum(streams) > 1:
+            raise UnclearError(f"{reason}, and {sum(streams)} of the tensors that it returns depend on its input")
+        if _RESIDUAL in self.names or streams[:1] != [True]:
             raise UnclearError(reason)
         places = {
             "pre_attn": HookPlace("", (Slot(self.names.index(self.stream_name), self.stream_name),)),

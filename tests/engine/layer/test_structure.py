@@ -512,7 +512,7 @@ def test_a_layer_that_returns_something_else_than_a_sum_has_what_it_takes_and_re
     [
         (Branching(), "its forward cannot be followed: TraceError"),
         (SplitNoStream(), "its output is not its input plus what its modules add"),
-        (TwoStreams(), "its output is not its input plus what its modules add"),
+        (TwoStreams(), "its output is not its input plus what its modules add, and 2 of the tensors that it returns"),
         (Constant(), "its output is not its input plus what its modules add"),
         (OtherNames(), "its forward takes tokens, none of which is the stream"),
         (Split(LosingNorm), "its norm LosingNorm neither adds the residual nor hands it on"),
