@@ -40,7 +40,7 @@ def chosen_experts(logits: npt.NDArray[Any], form: RouterForm, *, bias: Biases |
     bias: of a biased router, the number for each expert, `[experts]`: a weight of the model, such as
         `e_score_correction_bias`.
 
-    Raises UsageError for arrays that do not fit each other or the form, and for a form that says why there is no choice.
+    Raises UsageError for arrays that do not fit each other or the form, and a form that says why there is no choice.
     """
     _check(logits, form)
     added = _bias(bias, form, logits.shape[1])

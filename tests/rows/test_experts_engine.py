@@ -87,7 +87,7 @@ def test_experts_are_those_of_transformers_and_of_vllm(name, tmp_path, monkeypat
             assert np.abs(made.weights - weights).max() < 1e-5, f"layer {layer} of prompt {number}"
 
 
-@pytest.mark.parametrize(("model_type", "rounded"), [("mixtral", False), ("glm4_moe", True)])
+@pytest.mark.parametrize(("model_type", "rounded"), [("mixtral", False), ("glm4_moe", True), ("ernie4_5_moe", True)])
 def test_in_bfloat16_only_experts_of_equal_logits_may_differ(model_type, rounded, tmp_path):
     model = architectures.make(model_type, tmp_path / "model", "bfloat16")
     layers = architectures.layers_of(model, model.config)

@@ -333,7 +333,8 @@ def structure_of(layer: Any, dtype: Any) -> Structure:
         structure = replace(structure, attention=_form(layer.get_submodule(structure.places["q"].module)))
     if "router" in structure.places:
         form = _router_form(layer, structure.shapes["router"][-1])
-        made = getattr(layer.get_submodule(structure.places["router"].module), "out_dtype", None) or dtype
+        gate = layer.get_submodule(structure.places["router"].module)
+        made = getattr(gate, "out_dtype", None) or getattr(gate, "params_dtype", None) or dtype
         rounded = made.itemsize > dtype.itemsize
         structure = replace(structure, router=msgspec.structs.replace(form, rounded=rounded))
     return structure
