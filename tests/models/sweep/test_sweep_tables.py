@@ -215,6 +215,7 @@ def test_the_heatmap_has_a_panel_for_each_hook_and_the_means(tmp_path):
     rows = {(row["layer"], row["place_number"]): row["recovery"] for row in result.summary.to_pylist()
             if (row["direction"], row["metric"]) == ("noise", "kl")}  # fmt: skip
     assert image.shape == (2, 5)
+    assert figure.axes[0].get_facecolor() == (0.75, 0.75, 0.75, 1.0)  # of cells without a run
     assert all(image[layer, place] == recovery for (layer, place), recovery in rows.items())
     with pytest.raises(UsageError, match="metric: got loss, expected one of logit_diff, probability, kl, m:f"):
         result.heatmap("loss")

@@ -18,6 +18,8 @@ UNCHANGED = {"denoise": 0.0, "noise": 1.0, "zero": 1.0, "mean": 1.0, "resample":
 PANELS_MAX = 12
 """The most panels of heads, neurons and experts in one picture."""
 
+# White would be a run that changes nothing.
+_NO_RUN = "0.75"
 _LABELS_MAX = 40
 _COLUMNS_MAX = 4
 # In the place of a place's number: rows that are changed whole, whose panel has all places.
@@ -67,6 +69,7 @@ def figure_of(summary: pa.Table, direction: str, metric: str) -> tuple[str, Any]
     for axes, panel in zip(every.flat, panels, strict=False):
         bounds = {"vmin": middle - reach, "vmax": middle + reach}
         image = axes.imshow(panel.grid, origin="lower", aspect="auto", cmap="RdBu", interpolation="nearest", **bounds)
+        axes.set_facecolor(_NO_RUN)
         places = range(0, len(panel.labels), max(1, -(-len(panel.labels) // _LABELS_MAX)))
         axes.set_xticks(places, [panel.labels[n] for n in places], rotation=60, ha="right", fontsize=8)
         step = max(1, -(-len(layers) // 20))
