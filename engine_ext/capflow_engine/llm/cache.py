@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import reprlib
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -231,10 +232,7 @@ def cache(
         return _of_model(llm, prompts, dict(engine or {}), hooks, positions, max_tokens, fields)
     if engine is not None:
         raise UsageError(explain("engine", got="arguments for an engine that runs", expected="none", do="remove it"))
-    if own := sorted({"id", "capture", "n"} & set(fields)):
-        raise UsageError(explain(own[0], got=fields[own[0]], expected="none: a cache has one request for each prompt"))
-    given = _listed(prompts)
-    spec = CaptureSpec.parse({"hooks": _layers(hooks), "positions": positions}, where="cache")
+    given, spec = _asked(prompts, hooks, positions, fields)
     wanted = spec.resolve(llm.capflow_model.sites, num_layers=llm.capflow_model.num_layers, where="cache")
     settings = {"temperature": 0.0, "max_tokens": max_tokens} | fields
     names = [uuid.uuid4().hex for _ in given]
@@ -243,14 +241,23 @@ def cache(
     return ActivationCache(llm.capflow_model, wanted, _captures(names, outputs), outputs)
 
 
+def _asked(prompts: Any, hooks: Any, positions: Any, fields: Mapping[str, Any]) -> tuple[list[Any], CaptureSpec]:
+    """Return prompts in vLLM's form, and the spec; raise UsageError for what no model makes valid."""
+    if own := sorted({"id", "capture", "n"} & set(fields)):
+        raise UsageError(explain(own[0], got=fields[own[0]], expected="none: a cache has one request for each prompt"))
+    return _listed(prompts), CaptureSpec.parse({"hooks": _layers(hooks), "positions": positions}, where="cache")
+
+
 def _of_model(
     model: str, prompts: Any, engine: dict[str, Any], hooks: Any, positions: Any, max_tokens: int, fields: Any
 ) -> ActivationCache:
+    given, _ = _asked(prompts, hooks, positions, fields)
+    sampling_params(**{"max_tokens": max_tokens} | fields)
     kept = tempfile.TemporaryDirectory(prefix="capflow-cache-", ignore_cleanup_errors=True)
     consumers = [f"{_STORE}:root={Path(kept.name)},capture=requests"]
     settings = {"sites": [f"{hook}:*" for hook in _layers(hooks)], "consumers": consumers} | engine
     with capflow.LLM(str(capflow.demo_model()) if model == "demo" else model, **settings) as llm:
-        made = cache(llm, prompts, hooks=hooks, positions=positions, max_tokens=max_tokens, **fields)
+        made = cache(llm, given, hooks=hooks, positions=positions, max_tokens=max_tokens, **fields)
     return ActivationCache(made.model, made.wanted, made.captures, made.outputs, kept)
 
 
@@ -285,11 +292,20 @@ def _site(value: object) -> Site:
 
 def _listed(prompts: Any) -> list[Any]:
     """Return prompts in vLLM's form; raise UsageError for another form."""
-    one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    some = [prompts] if one else list(prompts)
-    if not some:
-        raise UsageError(explain("prompts", got="none", expected="a text or a list of token ids, or several"))
-    return [prompt if isinstance(prompt, str | Mapping) else {"prompt_token_ids": list(prompt)} for prompt in some]
+    some = [prompts] if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable) else list(prompts)
+    if some and not isinstance(prompts, int) and _are_tokens(some):
+        some = [some]
+    if not some or not all(isinstance(prompt, str | Mapping) or _are_tokens(prompt) for prompt in some):
+        got = reprlib.repr(prompts) if some else "none"
+        raise UsageError(explain("prompts", got=got, expected="a text or a list of token ids, or several"))
+    return [
+        prompt if isinstance(prompt, str | Mapping) else {"prompt_token_ids": [int(token) for token in prompt]}
+        for prompt in some
+    ]
+
+
+def _are_tokens(prompt: Any) -> bool:
+    return isinstance(prompt, Sequence | np.ndarray) and all(isinstance(token, int | np.integer) for token in prompt)
 
 
 def _layers(hooks: Any) -> dict[str, Any]:

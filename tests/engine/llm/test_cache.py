@@ -104,6 +104,9 @@ def test_tables_and_notebooks(llm, expected):
         ({"hooks": "mlp_out"}, "cache.hooks.mlp_out: no tap at mlp_out"),
         ({"positions": "first"}, "cache.positions: got first"),
         ({"prompts": []}, "prompts: got none, expected a text or a list of token ids"),
+        ({"prompts": None}, "prompts: got None, expected a text or a list of token ids"),
+        ({"prompts": 5}, "prompts: got 5, expected a text or a list of token ids"),
+        ({"prompts": [["a"]]}, "prompts: got [['a']], expected a text or a list of token ids"),
         ({"n": 2}, "n: got 2, expected none: a cache has one request for each prompt"),
         ({"engine": {}}, "engine: got arguments for an engine that runs"),
         ({"hooks": []}, "cache.hooks: got {}, expected a mapping"),
@@ -113,6 +116,13 @@ def test_what_does_not_fit_is_refused_before_anything_runs(llm, arguments, messa
     with pytest.raises(UsageError) as error:
         capflow.cache(llm, **({"prompts": [[7, 8]]} | arguments))
     assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("arguments", [{"positions": "first"}, {"prompts": []}, {"n": 2}, {"steering_vectors": 3}])
+def test_what_fits_no_model_is_refused_before_one_is_loaded(arguments, monkeypatch):
+    monkeypatch.setattr(capflow, "LLM", None)
+    with pytest.raises(UsageError, match=r": got "):
+        capflow.cache("nowhere", **({"prompts": [np.array([7, 8])]} | arguments))
 
 
 def test_a_site_that_is_not_in_the_cache(llm):
