@@ -18,7 +18,7 @@ from capflow_models.sweep.metrics import digests
 from capflow_models.sweep.origin import described
 from capflow_models.sweep.pairs import ROLES, PairReader
 from capflow_models.sweep.patch import PatchOptions, computed, plan_of
-from capflow_models.sweep.plan import PatchPositions, RunKey, batches
+from capflow_models.sweep.plan import PatchPositions, RunKey, SweptPlaces, batches
 from capflow_models.sweep.program import SweepJob, run
 from capflow_models.sweep.records import check_settings
 
@@ -54,6 +54,8 @@ def test_a_plan_has_every_site_and_position_in_each_direction(plan):
 def test_sites_may_be_named_one_by_one(plan):
     made = plan({"hooks": "blocks.1.hook_mlp_out, post_block:3,mlp_out:1", "positions": "last"})
     assert [run.site for run in list(made.keys(0))[2:]] == ["mlp_out:1", "post_block:3"]
+    assert SweptPlaces.parse("router:3").strict, "a site that the model lacks is refused"
+    assert not SweptPlaces.parse("router").strict
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,6 @@ def test_a_wrong_pair_is_named(plan, changes, message):
         ({"hooks": "heads:3,mlp_out"}, "hooks: got hooks and sites, expected hooks, or sites"),
         ({"hooks": "heads:x"}, "hooks: got heads:x, expected hooks, of pre_attn, .*; or sites, such as heads:3"),
         ({"hooks": "mlp_out:3", "layers": "1-2"}, "layers: got 1-2, expected all, as hooks names sites"),
-        ({"hooks": "router:3"}, r"hooks: got router:3, expected a site of"),
         ({"layers": "2-9"}, "layers: got layers 2-9, expected a range within 0"),
         ({"layers": [4]}, r"layers: got layer 4, expected 0\.\.3"),
         ({"layers": "x"}, "layers: got x"),
