@@ -189,8 +189,10 @@ class DuckdbConsumer(Consumer):
         )
 
     def look(self) -> tuple[str, str]:
-        """Return the database file, and a command that prints where the probes fired; without probes, the requests."""
+        """Return the database file, and a command that prints where the probes fired, else the lens's tokens."""
         sql = "FROM fired LIMIT 20" if self.config.probes else "FROM requests"
+        if self.config.lens and not self.config.probes:
+            sql = "FROM lens_tokens LIMIT 20"
         return self.config.path, f"capflow query '{sql}' --path {shlex.quote(self.config.path)}"
 
     def check(self) -> None:

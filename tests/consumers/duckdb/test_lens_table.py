@@ -86,6 +86,7 @@ def test_a_lens_file_reads_the_layers_that_are_named(tmp_path, model):
     file = str(tmp_path / "jac.safetensors")
     consumer = opened(tmp_path, lens=file, lens_layers="0+-1", lens_tokens=3, model=model.info)
     assert consumer.spec().hooks == {"post_block": [-1, 0]}
+    assert consumer.look()[1].startswith("capflow query 'FROM lens_tokens LIMIT 20' --path ")
     consumer.on_frame(model.frame("r1"))
     consumer.on_request_done(done("r1", 6, 6, rows=len(model.rows) * 6))
     consumer.close()
