@@ -7,13 +7,14 @@ import pytest
 from tests.kit.notebooks import NOTEBOOKS, cells, run
 from tests.kit.sources import ROOT
 
-# The others start an engine.
+# The others start an engine, or read many prompts.
 CHEAP = "steer"
 
 SHOWS = {
     "capture_and_probe": ["<td>post_block</td>", "layer 17  ", "glad.safetensors: ", "token_id"],
     "steer": ["<td>2 x length ", "'sad': ", "plain  ", "glad  "],
     "patch_sweep": ["SweepResult: 1 pair", "recovery"],
+    "sae": ["post_block:9: 256 features, ", "of the variance is not explained", "ablate in words: ", "ablate mean "],
 }
 
 
