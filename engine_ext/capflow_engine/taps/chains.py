@@ -85,6 +85,7 @@ def _do_next(
 ) -> None:
     """Apply one operation to each token and add its effect to `stream` and `change`.
 
+    bank_rows: those of the bank, as wide as the site's.
     ops: the operation of each token.
     tokens: the rows of `stream` and `change`; None for all rows.
     norms: of each row of `stream` before its first relative operation; negative until then.
@@ -164,6 +165,7 @@ def _do_chain(
 ) -> None:
     """Apply an operation and all that follow it to all rows of `stream`, and add the total effect to `change`.
 
+    rows: those of the bank, as wide as the site's.
     norms: of each row before its first relative operation; negative until then.
     active: the activations of each row, by the number of their pair.
     token_rows: the row of each token in the model's tensors.
