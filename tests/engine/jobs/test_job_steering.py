@@ -158,7 +158,7 @@ def test_prompts_are_steered_by_features(job, keeper, tmp_path):
          {"steering_bank_bytes": 512}, "prompts.jsonl, line 2, steering_patches: "),
         ({"steering_patches": {"post_block": {"1": {"positions": [0, 1, 2], "vector": [vector(n) for n in range(3)]}}}},
          {"steering_bank_bytes": 768, "sites": ["post_block:*", "neurons:*"]},
-         "prompts.jsonl, line 2, steering_patches: got 3 different rows, expected at most 2, the size of this steering"),
+         "prompts.jsonl, line 2, steering_patches: got 3 different vectors, expected at most 2, the size"),
         ({}, {"steering": "{tmp}/none.json"}, "{tmp}/none.json: got no such file"),
         ({}, {"steering": "{tmp}/wide.json"}, "{tmp}/wide.json: vectors.post_block.1: got 8 numbers, expected 64"),
         ({}, {"steering_modules": ["wide={tmp}/wide.json"]},

@@ -355,10 +355,10 @@ def test_a_plugin_that_fails_in_the_hub_is_named(behaviour):
 
 
 def test_a_hub_refuses_a_controller_that_reads_rows_with_a_shape_of_their_own():
-    told = type("Told", (Told,), {"capture": CaptureSpec({"post_block": [1], "heads": [1]})})
+    reader = type("Told", (Told,), {"capture": CaptureSpec({"post_block": [1], "heads": [1]})})
     expected = r"^controllers.told@x.capture: got heads:1, expected a site of the residual stream"
     with pytest.raises(UsageError, match=expected):
-        ConfiguredController("told@x", told, NoConfig()).check(MODEL)
+        ConfiguredController("told@x", reader, NoConfig()).check(MODEL)
 
 
 def test_the_hub_says_what_its_controllers_cannot_do(address):
