@@ -205,6 +205,33 @@ def test_many_requests_that_set_different_entries_are_done_together(shared, refe
         hold(data[f"set{n}"], spec, reference.run(tokens, 5, fields)[1], tokens, 5)
 
 
+@pytest.mark.parametrize(("probed", "steered"), [("q", "k"), ("q", "v"), ("k", "v")])
+def test_a_gate_acts_on_what_attention_is_given_beside_what_it_scores(shared, reference, probed, steered):
+    """The gate opens at some of the tokens whose keys or values are then set, in the same call of attention."""
+    llm, root = shared
+    name, probe, value = f"{probed} {steered}", vector(13, hook=probed), 0.5
+    gate = {"hook": probed, "layer": 1, "vector": probe, "threshold": 0.0}
+    set_there = {steered: {1: {"index": 0, "value": value, "gate": "g"}}}
+    spec = {"hooks": {probed: [1], steered: [1], "heads": [1], "post_block": [3]}, "positions": "all"}
+    params = capflow.sampling_params(
+        id=name, capture=spec, max_tokens=4, steering_gates={"g": gate}, steering_clamps=set_there, **GREEDY
+    )
+    (output,) = llm.generate(prompts([40], seed=14), params, use_tqdm=False)
+    tokens = [*output.prompt_token_ids, *list(output.outputs[0].token_ids)[:-1]]
+    seen, opened = {}, []
+
+    def steer(site, rows):
+        seen[site] = rows[0].numpy().copy()
+        if site == Site(1, probed):
+            opened.extend((seen[site] @ probe >= 0).tolist())
+        if site == Site(1, steered):
+            rows[0, opened] = value
+
+    reference._forward(tokens, steer)
+    assert 5 < sum(opened) < 35
+    hold(capflow.open(root)[name], spec, seen, tokens, 40)
+
+
 def test_each_of_n_samples_has_rows_of_its_own(shared, reference):
     llm, root = shared
     (prompt,) = prompts((20,), seed=9)
@@ -294,6 +321,28 @@ def test_rows_in_another_engine(tiny, reference, backend, tmp_path, own_class, m
         prompt = output.prompt_token_ids
         tokens = [*prompt, *list(output.outputs[0].token_ids)[:-1]]
         hold(data[f"r{n}"], spec, reference.run(tokens, len(prompt), fields)[1], tokens, len(prompt), bound)
+
+
+@pytest.mark.long
+def test_neurons_where_the_model_would_quantise_them_for_its_projection(tiny, reference, tmp_path, monkeypatch):
+    """As with checkpoints in FP8 on a GPU: what quantises is not called where neurons are tapped, nor by a dry run."""
+    from vllm.model_executor.layers.fusion import fused_act_quant
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
+
+    def fused(x, linear):
+        raise AssertionError
+
+    key = fused_act_quant.SiluAndMul, kFp8StaticTensorSym
+    monkeypatch.setitem(fused_act_quant._FUSED_ACT_QUANT, key, fused)
+    monkeypatch.setattr(LinearBase, "_input_quant_key", kFp8StaticTensorSym, raising=False)
+    root = tmp_path / "rows"
+    with engine(tiny, consumers=[f"filesystem:root={root},capture=requests"], sites=["neurons:*", "heads:*"]) as llm:
+        spec = {"hooks": {"neurons": "all", "heads": "all"}, "positions": "all"}
+        params = capflow.sampling_params(id="r", capture=spec, max_tokens=3, **GREEDY)
+        (output,) = llm.generate(prompts((9,)), params, use_tqdm=False)
+    tokens = [*output.prompt_token_ids, *list(output.outputs[0].token_ids)[:-1]]
+    hold(capflow.open(root)["r"], spec, reference.run(tokens, 9, {})[1], tokens, 9)
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}

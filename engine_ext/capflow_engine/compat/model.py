@@ -324,7 +324,7 @@ def structure_of(layer: Any, dtype: Any) -> Structure:
     import torch
 
     try:
-        with _native_operations():
+        with _native_operations(), _given_tensors(layer):
             divisor = divided_by if dtype == torch.float16 else lambda _: 1.0
             structure = resolve(layer, dtype, mixes_tokens, divisor, part_of)
     except UnclearError as e:
@@ -417,6 +417,27 @@ _SIGMOIDS = (
     "vllm.model_executor.models.cohere2_moe.token_choice_with_bias",
 )
 """The functions of models that take the sigmoid of the highest logits."""
+
+
+def give_tensor(projection: Any) -> None:
+    """Have a projection be given a tensor: some models quantise what an MLP's last one reads, if it takes that."""
+    projection.requires_unquantized_input = True
+
+
+@contextlib.contextmanager
+def _given_tensors(layer: Any) -> Iterator[None]:
+    """Have all projections of a layer be given tensors."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    projections = [module for module in layer.modules() if isinstance(module, LinearBase)]
+    changed = [module for module in projections if not getattr(module, "requires_unquantized_input", False)]
+    try:
+        for module in changed:
+            give_tensor(module)
+        yield
+    finally:
+        for module in changed:
+            del module.requires_unquantized_input
 
 
 @contextlib.contextmanager

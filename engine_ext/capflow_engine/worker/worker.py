@@ -176,6 +176,8 @@ class WorkerCapture:
             tap = Tap(n, place, self.tables, self.bank, self.device, number, width)
             height.register(tap.site, str(site), width)
             install(layer, site.hook, place, tap)
+            if site.hook == "neurons":
+                compat_model.give_tensor(layer.get_submodule(place.module))
         height.watch(self.runner.get_model())
 
     @property

@@ -243,6 +243,9 @@ _DROP = "capflow_engine.scheduler.admission:_drop_options"
 _REQUEST = "vllm.v1.request:Request"
 
 REPLACED = (
+    Replaced(
+        f"{_LAYERS}.linear:LinearBase.requires_unquantized_input", "capflow_engine.compat.model:give_tensor", OPTIONAL
+    ),
     Replaced(f"{_CORE_OF}.collective_rpc", _WATCH),
     Replaced(f"{_CORE_OF}.set_weight_version", _WATCH, OPTIONAL),
     Replaced(f"{_CORE_OF}.sleep", _WATCH),
