@@ -334,6 +334,11 @@ class SteerableModel(ABC):
         """Return a prompt's token ids."""
 
     @property
+    def length_max(self) -> int | None:
+        """How many tokens a prompt and its answer may have together; None if there is no bound."""
+        return None
+
+    @property
     @abstractmethod
     def hooks(self) -> tuple[str, ...]:
         """The hooks that can be steered."""

@@ -69,6 +69,11 @@ class VLLMSteerableModel(SteerableModel):
         tapped = {site.hook for site in self.info.sites}
         return tuple(hook for hook in HOOKS if hook in tapped)
 
+    @property
+    def length_max(self) -> int:
+        """The engine's `max_model_len`."""
+        return int(self.llm.llm_engine.model_config.max_model_len)
+
     def close(self) -> None:
         """Stop the engine if this model opened it."""
         self._close()

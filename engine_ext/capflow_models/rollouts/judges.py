@@ -10,7 +10,7 @@
 A probe's scores are pooled as its file says; `token` means the mean here. A file of several probes gives a score for
 each, `NAME.PROBE`. A judge reads the text, not the tokens that were generated: an answer has the same scores whenever
 it is judged. Its tokens are those of prompt and text together that follow the tokens of the prompt. An answer without
-tokens has no score from a probe, and no perplexity.
+tokens, and one that fills the model's context, has no score from a probe, and no perplexity.
 """
 
 from __future__ import annotations
@@ -138,9 +138,8 @@ class PerplexityJudge(Judge):
     def scores(self, model: SteerableModel | None, texts: Sequence[JudgedText]) -> list[JudgeScores]:
         """Return the perplexity of each answer, at least 1."""
         assert model is not None
-        ids, starts = zip(*(answer_tokens(model, *each) for each in texts), strict=True)
+        ids, starts, read = _readable(model, texts)
         scores: list[JudgeScores] = [{self.name: None} for _ in texts]
-        read = [number for number, tokens in enumerate(ids) if starts[number] < len(tokens)]
         if read:
             with model.steering(SteeringSpec()):
                 logprobs = model.token_logprobs([ids[number] for number in read])
@@ -187,9 +186,8 @@ class ProbeJudge(Judge):
     def scores(self, model: SteerableModel | None, texts: Sequence[JudgedText]) -> list[JudgeScores]:
         """Return the pooled scores of each answer."""
         assert model is not None
-        ids, starts = zip(*(answer_tokens(model, *each) for each in texts), strict=True)
+        ids, starts, read = _readable(model, texts)
         scores: list[JudgeScores] = [dict.fromkeys(self.columns) for _ in texts]
-        read = [number for number, tokens in enumerate(ids) if starts[number] < len(tokens)]
         if read:
             with model.steering(SteeringSpec()):
                 every = model.prompt_rows([ids[number] for number in read], [self.site])
@@ -207,6 +205,17 @@ def _pooled(probe: Scorer, scores: Any) -> list[float]:
     wide = scores.astype(np.float64)
     pooled = {"last": lambda: wide[-1], "max": lambda: wide.max(0)}.get(probe.pool, lambda: wide.mean(0))()
     return [float(score) for score in pooled]
+
+
+def _readable(model: SteerableModel, texts: Sequence[JudgedText]) -> tuple[list[list[int]], list[int], list[int]]:
+    """Return the tokens of each prompt and answer, the place of the answer's first, and the numbers of those to read.
+
+    An answer without tokens is not read, nor one that leaves no room for the token that vLLM makes after it.
+    """
+    placed = [answer_tokens(model, *each) for each in texts]
+    bound = math.inf if model.length_max is None else model.length_max
+    read = [number for number, (tokens, start) in enumerate(placed) if start < len(tokens) < bound]
+    return [tokens for tokens, _ in placed], [start for _, start in placed], read
 
 
 def answer_tokens(model: SteerableModel, prompt: str, text: str) -> tuple[list[int], int]:

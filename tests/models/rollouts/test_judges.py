@@ -82,6 +82,9 @@ def test_a_model_judges_as_transformers_does(exact, model, tiny, tmp_path, backe
             served = VLLMSteerableModel(llm, rows=tmp_path / "rows")
             served.set_layer_vector(1, vector)
             scores = [judge.scores(served, TEXTS) for judge in judges]
+            full = "w9", " w10" * (served.length_max - 1)  # it leaves no room for the token that vLLM makes
+            for judge in judges:
+                assert judge.scores(served, [full]) == [dict.fromkeys(judge.columns)]
     for number, (prompt, text) in enumerate(TEXTS):
         logprobs, rows = read(exact, prompt, text)
         (perplexity, *pooled) = [each[number] for each in scores]
