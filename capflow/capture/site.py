@@ -98,7 +98,7 @@ TRANSFORMER_LENS_NAMES = {
     "k": "attn.hook_rot_k",
     "v": "attn.hook_v",
     "neurons": "mlp.hook_post",
-    "router": "mlp.hook_router_logits",
+    "router": "mlp.gate.hook_out",
 }
 """The names of hook points in TransformerLens and SAELens: that of `final` alone, the others as in
 `blocks.12.hook_resid_post`. https://transformerlensorg.github.io/TransformerLens/

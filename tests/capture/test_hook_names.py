@@ -33,7 +33,7 @@ LENS = {
     "k": "attn.hook_rot_k",
     "v": "attn.hook_v",
     "neurons": "mlp.hook_post",
-    "router": "mlp.hook_router_logits",
+    "router": "mlp.gate.hook_out",
 }
 
 

@@ -83,7 +83,7 @@ def test_shows_what_a_model_has_and_what_is_tapped(llama):
     assert rows["final"] == ["2", "-", "(ln_final.hook_normalized)", "-"]
     assert rows["heads"] == ["0-2", "-", "attn.hook_z", "self_attn.o_proj.input"]
     assert rows["neurons"] == ["0-2", "-", "mlp.hook_post", "mlp.down_proj.input"]
-    assert rows["router"] == ["-", "-", "mlp.hook_router_logits", "-"]
+    assert rows["router"] == ["-", "-", "mlp.gate.hook_out", "-"]
     assert "blocks.LAYER.NAME" in other
     assert "model.layers.LAYER.NAME" in more
     assert taps.startswith("4 taps.")

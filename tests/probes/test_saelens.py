@@ -46,7 +46,7 @@ def test_every_hook_has_transformer_lens_name():
         "k": "blocks.5.attn.hook_rot_k",
         "v": "blocks.5.attn.hook_v",
         "neurons": "blocks.5.mlp.hook_post",
-        "router": "blocks.5.mlp.hook_router_logits",
+        "router": "blocks.5.mlp.gate.hook_out",
     }
     for hook, name in names.items():
         assert Site.of_transformer_lens(name) == (None if hook == "final" else Site(5, hook))
