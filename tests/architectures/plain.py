@@ -61,7 +61,7 @@ def check(model_type, hub, root, lengths, tokens, hooks):
                 unproved.add(site.hook)
                 continue
             rows = np.asarray(data[f"{name}-{number}"][tuple(site)].rows)
-            wrong = _wrong_bits(rows.view(np.uint16), reference[tuple(site)])
+            wrong = _wrong_bits(rows.reshape(len(rows), -1).view(np.uint16), reference[tuple(site)])
             errors[site.hook] = max(errors.get(site.hook, 0.0), wrong)
     return {
         "architecture": type(loaded).__name__, "missing": missing, "errors": errors, "unproved": sorted(unproved),
@@ -128,6 +128,7 @@ def _watch(stack, seen, number, layer):
         return take
 
     attention = next(getattr(layer, name) for name in _ATTENTION if hasattr(layer, name))
+    _watch_inside(stack, seen, number, attention, layer.mlp)
     for handle in (
         layer.register_forward_pre_hook(given("pre_attn"), with_kwargs=True),
         layer.input_layernorm.register_forward_hook(returned("attn_in")),
@@ -140,6 +141,28 @@ def _watch(stack, seen, number, layer):
         stack.callback(handle.remove)
 
 
+def _watch_inside(stack, seen, number, attention, mlp):
+    """Keep what attention's core, both last projections and the experts' gate are given or return."""
+
+    def given(*hooks):
+        keeps = [_keeper(seen, number, hook) for hook in hooks]
+
+        def take(module, args):
+            for keep, value in zip(keeps, args, strict=False):
+                keep(value)
+
+        return take
+
+    if hasattr(attention, "attn"):  # linear attention has no such core
+        stack.callback(attention.attn.register_forward_pre_hook(given("q", "k", "v")).remove)
+        stack.callback(attention.o_proj.register_forward_pre_hook(given("heads")).remove)
+    if hasattr(mlp, "down_proj"):
+        stack.callback(mlp.down_proj.register_forward_pre_hook(given("neurons")).remove)
+    if hasattr(mlp, "gate"):
+        keep = _keeper(seen, number, "router")
+        stack.callback(mlp.gate.register_forward_hook(lambda m, a, output: keep(_first(output))).remove)
+
+
 def _is_stream(value):
     """Return whether a value is the stream or half of it: positions are whole numbers."""
     return value is not None and getattr(value, "is_floating_point", lambda: False)()
@@ -149,7 +172,7 @@ def _keeper(seen, number, hook):
     import torch
 
     def keep(value):
-        rows = value.detach().reshape(-1, value.shape[-1])
+        rows = value.detach().bfloat16().flatten(1).contiguous()
         seen.setdefault((number, hook), []).append(rows.view(torch.uint16).numpy().copy())
 
     return keep
