@@ -22,7 +22,7 @@ WITHOUT_REFERENCE = dict.fromkeys(("bloom", "falcon", "gptj", "codegen"), ("q", 
 """The hooks that cannot be compared, by model type: this attention does not use Transformers' interface."""
 
 
-SCALED = ("biogpt", "blip-2", "opt")
+SCALED = ("blip-2", "opt")
 """Transformers multiplies these queries by attention's scale; here the product is undone, as vLLM scales later."""
 
 EVENS_FIRST = ("llama4", "llama4_text")
