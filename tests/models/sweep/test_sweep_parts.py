@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from types import SimpleNamespace
 
 import duckdb
 import msgspec
@@ -22,7 +23,7 @@ from capflow_models.sweep.program import SweepJob
 from capflow_models.sweep.results import heatmap
 from capflow_models.sweep.results.heatmap import figure_of
 from capflow_models.sweep.results.result import strongest_table
-from tests.kit.engines import SHAPE, Reference, in_this_process, save_tiny
+from tests.kit.engines import SHAPE, Reference, environment, in_this_process, save_tiny
 from tests.kit.hooked import Hooked
 
 BOUND = 1e-4
@@ -213,6 +214,30 @@ def test_experts_equal_transformers_with_hooks(pairs, tmp_path):
     moved = check(result, pairs, Reference(model), {"router": 1, "heads": HEAD})
     assert min(moved.values()) > 0.02, moved
     assert {row["index"] for row in result.patches.to_pylist() if row["hook"] == "router"} == set(range(4))
+
+
+@pytest.mark.long
+def test_parts_of_rows_that_two_ranks_divide(tiny, pairs, reference, tmp_path):
+    options = PatchOptions(
+        engine={**ENGINE, "tensor_parallel_size": 2},
+        hooks=SHAPED_HOOKS[:5],
+        layers=AT,
+        positions="changed,together",
+        index="all,whole",
+        group=40,
+        direction="noise",
+        allowed=DIRECTIONS,
+        metrics=("logit_diff", "kl"),
+    )
+    plan = plan_of(tiny, pairs, options)
+    with environment(VLLM_CPU_OMP_THREADS_BIND="0|1", VLLM_LOGGING_LEVEL="ERROR"):
+        result = computed(plan, options, tmp_path / "out")
+    rows = result.patches.to_pylist()
+    entries = result.patches.filter([row["index"] is not None for row in rows])
+    assert {row["hook"] for row in rows if row["index"] is None} == set(COUNTS)
+    assert entries.num_rows == 2 * 2 * 2 * len(AT) * sum(COUNTS.values()), "metrics, pairs, positions, layers and parts"
+    moved = check(SimpleNamespace(patches=entries), pairs, reference)
+    assert min(moved.values()) > 0.02, moved
 
 
 @pytest.mark.parametrize(
