@@ -61,6 +61,7 @@ _SCALED = {"residual_multiplier": 0.3, "embedding_multiplier": 2.0, "attention_m
 _MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64, "head_dim": 64}
 _SECTIONED = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
 _TIED = {"tie_word_embeddings": True}
+_LINEAR = ["linear_attention", "full_attention", "linear_attention"]
 
 SPECIAL = {
     "axk1": _MLA | {"num_key_value_heads": 2, "first_k_dense_replace": 0}, "axk2": _MLA | {"num_key_value_heads": 2},
@@ -110,6 +111,8 @@ SPECIAL = {
     "qianfan_ocr": {"vision_config": {"image_size": 28, "patch_size": 14}},
     "step3p7": {"vision_config": {"output_dim": 64}},
     "glm5_next_text": {"num_key_value_heads": 2, "qk_rope_head_dim": 0},
+    "qwen3_next": {"layer_types": _LINEAR}, "qwen3_5_text": {"layer_types": _LINEAR},
+    "qwen3_5_moe_text": {"layer_types": _LINEAR}, "doge": {"num_key_value_heads": 2},
     "qwen4_exp_text": {"output_gate_type": "sigmoid"}, "aria_text": {"num_experts_per_tok": 2},
     "mimo_v2_flash": {"hybrid_layer_pattern": [0, 1, 1], "moe_layer_freq": [0, 1, 1], "layernorm_epsilon": 1e-5,
         "swa_num_attention_heads": 2, "swa_num_key_value_heads": 1, "swa_head_dim": 32, "swa_v_head_dim": 32,
@@ -206,7 +209,7 @@ _SOUND = ("moshi", "musicgen", "musicgen_melody")
 
 _GPU = ("glm5_next", "inkling_text", "kimi_linear", "minimax_m3_vl", "nemotron_h_omni")
 _OTHER_FIELDS = ("deepseek_v4", "ernie4_5_vl_moe", "longcat_flash", "qianfan_ocr", "step3p7")
-_OTHER_ANSWERS = ("cohere_compass", "mimo_v2_flash", "phimoe", "zaya")
+_OTHER_ANSWERS = ("cohere_compass", "doge", "mimo_v2_flash", "phimoe", "zaya")
 
 LEFT_OUT = (
     dict.fromkeys(_ENCODER_DECODER, "the decoder of an encoder-decoder")
