@@ -239,7 +239,7 @@ class TestWhatIsRefused:
             ),
             (["status", "--address", "nowhere"], 2, "address: got nowhere, expected ipc://"),
             (["steer"], 2, "Missing argument 'REQUEST'"),
-            (["steer", "r1"], 2, "Missing option"),
+            (["steer", "r1"], 2, "steer: got neither, expected --vector with --site"),
             (
                 ["steer", "r1", "--vector", "/no/such", "--site", "post_block:1"],
                 2,

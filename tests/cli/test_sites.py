@@ -95,10 +95,10 @@ def test_says_why_a_hook_is_not_there(parallel):
     layers = json.loads(done.stdout)
     assert len(layers) == 3
     for number, layer in enumerate(layers):
-        there = {*HOOKS, "heads", "neurons", *(["final"] if number == 2 else [])} - {"post_attn"}
+        there = {*HOOKS, "q", "k", "v", "heads", "neurons", *(["final"] if number == 2 else [])} - {"post_attn"}
         assert set(layer["available"]) == set(layer["tapped"]) == there
-        assert layer["shapes"] == {"heads": [2, 32], "neurons": [96]}
-        assert set(layer["missing"]) == {"post_attn", "q", "k", "v", "router"}
+        assert layer["shapes"] == {"q": [2, 32], "k": [2, 32], "v": [2, 32], "heads": [2, 32], "neurons": [96]}
+        assert set(layer["missing"]) == {"post_attn", "router"}
         assert layer["missing"]["post_attn"] == "attention and the MLP stand side by side"
 
 

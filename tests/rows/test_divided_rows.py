@@ -6,7 +6,7 @@ import pytest
 import capflow
 from capflow.capture.site import Site
 from capflow.errors import UsageError
-from capflow.steering.action import ActionApplied, Steer
+from capflow.steering.action import ActionApplied, Rejected, Steer
 from capflow.steering.request import Steering
 from capflow.transport.client import Client
 from tests.kit.acted import act
@@ -108,9 +108,14 @@ def _act(llm, root, model):
     tier, seen = Steering.parse(fields).base, []
     capture = {**_EVERY_HOOK, "positions": "all"}
     core.add_request("acted", prompt, capflow.sampling_params(id="acted", capture=capture, max_tokens=150, **GREEDY))
+    while not seen or len(seen[-1].outputs[0].token_ids) < 5:
+        seen.extend(core.step())
     with Client(llm.capflow_settings.hubs[0].address) as client:
-        action = Steer("acted", tier.vectors, clamps=tier.clamps)
-        (outcome,) = act(core, client, [action], lambda: seen.extend(core.step()))
+        relative = Steering.parse({"steering_vectors": {"q": {1: {"vector": [1.0] * 64, "relative": True}}}}).base
+        actions = [Steer("acted", relative.vectors), Steer("acted", tier.vectors, clamps=tier.clamps)]
+        refused, outcome = act(core, client, actions, lambda: seen.extend(core.step()))
+        assert isinstance(refused, Rejected), refused
+        assert "steering_vectors.q.1: got a relative vector at q:1, whose rows 2 tensor-parallel" in refused.reason
         assert isinstance(outcome, ActionApplied), outcome
         while core.has_unfinished_requests():
             seen.extend(core.step())
