@@ -236,6 +236,10 @@ def model_types():
     return [name for name in sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MULTIMODAL}) if name not in LEFT_OUT]
 
 
+WRONG_COARSE = {"ctrl": "vLLM without capflow gives other answers if it is compiled than if it is not"}
+"""Why an architecture is not compared in another dtype than float32, by model type."""
+
+
 def config_of(model_type):
     """Return the configuration of a tiny model."""
     with warnings.catch_warnings():
