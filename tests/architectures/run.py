@@ -112,8 +112,8 @@ def child(hub, root):
     """Check the architectures that stdin names, one per line."""
     import torch
 
-    # vLLM's latent attention for AMX takes no float32, and some of its kernels for AMX are wrong. So no processor's table
-    # has them.
+    # vLLM's latent attention for AMX takes no float32, and some of its kernels for AMX are wrong: they are not used on
+    # any processor.
     torch.cpu._is_amx_tile_supported = lambda: False
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

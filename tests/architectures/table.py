@@ -437,7 +437,7 @@ def _expected(model_type, model, tokens):
                 watch(layer.get_submodule(name), "mlp_out", scale=scale_of(model.config.get_text_config()))
         run = model.language_model if model_type == "blip-2" else model  # blip-2 itself needs an image
         _watch(stack, seen, len(layers) - 1, run.get_output_embeddings(), "final", before=True)
-        # Transformers counts PaliGemma's positions from 1, which turns `q` and `k` further and leaves attention as it is.
+        # Transformers counts PaliGemma's positions from 1, which turns `q` and `k` further, and attention not at all.
         more = {"position_ids": torch.arange(len(tokens))[None]} if model_type == "paligemma" else {}
         with torch.no_grad():
             run(torch.tensor([tokens]), use_cache=False, **more)
