@@ -7,9 +7,9 @@ Three engines live in processes of their own for the whole run: plain, `stream` 
 the ratios to the plain turn of the same half round. A capturing turn captures one hook at every layer and position, and
 its clock stops when every row is on disk, synced and published. Then every row is read back, counted and verified.
 
-Predicted: an idle tap is one call of an op that finds nothing to do, whatever its hook. Gemma-3-270m has 18 of them with
-`stream` and about 230 with `every`. At 10 to 15 µs a call on a CPU that is 3 ms more in a step of 60 to 100 ms: 0.96 to
-0.97, less than the goal. A hook's capture costs by its bytes.
+Predicted: an idle tap is one call of an op that finds nothing to do, whatever its hook. Gemma-3-270m has 18 of them
+with `stream` and about 230 with `every`. At 10 to 15 µs a call on a CPU that is 3 ms more in a step of 60 to 100 ms:
+0.96 to 0.97, less than the goal. A hook's capture costs by its bytes.
 """
 
 from __future__ import annotations
