@@ -42,7 +42,7 @@ def server(directory, keys=Keys(open=True), hubs=("ipc:///nowhere",), spares=0, 
     config = SimpleNamespace(
         additional_config=settings,
         model_config=model,
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=1),
         scheduler_config=SimpleNamespace(max_num_seqs=4),
     )
     given = _Generate()
