@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, NamedTuple, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -44,14 +44,8 @@ class AttentionForm(msgspec.Struct, frozen=True, omit_defaults=True):
             raise ValueError("expected finite numbers, and a window and a soft cap above 0")
 
 
-class LayersForm(NamedTuple):
-    """Layers whose attention has one form."""
-
-    form: AttentionForm
-    layers: Layers
-
-
-AttentionForms = Annotated[tuple[LayersForm, ...], msgspec.Meta(max_length=limits.LAYERS_MAX)]
+AttentionForms = Annotated[tuple[tuple[AttentionForm, Layers], ...], msgspec.Meta(max_length=limits.LAYERS_MAX)]
+"""Each form, with the layers whose attention has it."""
 
 
 def form_of(groups: Iterable[tuple[_Form, Layers]] | msgspec.UnsetType, layer: int) -> _Form | None:
@@ -59,15 +53,9 @@ def form_of(groups: Iterable[tuple[_Form, Layers]] | msgspec.UnsetType, layer: i
     return None if groups is msgspec.UNSET else next((form for form, layers in groups if layer in layers), None)
 
 
-def grouped_forms(forms: Mapping[int, AttentionForm]) -> AttentionForms | msgspec.UnsetType:
-    """Return the forms of layers as `ModelInfo.attention` has them."""
-    return tuple(LayersForm(*each) for each in by_form(forms)) or msgspec.UNSET
-
-
-def by_form(forms: Mapping[int, _Form]) -> Iterator[tuple[_Form, tuple[int, ...]]]:
-    """Yield each form once, with its layers."""
+def grouped_forms(forms: Mapping[int, _Form]) -> tuple[tuple[_Form, Layers], ...] | msgspec.UnsetType:
+    """Return the forms of layers as `ModelInfo.attention` and `ModelInfo.router` have them."""
     groups: dict[_Form, list[int]] = {}
     for layer in sorted(forms):
         groups.setdefault(forms[layer], []).append(layer)
-    for form, layers in groups.items():
-        yield form, tuple(layers)
+    return tuple((form, tuple(layers)) for form, layers in groups.items()) or msgspec.UNSET

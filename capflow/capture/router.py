@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import msgspec
 
 from capflow import limits
-from capflow.capture.attention import Layers, by_form
+from capflow.capture.attention import Layers
 from capflow.limits import Text
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=limits.HIDDEN_SIZE_MAX)]
@@ -58,16 +57,5 @@ class RouterForm(msgspec.Struct, frozen=True, omit_defaults=True):
             raise ValueError("expected a finite scale, at most n_group chosen groups, and an expert at least")
 
 
-class RoutersOfForm(NamedTuple):
-    """Layers whose routers have one form."""
-
-    form: RouterForm
-    layers: Layers
-
-
-RouterForms = Annotated[tuple[RoutersOfForm, ...], msgspec.Meta(max_length=limits.LAYERS_MAX)]
-
-
-def grouped_routers(forms: Mapping[int, RouterForm]) -> RouterForms | msgspec.UnsetType:
-    """Return the forms of layers as `ModelInfo.router` has them."""
-    return tuple(RoutersOfForm(*each) for each in by_form(forms)) or msgspec.UNSET
+RouterForms = Annotated[tuple[tuple[RouterForm, Layers], ...], msgspec.Meta(max_length=limits.LAYERS_MAX)]
+"""Each form, with the layers whose routers have it."""

@@ -21,7 +21,6 @@ from capflow.capture.attention import grouped_forms
 from capflow.capture.dtypes import DTYPES
 from capflow.capture.frame import Block, Dropped, Finished, Frame, FrameHeader, Rank, RequestRows, Span, Weights
 from capflow.capture.model import ModelInfo, grouped, width_of
-from capflow.capture.router import grouped_routers
 from capflow.capture.site import Site, layers_by_hook
 from capflow.capture.spec import CaptureSpec
 from capflow.errors import explain
@@ -73,7 +72,7 @@ def entries_of(captures: Iterable[Any], *, ask: bool = False) -> Iterator[Entry]
             each.layer: each.attention for each in entries if each.attention and Site(each.layer, "k") in sites
         }
         router = {each.layer: each.router for each in entries if each.router}
-        forms: dict[str, Any] = {"attention": grouped_forms(attention), "router": grouped_routers(router)}
+        forms: dict[str, Any] = {"attention": grouped_forms(attention), "router": grouped_forms(router)}
         layers = max((site.layer for site in sites), default=0) + 1
         by_dtype: dict[str, list[Any]] = {}
         for capture in sorted(

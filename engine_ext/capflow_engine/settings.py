@@ -22,7 +22,7 @@ from capflow.buffers.policy import FALLBACKS, POLICIES_OF_WORKERS, POLICY_DEFAUL
 from capflow.buffers.spool import check_root, default_root
 from capflow.capture.attention import AttentionForms, grouped_forms
 from capflow.capture.model import SiteShapes, grouped
-from capflow.capture.router import RouterForms, grouped_routers
+from capflow.capture.router import RouterForms
 from capflow.capture.site import HOOKS, Site, own_name
 from capflow.divergence import ON_DIVERGENCE, ON_DIVERGENCE_DEFAULT
 from capflow.errors import UsageError, explain
@@ -223,9 +223,24 @@ class Tapped(NamedTuple):
         }
         forms = {layer: form for layer in compared if (form := layers[layer].attention) is not None}
         routed = {site.layer for site in sites if site.hook == "router"}
-        routers = grouped_routers({layer: router for layer in routed if (router := layers[layer].router) is not None})
+        routers = {layer: router for layer in routed if (router := layers[layer].router) is not None}
         captured = tuple(site for site in sites if site not in steerable)
-        return cls(len(layers), sites, captured, grouped(shapes) or (), grouped_forms(forms) or (), routers or ())
+        own = (grouped(shapes) or (), grouped_forms(forms) or (), grouped_forms(routers) or ())
+        return cls(len(layers), sites, captured, *own)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields of `Settings` that say them."""
+        return {name: value for name, value in self._asdict().items() if name != "num_layers"}
+
+
+def taps_info(taps: Tapped | Settings, ranks: int) -> dict[str, Any]:
+    """Return the fields of `ModelInfo` that say a model's taps, without those that are left out.
+
+    ranks: the number of tensor-parallel ranks.
+    """
+    own = {name: value for name in ("shapes", "attention", "router") if (value := getattr(taps, name))}
+    return {"sites": taps.sites, "fixed": taps.fixed, **own, **({"ranks": ranks} if ranks > 1 else {})}
 
 
 def _steered_sites(

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import capflow
-from capflow.capture.router import RouterForm, grouped_routers
+from capflow.capture.attention import grouped_forms
+from capflow.capture.router import RouterForm
 from capflow.capture.site import Site
 from capflow.errors import RemoteProtocolError, UsageError
 from capflow.protocol.message import Hello
@@ -111,11 +112,11 @@ def test_what_does_not_fit_is_refused(logits, form, bias, message):
 def test_a_model_says_the_form_of_each_layer():
     forms = {0: FORMS["softmax"], 1: FORMS["groups"], 3: FORMS["softmax"]}
     sites = tuple(Site(layer, "router") for layer in range(4))
-    model = msgspec.structs.replace(make_model(), sites=sites, router=grouped_routers(forms))
+    model = msgspec.structs.replace(make_model(), sites=sites, router=grouped_forms(forms))
     assert [(form.top_k, layers) for form, layers in model.router] == [(3, (0, 3)), (4, (1,))]
     decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(model), type=capflow.ModelInfo)
     assert {layer: decoded.router_of(layer) for layer in range(4)} == {**forms, 2: None}
-    assert grouped_routers({}) is msgspec.UNSET
+    assert grouped_forms({}) is msgspec.UNSET
     # The bytes of a model without experts are what they were.
     assert b"\xa6router" not in msgspec.msgpack.encode(make_model())
     assert b"\xa6router" in msgspec.msgpack.encode(model)
@@ -128,7 +129,7 @@ def test_a_form_of_wrong_numbers_is_refused(field):
 
 
 def test_a_form_of_a_layer_without_a_tap_is_a_protocol_error():
-    model = msgspec.structs.replace(make_model(), router=grouped_routers({0: FORMS["softmax"]}))
+    model = msgspec.structs.replace(make_model(), router=grouped_forms({0: FORMS["softmax"]}))
     with pytest.raises(
         RemoteProtocolError, match=r"^hello.model.router: got \(0,\), expected layers with router among"
     ):

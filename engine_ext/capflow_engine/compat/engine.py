@@ -19,8 +19,6 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from capflow import limits
 from capflow.capture.model import ModelInfo
 from capflow.errors import CapflowError, UsageError, explain
@@ -28,7 +26,7 @@ from capflow.extras import install
 from capflow_engine.compat import connectors
 from capflow_engine.compat.versions import contract, record
 from capflow_engine.compat.versions.surface import CORE, DRAFTS, KV_OFFLOADING, LORA, PARALLEL, REPLICAS
-from capflow_engine.settings import Settings
+from capflow_engine.settings import Settings, taps_info
 
 logger = logging.getLogger("vllm.capflow")
 
@@ -558,19 +556,13 @@ def model_info(vllm_config: Any) -> ModelInfo:
     model = vllm_config.model_config
     settings: Settings = vllm_config.additional_config
     parallel = vllm_config.parallel_config
-    ranks = parallel.tensor_parallel_size
     return ModelInfo(
         name=str(model.served_model_name or model.model),
         num_layers=model.get_total_num_hidden_layers(),
         hidden_size=model.get_hidden_size(),
         dtype=str(model.dtype).removeprefix("torch."),
-        sites=settings.sites,
-        fixed=settings.fixed,
-        shapes=settings.shapes or msgspec.UNSET,
-        attention=settings.attention or msgspec.UNSET,
-        router=settings.router or msgspec.UNSET,
         stages=parallel.pipeline_parallel_size,
-        ranks=ranks if ranks > 1 else msgspec.UNSET,
+        **taps_info(settings, parallel.tensor_parallel_size),
     )
 
 

@@ -30,7 +30,7 @@ from capflow_engine.layer.inside import ATTENTION_HOOKS
 from capflow_engine.layer.parts import Core, Experts, Linear, Mixer, Part
 from capflow_engine.layer.passage import final_place, returned_places
 from capflow_engine.layer.structure import HookPlace, Structure, UnclearError, large_on_meta, resolve
-from capflow_engine.settings import Tapped
+from capflow_engine.settings import Tapped, taps_info
 
 
 def check_model(engine_args: Any, patterns: Iterable[str], steered: Sequence[str] | None = None) -> Tapped:
@@ -69,10 +69,8 @@ def info_of(engine_args: Any, tapped: Tapped) -> ModelInfo:
     """
     with explaining(engine_args.model):
         width = engine_args.create_model_config().get_hidden_size()
-    more: dict[str, Any] = {name: getattr(tapped, name) or msgspec.UNSET for name in ("shapes", "attention", "router")}
-    if (ranks := engine_args.tensor_parallel_size) > 1:
-        more["ranks"] = ranks
-    return ModelInfo(engine_args.model, tapped.num_layers, width, "", tapped.sites, fixed=tapped.fixed, **more)
+    taps = taps_info(tapped, engine_args.tensor_parallel_size)
+    return ModelInfo(engine_args.model, tapped.num_layers, width, "", **taps)
 
 
 def structures(engine_args: Any) -> tuple[Structure, ...]:
@@ -332,11 +330,11 @@ def structure_of(layer: Any, dtype: Any) -> Structure:
     if {"q", "k"} <= structure.places.keys():
         structure = replace(structure, attention=_form(layer.get_submodule(structure.places["q"].module)))
     if "router" in structure.places:
-        form = _router_form(layer, structure.shapes["router"][-1])
         gate = layer.get_submodule(structure.places["router"].module)
         made = getattr(gate, "out_dtype", None) or getattr(gate, "params_dtype", None) or dtype
-        rounded = made.itemsize > dtype.itemsize
-        structure = replace(structure, router=msgspec.structs.replace(form, rounded=rounded))
+        form = _router_form(layer, structure.shapes["router"][-1])
+        form = msgspec.structs.replace(form, rounded=made.itemsize > dtype.itemsize)
+        structure = replace(structure, router=form)
     return structure
 
 

@@ -72,11 +72,7 @@ def run(job: JobRequest, tell: Tell) -> None:
     settings = Settings(
         engine=job.engine_id,
         hubs=hubs,
-        sites=tapped.sites,
-        fixed=tapped.fixed,
-        shapes=tapped.shapes,
-        attention=tapped.attention,
-        router=tapped.router,
+        **tapped.settings,
         outbound=outbound,
         steering_bank_bytes=job.steering_bank_bytes,
         on_divergence=job.on_divergence,

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 import capflow
+from capflow.capture.attention import grouped_forms
 from capflow.capture.model import grouped
 from capflow.capture.positions import Positions
-from capflow.capture.router import RouterForm, grouped_routers
+from capflow.capture.router import RouterForm
 from capflow.capture.site import Site
 from capflow.capture.spec import Want
 from capflow.errors import UsageError
@@ -21,7 +22,7 @@ SITES = (PLAIN, STREAM, BIASED)
 SHAPES = {PLAIN: (6,), BIASED: (4,)}
 FORMS = {0: RouterForm(2, renormalised=True, n_group=3, topk_group=2), 1: RouterForm(3, "sigmoid", biased=True)}
 BIAS = [0.5, -0.5, 0.25, 0.0]
-MODEL = msgspec.structs.replace(make_model(), sites=SITES, shapes=grouped(SHAPES), router=grouped_routers(FORMS))
+MODEL = msgspec.structs.replace(make_model(), sites=SITES, shapes=grouped(SHAPES), router=grouped_forms(FORMS))
 LENGTH, PROMPT, ROUTED = 7, 4, 6
 
 
