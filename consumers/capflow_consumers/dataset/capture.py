@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -21,14 +21,12 @@ from capflow.errors import CapflowError, UsageError, explain
 from capflow.text.brief import brief
 from capflow.text.tabular import Tabular
 from capflow_consumers.dataset import layout
-from capflow_consumers.dataset.derived import attention_of, experts_of
+from capflow_consumers.dataset.derived import DerivedRows
 from capflow_consumers.dataset.rows import shown
 from capflow_consumers.dataset.tables import arrow_of, capture_html
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-    from capflow.experts import Biases, ChosenExperts
 
 
 class Shaped:
@@ -116,7 +114,7 @@ class Damage(NamedTuple):
     of_capture: bool
 
 
-class RequestCapture(Tabular, ABC):
+class RequestCapture(DerivedRows, Tabular, ABC):
     """One captured request; `capture[(12, "post_block")]` or `capture["post_block:12"]` gives a site's rows.
 
     path: the request's directory, or the shard that it is in.
@@ -229,42 +227,8 @@ class RequestCapture(Tabular, ABC):
         entry = self._entries.get(site)
         return entry.rows if entry is not None else 0
 
-    def attention(
-        self,
-        layer: int,
-        *,
-        heads: Sequence[int] | int | None = None,
-        positions: Any = None,
-        spans: Mapping[str, tuple[int, int]] | None = None,
-    ) -> npt.NDArray[np.float32]:
-        """Return attention's weights `[heads, queries, keys]` float32, or their sums `[heads, queries, spans]`.
-
-        They are computed from the rows at `q` and `k` of the layer; see `capflow.attention_weights`. The keys are those
-        of positions 0 to the last query's.
-
-        heads: the numbers of heads; None for all.
-        positions: the queries, as a spec names positions, and in their order; None for all that were captured.
-        spans: `(first, end)` of the positions of each span of keys.
-
-        Raises UsageError for rows that are missing, and for what `capflow.attention_weights` refuses; CapflowError for
-        damaged rows.
-        """
-        forms = {site: entry.attention for site, entry in self._entries.items()}
-        return attention_of(self, forms, layer, heads=heads, positions=positions, spans=spans)
-
-    def experts(self, layer: int, *, positions: Any = None, bias: Biases | None = None) -> ChosenExperts:
-        """Return the experts that the layer's router chose, and their weights float32, each `[tokens, top_k]`.
-
-        They are computed from the rows at `router`; see `capflow.chosen_experts`.
-
-        positions: the tokens, as a spec names positions, and in their order; None for all that were captured.
-        bias: of a biased router, the number for each expert, `[experts]`, from the model's weights.
-
-        Raises UsageError for rows that are missing, and for what `capflow.chosen_experts` refuses; CapflowError for
-        damaged rows.
-        """
-        forms = {site: entry.router for site, entry in self._entries.items()}
-        return experts_of(self, forms, layer, positions=positions, bias=bias)
+    def _forms(self, name: Literal["attention", "router"]) -> Mapping[Site, Any]:
+        return {site: getattr(entry, name) for site, entry in self._entries.items()}
 
     def __contains__(self, site: object) -> bool:
         return site_of(site) in self._entries

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
@@ -21,67 +22,95 @@ if TYPE_CHECKING:
     from capflow.capture.attention import AttentionForm
     from capflow.capture.router import RouterForm
 
-Forms = Mapping[Site, "AttentionForm | msgspec.UnsetType"]
-"""The sites of a capture that have rows; at `q`, with the form of the layer's attention."""
+
+class DerivedRows(ABC):
+    """A capture, finished or running, of whose rows attention's weights and the chosen experts are computed."""
+
+    @abstractmethod
+    def _forms(self, name: Literal["attention", "router"]) -> Mapping[Site, Any]:
+        """Return the sites that have rows, each with the form of its layer; UNSET if it is not known there."""
+
+    def attention(
+        self,
+        layer: int,
+        *,
+        heads: Sequence[int] | int | None = None,
+        positions: Any = None,
+        spans: Mapping[str, tuple[int, int]] | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """Return attention's weights `[heads, queries, keys]` float32, or their sums `[heads, queries, spans]`.
+
+        They are computed from the rows at `q` and `k` of the layer; see `capflow.attention_weights`. The keys are those
+        of positions 0 to the last query's.
+
+        heads: the numbers of heads; None for all.
+        positions: the queries, as a spec names positions, and in their order; None for all that were captured.
+        spans: `(first, end)` of the positions of each span of keys.
+
+        Raises UsageError for rows that are missing, and for what `capflow.attention_weights` refuses; CapflowError for
+        damaged rows.
+        """
+        capture: Any = self
+        _check_layer(layer)
+        where = f"{capture.path}: attention of layer {layer}"
+        spec = f'{{"hooks": {{"q": [{layer}], "k": [{layer}]}}, "positions": "all"}}'
+        form = _attention_form(where, self._forms("attention"), layer, spec)
+        queries, places = _rows_at(capture, Site(layer, "q"), positions, where, spec)
+        keys = capture[layer, "k"]
+        end = int(places.max(initial=-1)) + 1
+        absent = np.setdiff1d(np.arange(end), keys.positions)
+        if len(absent):
+            raise _missing(where, "k", absent, spec)
+        if isinstance(heads, int | np.integer):
+            heads = [int(heads)]
+        count = queries.row_shape[0] if heads is None else np.size(heads)
+        check_size((count, len(places), end if spans is None else 1), 4)
+        k = keys.chosen(keys.positions < end).shaped
+        return attention_weights(queries.shaped, k, form, positions=places, heads=heads, spans=spans)
+
+    def experts(self, layer: int, *, positions: Any = None, bias: Biases | None = None) -> ChosenExperts:
+        """Return the experts that the layer's router chose, and their weights float32, each `[tokens, top_k]`.
+
+        They are computed from the rows at `router`; see `capflow.chosen_experts`.
+
+        positions: the tokens, as a spec names positions, and in their order; None for all that were captured.
+        bias: of a biased router, the number for each expert, `[experts]`, from the model's weights.
+
+        Raises UsageError for rows that are missing, and for what `capflow.chosen_experts` refuses; CapflowError for
+        damaged rows.
+        """
+        capture: Any = self
+        _check_layer(layer)
+        where, site = f"{capture.path}: experts of layer {layer}", Site(layer, "router")
+        spec = f'{{"hooks": {{"router": [{layer}]}}, "positions": "all"}}'
+        form = _router_form(where, self._forms("router"), site, spec)
+        rows, _ = _rows_at(capture, site, positions, where, spec)
+        return chosen_experts(rows.shaped, form, bias=bias)
 
 
-def attention_of(
-    capture: Any,
-    forms: Forms,
-    layer: int,
-    *,
-    heads: Sequence[int] | int | None = None,
-    positions: Any = None,
-    spans: Mapping[str, tuple[int, int]] | None = None,
-) -> npt.NDArray[Any]:
-    """Return what `RequestCapture.attention` does.
-
-    capture: a `RequestCapture` or a `RunningCapture`.
-    """
-    _check_layer(layer)
-    where = f"{capture.path}: attention of layer {layer}"
-    spec = f'{{"hooks": {{"q": [{layer}], "k": [{layer}]}}, "positions": "all"}}'
-    form = _form(where, forms, layer, spec)
-    queries, places = _rows_at(capture, Site(layer, "q"), positions, where, spec)
-    keys = capture[layer, "k"]
-    end = int(places.max(initial=-1)) + 1
-    absent = np.setdiff1d(np.arange(end), keys.positions)
-    if len(absent):
-        raise _missing(where, "k", absent, spec)
-    if isinstance(heads, int | np.integer):
-        heads = [int(heads)]
-    count = queries.row_shape[0] if heads is None else np.size(heads)
-    check_size((count, len(places), end if spans is None else 1), 4)
-    k = keys.chosen(keys.positions < end).shaped
-    return attention_weights(queries.shaped, k, form, positions=places, heads=heads, spans=spans)
+def _attention_form(where: str, forms: Mapping[Site, Any], layer: int, spec: str) -> AttentionForm:
+    for hook in ("q", "k"):
+        if Site(layer, hook) not in forms:
+            have = sorted({site.layer for site in forms if Site(site.layer, "q") in forms and site.hook == "k"})
+            got = f"no rows at {Site(layer, hook)}; q and k are here of {f'layers {have}' if have else 'no layer'}"
+            raise UsageError(explain(where, got=got, expected="rows at both", do=f"capture {spec}"))
+    form: AttentionForm | msgspec.UnsetType = forms[Site(layer, "q")]
+    if form is msgspec.UNSET:
+        do = "capture it again with taps at q and k, or give capflow.attention_weights the layer's AttentionForm"
+        raise UsageError(explain(where, got="a data set that does not say the scale and the window", do=do))
+    return form
 
 
-def experts_of(
-    capture: Any,
-    forms: Mapping[Site, RouterForm | msgspec.UnsetType],
-    layer: int,
-    *,
-    positions: Any = None,
-    bias: Biases | None = None,
-) -> ChosenExperts:
-    """Return what `RequestCapture.experts` does.
-
-    capture: a `RequestCapture` or a `RunningCapture`.
-    forms: the sites that have rows; at `router`, with how the layer's experts are chosen.
-    """
-    _check_layer(layer)
-    where, site = f"{capture.path}: experts of layer {layer}", Site(layer, "router")
-    spec = f'{{"hooks": {{"router": [{layer}]}}, "positions": "all"}}'
+def _router_form(where: str, forms: Mapping[Site, Any], site: Site, spec: str) -> RouterForm:
     if site not in forms:
         have = sorted(each.layer for each in forms if each.hook == "router")
         got = f"no rows at {site}; router is here of {f'layers {have}' if have else 'no layer'}"
         raise UsageError(explain(where, got=got, expected="rows there", do=f"capture {spec}"))
-    form = forms[site]
+    form: RouterForm | msgspec.UnsetType = forms[site]
     if form is msgspec.UNSET:
         do = "capture it again, or give capflow.chosen_experts the layer's RouterForm"
         raise UsageError(explain(where, got="a data set that does not say how they are chosen", do=do))
-    rows, _ = _rows_at(capture, site, positions, where, spec)
-    return chosen_experts(rows.shaped, form, bias=bias)
+    return form
 
 
 def _check_layer(layer: Any) -> None:
@@ -112,19 +141,6 @@ def _rows_at(
     if not len(places):
         raise UsageError(explain(where, got="no positions", expected="one at least"))
     return rows, places
-
-
-def _form(where: str, forms: Forms, layer: int, spec: str) -> AttentionForm:
-    for hook in ("q", "k"):
-        if Site(layer, hook) not in forms:
-            have = sorted({site.layer for site in forms if Site(site.layer, "q") in forms and site.hook == "k"})
-            got = f"no rows at {Site(layer, hook)}; q and k are here of {f'layers {have}' if have else 'no layer'}"
-            raise UsageError(explain(where, got=got, expected="rows at both", do=f"capture {spec}"))
-    form = forms[Site(layer, "q")]
-    if form is msgspec.UNSET:
-        do = "capture it again with taps at q and k, or give capflow.attention_weights the layer's AttentionForm"
-        raise UsageError(explain(where, got="a data set that does not say the scale and the window", do=do))
-    return form
 
 
 def _wanted(capture: Any, positions: Any) -> npt.NDArray[np.int64]:

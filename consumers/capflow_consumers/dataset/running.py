@@ -1,7 +1,7 @@
 """The rows of running requests: `running.jsonl`, beside the files that rows are appended to.
 
     {"request": …, "engine": …, "model": …, "dtype": …, "hidden_size": …, "prompt_length": …, "dtypes": …,
-     "attention": …}
+     "attention": …, "router": …}
     {"sites": ["post_block:12", …], "spans": [[0, 6]], "token_ids": […]}         for each time that rows were appended
     {"sites": ["heads:12"], "spans": [[0, 6]], "token_ids": […], "shape": [4, 256]}
     …
@@ -20,11 +20,10 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from capflow import limits
 from capflow.capture.attention import AttentionForms, form_of
@@ -37,12 +36,9 @@ from capflow.files import create_private, open_regular, read_regular
 from capflow.text import jsontext
 from capflow_consumers.dataset import layout
 from capflow_consumers.dataset.capture import Rows, site_of
-from capflow_consumers.dataset.derived import attention_of, experts_of
+from capflow_consumers.dataset.derived import DerivedRows
 from capflow_consumers.dataset.disk import found_in, mapped
 from capflow_consumers.dataset.rows import Piece, TokenLog
-
-if TYPE_CHECKING:
-    from capflow.experts import Biases, ChosenExperts
 
 Spans = tuple[tuple[int, int], ...]
 
@@ -82,7 +78,7 @@ class Added(msgspec.Struct, frozen=True):
 _encoder = msgspec.json.Encoder()
 
 
-class RunningCapture:
+class RunningCapture(DerivedRows):
     """The rows of a running request, as far as they were written when it was opened; indexed like a capture.
 
     about: the request, its engine and its model.
@@ -109,22 +105,9 @@ class RunningCapture:
         """The number of tokens up to the last that has a row so far."""
         return max((stop for lines in self._added for _, stop in lines.spans), default=0)
 
-    def attention(
-        self,
-        layer: int,
-        *,
-        heads: Sequence[int] | int | None = None,
-        positions: Any = None,
-        spans: Mapping[str, tuple[int, int]] | None = None,
-    ) -> npt.NDArray[np.float32]:
-        """Return attention's weights of the rows so far; as `RequestCapture.attention`."""
-        forms = {site: form_of(self.about.attention, site.layer) or msgspec.UNSET for site in self.sites}
-        return attention_of(self, forms, layer, heads=heads, positions=positions, spans=spans)
-
-    def experts(self, layer: int, *, positions: Any = None, bias: Biases | None = None) -> ChosenExperts:
-        """Return the experts of the rows so far; as `RequestCapture.experts`."""
-        forms = {site: form_of(self.about.router, site.layer) or msgspec.UNSET for site in self.sites}
-        return experts_of(self, forms, layer, positions=positions, bias=bias)
+    def _forms(self, name: Literal["attention", "router"]) -> Mapping[Site, Any]:
+        groups = getattr(self.about, name)
+        return {site: form_of(groups, site.layer) or msgspec.UNSET for site in self.sites}
 
     def __getitem__(self, site: tuple[int, str] | str) -> Rows:
         """Return the rows of a site so far, memory-mapped.

@@ -479,18 +479,11 @@ class FilesystemConsumer(Consumer):
 
     def _about(self, header: FrameHeader, rows: RequestRows, files: RequestFiles) -> About:
         dtypes = {str(site): dtype for site, dtype in files.dtypes.items() if dtype != files.dtype}
-        attention, router = (msgspec.UNSET,) * 2 if files.model is None else (files.model.attention, files.model.router)
-        return About(
-            rows.id,
-            header.engine,
-            self._model(header.engine),
-            header.dtype,
-            header.hidden_size,
-            rows.prompt_length,
-            dtypes,
-            attention,
-            router,
-        )
+        model = files.model
+        forms: dict[str, Any] = {} if model is None else {"attention": model.attention, "router": model.router}
+        name = self._model(header.engine)
+        about = (rows.id, header.engine, name, header.dtype, header.hidden_size, rows.prompt_length, dtypes)
+        return About(*about, **forms)
 
     def _make_room(self) -> None:
         """Wait for finished requests; where that is not enough, move rows of others to files."""
