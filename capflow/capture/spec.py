@@ -270,6 +270,17 @@ def read_layers(value: Any, where: str = "layers") -> Layers:
     return [*sorted(numbers), *ranges]
 
 
+def layers_of(value: Any, num_layers: int, where: str = "layers") -> list[int]:
+    """Return the layers of a model that a value names, in order.
+
+    Raises UsageError for a value of another form, and for a layer that the model does not have.
+    """
+    layers = read_layers(value, where)
+    if layers == "all":
+        return list(range(num_layers))
+    return [layer for layer, chosen in enumerate(_selected(layers, num_layers, where)) if chosen]
+
+
 def _selected(layers: Layers, num_layers: int, where: str) -> bytearray:
     """Return a byte for each layer, 1 for those selected; raise UsageError for a layer that does not exist."""
     selected = bytearray(num_layers)

@@ -10,9 +10,8 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from capflow.capture.site import HOOK_DEFAULT, Site
-from capflow.capture.spec import CaptureSpec, read_layers
-from capflow.errors import UsageError
+from capflow.capture.site import HOOK_DEFAULT
+from capflow.capture.spec import CaptureSpec, layers_of, read_layers
 from capflow_models.backends import Backend, layer_count, open_model
 from capflow_models.jobs.ending import run_program
 from capflow_models.model import Prompt
@@ -84,10 +83,7 @@ def _checked_layers(job: FitJob) -> CaptureSpec:
         count = layer_count(job.model, job.arguments)
     except (OSError, ValueError):  # the back end says what is wrong with the model
         return spec
-    try:
-        spec.resolve([Site(layer, job.hook) for layer in range(count)], num_layers=count, where="--layers")
-    except UsageError as e:
-        raise UsageError(str(e).replace(f"--layers.hooks.{job.hook}", "--layers", 1)) from e
+    layers_of(job.layers, count, "--layers")
     return spec
 
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from capflow import limits
-from capflow.capture.site import HOOK_DEFAULT, HOOKS, Site, hook_named
-from capflow.capture.spec import CaptureSpec, read_layers
+from capflow.capture.site import HOOKS, Site, hook_named
+from capflow.capture.spec import layers_of
 from capflow.errors import UsageError, explain
 from capflow_models.sweep.items import items_of
 from capflow_models.sweep.origin import described
@@ -115,13 +115,7 @@ class SweptPlaces(NamedTuple):
                 raise UsageError(explain(self.where[0], got=str(site), expected=last))
         if self.sites:
             return list(self.sites)
-        where = self.where[1]
-        spec = CaptureSpec({HOOK_DEFAULT: read_layers(self.layers, where)})
-        every = [Site(layer, HOOK_DEFAULT) for layer in range(count)]
-        try:
-            chosen = sorted(site.layer for site in spec.resolve(every, num_layers=count, where=where))
-        except UsageError as e:
-            raise UsageError(str(e).replace(f"{where}.hooks.{HOOK_DEFAULT}", where, 1)) from e
+        chosen = layers_of(self.layers, count, self.where[1])
         return [Site(layer, hook) for hook in self.hooks for layer in ([count - 1] if hook == "final" else chosen)]
 
 
