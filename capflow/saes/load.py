@@ -32,8 +32,8 @@ def load_sae(path: str | os.PathLike[str], site: str | None = None) -> Sae:
     another way than `Sae` does.
     """
     where = os.fspath(path)
-    if site is None and "@" in where and not Path(where).exists():
-        where, _, site = where.rpartition("@")
+    if site is None:
+        where, site = split_site(where)
     sites = None if site is None else _sites(site, where)
     place = Path(where)
     if not place.exists():
@@ -48,6 +48,12 @@ def load_sae(path: str | os.PathLike[str], site: str | None = None) -> Sae:
     if (directory / gemma_scope.FILE_NAME).is_file():
         return read_gemma_scope(directory / gemma_scope.FILE_NAME, sites)
     raise UsageError(explain(where, got="no autoencoder", expected=f"a directory with one of {', '.join(_WEIGHTS)}"))
+
+
+def split_site(path: str) -> tuple[str, str | None]:
+    """Return the path in `PATH@SITE` and the site; a text that is the path of something that exists has no site."""
+    place, at, site = path.rpartition("@")
+    return (place, site) if at and not Path(path).exists() else (path, None)
 
 
 def _sites(text: str, where: str) -> Sites:

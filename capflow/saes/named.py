@@ -9,7 +9,7 @@ import xxhash
 
 from capflow import limits
 from capflow.errors import UsageError, explain
-from capflow.saes.load import load_sae
+from capflow.saes.load import load_sae, split_site
 from capflow.saes.sae import Sae
 
 
@@ -28,7 +28,7 @@ def load_saes(given: str | Sequence[str], where: str) -> dict[str, Sae]:
         name, equals, path = text.partition("=")
         if not equals:
             path = text
-            place = Path(text) if Path(text).exists() else Path(text.rpartition("@")[0] or text)
+            place = Path(split_site(text)[0] or text)
             name = (place.parent if place.is_file() else place).absolute().name
         if not name or not path or len(name) > limits.STEERING_NAME_LENGTH_MAX or not name.isprintable():
             raise UsageError(explain(where, got=text, expected="NAME=PATH, or PATH"))

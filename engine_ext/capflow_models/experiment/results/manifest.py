@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from capflow.files import write_whole
+from capflow.saes.load import split_site
 from capflow.version import __version__
 from capflow_models.experiment.file import Experiment, ProbeSource, VectorSource
 
@@ -54,7 +55,8 @@ def manifest_of(experiment: Experiment, out: Path, directions: Sequence[Path], s
 def _place_of(experiment: Experiment, source: ProbeSource | VectorSource) -> str:
     """Return the path of a vector's autoencoder, without its site."""
     whole = (source.sae or "") if isinstance(source, VectorSource) else ""
-    return whole if experiment.relative(whole).exists() else whole.rpartition("@")[0]
+    _, site = split_site(str(experiment.relative(whole)))
+    return whole if site is None else whole.removesuffix(f"@{site}")
 
 
 def versions() -> dict[str, str]:
