@@ -293,6 +293,8 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
     def _check_divided(self, sites: Sequence[SiteOps], info: ModelInfo) -> None:
         """Raise UsageError for an operation on numbers of several tensor-parallel ranks."""
+        if not info.ranks:
+            return
         rows = self.array()
         for layer, hook, ops in sites:
             site = Site(layer, hook)
@@ -302,7 +304,7 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
                 alone = op.kind in (ADD, PATCH)
                 if not alone and (op.kind != CLAMP or crosses(rows[op.row], info.width_of(site) // parts)):
                     got = f"an operation {_NAMES[op.kind]}"
-                    raise UsageError(refusal_of_divided("steering", site, info.ranks or 1, got))
+                    raise UsageError(refusal_of_divided("steering", site, info.ranks, got))
 
     def _check_gates(self, sites: Sequence[SiteOps]) -> None:
         """Raise UsageError unless the gates are valid and every operation names one of them."""

@@ -84,9 +84,10 @@ class Step:
             self._steer(self.ways, site, hidden, residual, scale)
 
     def _steer(self, ways: Ways, site: int, hidden: torch.Tensor, residual: torch.Tensor | None, scale: float) -> None:
+        rows = self.bank.rows_at(site, hidden.shape[1])
         if self.gating is not None:
             for score in ways.scores.get(site, ()):
-                score.put(hidden, residual, scale, self.bank.rows_at(site, hidden.shape[1]), self.gating)
+                score.put(hidden, residual, scale, rows, self.gating)
         for sum_ in ways.sums.get(site, ()):
             value = None
             if sum_.factor is not None:
@@ -94,19 +95,21 @@ class Step:
                 value = sum_.factor.of(self.gating)
                 if value is None:  # all gates are closed
                     continue
-            sum_.add_to(hidden, self.bank.rows_at(site, hidden.shape[1]), scale, value)
+            sum_.add_to(hidden, rows, scale, value)
         if (chain := ways.chains.get(site)) is not None:
-            self._do_chain(chain, site, hidden, residual, scale)
+            self._do_chain(chain, rows, hidden, residual, scale)
 
     def _do_chain(
-        self, chain: Chain, site: int, hidden: torch.Tensor, residual: torch.Tensor | None, scale: float
+        self, chain: Chain, rows: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None, scale: float
     ) -> None:
-        """Apply a site's operations to every steered token in float32; round once."""
+        """Apply a site's operations to every steered token in float32; round once.
+
+        rows: those of the bank, as wide as the site's.
+        """
         tokens = chain.tokens
         half = hidden.index_select(0, tokens).float()
         stream = half.clone() if residual is None else half + residual.index_select(0, tokens).float()
         stream = stream if scale == 1.0 else stream.mul_(scale)
-        rows = self.bank.rows_at(site, hidden.shape[1])
         change = changed(self.bank, rows, chain.heads, stream, self.gating, tokens)
         hidden.index_copy_(0, tokens, (half + (change if scale == 1.0 else change / scale)).to(hidden.dtype))
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from capflow.capture.site import HOOKS
+from capflow.capture.site import FORWARD_HOOKS, HOOKS
 from capflow_engine.compat import engine as compat
 from capflow_engine.layer.structure import HookPlace
 from capflow_engine.taps import height
@@ -199,7 +199,7 @@ def install(layer: nn.Module, hook: str, place: HookPlace, tap: Tap) -> None:
 
 def _tapped_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the taps before a module, then its forward: in the place of a forward that is called alone."""
-    for hook in HOOKS:
+    for hook in FORWARD_HOOKS:
         if (tap := getattr(module, _attribute(hook), None)) is not None:
             tap.before(args, kwargs)
     return type(module).forward(module, *args, **kwargs)
