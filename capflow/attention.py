@@ -2,7 +2,8 @@
 
 The softmax of scaled products of queries and keys (Vaswani et al., "Attention is all you need",
 https://arxiv.org/abs/1706.03762), with grouped queries (https://arxiv.org/abs/2305.13245), a sliding window
-(https://arxiv.org/abs/2310.06825) and a soft cap of the logits (https://arxiv.org/abs/2408.00118).
+(https://arxiv.org/abs/2310.06825), a soft cap of the logits (https://arxiv.org/abs/2408.00118), and a sink of each head
+(gpt-oss, https://arxiv.org/abs/2508.10925).
 
 Invariant: memory beside the arguments and the result stays below `TILE_BYTES` and a copy of the keys in float.
 """
@@ -19,6 +20,7 @@ from capflow import limits
 from capflow.capture.attention import AttentionForm
 from capflow.errors import UsageError, explain
 from capflow.probes.probe import as_float32
+from capflow.weights import numbers_of
 
 TILE_BYTES = 32 * limits.MIB
 """The memory for the logits of one head and some queries; of one query at least."""
@@ -35,6 +37,7 @@ def attention_weights(
     positions: Sequence[int] | npt.NDArray[np.integer[Any]] | None = None,
     heads: Sequence[int] | None = None,
     spans: Spans | None = None,
+    sinks: npt.ArrayLike | None = None,
 ) -> npt.NDArray[Any]:
     """Return attention's weights `[heads, queries, keys]`, or their sums over spans of keys `[heads, queries, spans]`.
 
@@ -47,6 +50,8 @@ def attention_weights(
     positions: the position of each query instead, in any order.
     heads: the query heads to return, in this order; None for all.
     spans: `(first, end)` of the positions of each span of keys. The sums come in the order of the mapping.
+    sinks: of attention with sinks, the logit of each query head's, `[heads]`: a weight of the model, such as
+        `self_attn.sinks`.
 
     Raises UsageError for arrays that do not fit each other, for a form that says why there are no weights, and for a
     result of more than `limits.ATTENTION_BYTES_MAX` bytes.
@@ -54,6 +59,7 @@ def attention_weights(
     places = _places(q, k, start, positions)
     if form.lacks:
         raise UsageError(explain("attention weights", got=form.lacks, expected="a softmax of q and k alone"))
+    added = numbers_of("sinks", sinks, q.shape[1], needed=form.sinks, each="query head", parameter="self_attn.sinks")
     chosen = _heads(heads, q.shape[1])
     edges = None if spans is None else _edges(spans, len(k))
     dtype = np.dtype(np.float64 if np.float64 in (q.dtype, k.dtype) else np.float32)
@@ -71,7 +77,7 @@ def attention_weights(
         unseen = _unseen(places[rows], np.arange(first, end), form.window)
         for number, head in enumerate(chosen):
             tile = queries[rows, head] @ keys[first:end, head // group].T
-            _softmax(tile, unseen, form)
+            _softmax(tile, unseen, form, None if added is None else float(added[head]))
             if edges is None:
                 weights[number, rows, first:end] = tile
                 continue
@@ -90,7 +96,7 @@ def check_size(shape: tuple[int, int, int], itemsize: int) -> None:
         raise UsageError(explain("attention weights", got=got, expected=f"at most {bound:,}", do=do))
 
 
-def _softmax(tile: npt.NDArray[Any], unseen: npt.NDArray[np.bool_], form: AttentionForm) -> None:
+def _softmax(tile: npt.NDArray[Any], unseen: npt.NDArray[np.bool_], form: AttentionForm, sink: float | None) -> None:
     """Turn products of queries and keys into weights, in place."""
     with np.errstate(invalid="ignore", over="ignore"):  # rows that overflowed give NaN
         tile *= form.scale
@@ -99,9 +105,15 @@ def _softmax(tile: npt.NDArray[Any], unseen: npt.NDArray[np.bool_], form: Attent
             np.tanh(tile, out=tile)
             tile *= form.soft_cap
         tile[unseen] = -np.inf
-        tile -= tile.max(axis=1, keepdims=True)
+        highest = tile.max(axis=1, keepdims=True)
+        if sink is not None:
+            np.maximum(highest, sink, out=highest)
+        tile -= highest
         np.exp(tile, out=tile)
-        tile /= tile.sum(axis=1, keepdims=True)
+        total = tile.sum(axis=1, keepdims=True)
+        if sink is not None:
+            total += np.exp(sink - highest)
+        tile /= total
 
 
 def _seen(places: npt.NDArray[np.int64], window: int | None) -> tuple[int, int]:

@@ -15,8 +15,7 @@ import numpy.typing as npt
 from capflow.capture.router import RouterForm
 from capflow.errors import UsageError, explain
 from capflow.probes.probe import as_float32
-
-Biases = npt.NDArray[Any] | list[float] | tuple[float, ...]
+from capflow.weights import numbers_of
 
 
 class ChosenExperts(NamedTuple):
@@ -30,7 +29,7 @@ class ChosenExperts(NamedTuple):
     weights: npt.NDArray[Any]
 
 
-def chosen_experts(logits: npt.NDArray[Any], form: RouterForm, *, bias: Biases | None = None) -> ChosenExperts:
+def chosen_experts(logits: npt.NDArray[Any], form: RouterForm, *, bias: npt.ArrayLike | None = None) -> ChosenExperts:
     """Return the experts that a router chooses by these logits, and their weights, each `[tokens, top_k]`.
 
     Weights are float64 if `logits` are, else float32. Of equal scores, that of the lower number is taken.
@@ -43,7 +42,9 @@ def chosen_experts(logits: npt.NDArray[Any], form: RouterForm, *, bias: Biases |
     Raises UsageError for arrays that do not fit each other or the form, and a form that says why there is no choice.
     """
     _check(logits, form)
-    added = _bias(bias, form, logits.shape[1])
+    added = numbers_of(
+        "bias", bias, logits.shape[1], needed=form.biased, each="expert", parameter="e_score_correction_bias"
+    )
     rows = logits if logits.dtype == np.float64 else as_float32(logits)
     scores = _scores(rows, form)
     # Both functions rise, so that logits choose as scores do, without their rounding.
@@ -95,22 +96,3 @@ def _check(logits: npt.NDArray[Any], form: RouterForm) -> None:
     if rest or size * form.topk_group < form.top_k:
         expected = f"experts in {form.n_group} groups, and {form.top_k} of them in {form.topk_group}"
         raise UsageError(explain("logits", got=f"{logits.shape[1]} experts", expected=expected))
-
-
-def _bias(bias: Biases | None, form: RouterForm, count: int) -> npt.NDArray[Any] | None:
-    """Return the numbers to add to the scores; None for none. Raises UsageError unless they are those of the form."""
-    if bias is None and not form.biased:
-        return None
-    if bias is None:
-        got, do = (
-            "none for a router that chooses with one",
-            "take it from the model's weights (e_score_correction_bias)",
-        )
-        raise UsageError(explain("bias", got=got, expected=f"{count} numbers", do=do))
-    added = np.asarray(bias)
-    if not form.biased:
-        raise UsageError(explain("bias", got=f"an array {list(added.shape)}", expected="none for this router"))
-    if added.shape != (count,) or added.dtype.kind not in "iuf":
-        got = f"{added.dtype} {list(added.shape)}"
-        raise UsageError(explain("bias", got=got, expected=f"{count} numbers, one for each expert"))
-    return added

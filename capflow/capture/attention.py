@@ -22,11 +22,13 @@ class AttentionForm(msgspec.Struct, frozen=True, omit_defaults=True):
     """How attention makes its weights of the rows at `q` and `k`.
 
     The query of position p sees the keys of positions 0 to p. Its logits are `scale * q·k`, or with a soft cap
-    `soft_cap * tanh(scale * q·k / soft_cap)`; their softmax is the weights.
+    `soft_cap * tanh(scale * q·k / soft_cap)`; their softmax is the weights. With sinks, each head has one logit more
+    there, whose weight no key has.
 
     scale: what products of queries and keys are multiplied by.
     window: a query sees only the last so many keys, that of its own position included; None for all.
     soft_cap: the bound of the logits; None for none.
+    sinks: whether heads have a sink, a weight of the model.
     lacks: why the weights do not follow from `q` and `k`; empty if they do.
 
     Raises ValueError for numbers that are not finite, and for a window or a soft cap that is not positive.
@@ -35,6 +37,7 @@ class AttentionForm(msgspec.Struct, frozen=True, omit_defaults=True):
     scale: float
     window: int | None = None
     soft_cap: float | None = None
+    sinks: bool = False
     lacks: Text = ""
 
     def __post_init__(self) -> None:

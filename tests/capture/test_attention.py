@@ -6,6 +6,7 @@ import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 import capflow
 from capflow import attention, limits
@@ -24,14 +25,16 @@ FORMS = {
     "window of one": AttentionForm(0.2, window=1),
     "soft cap": AttentionForm(0.7, soft_cap=1.5),
     "both": AttentionForm(0.7, window=4, soft_cap=1.5),
+    "sinks": AttentionForm(0.2, window=5, sinks=True),
 }
+SINKS = [0.5, -3.0, 2.0, 40.0, 0.0, -1.0]  # the fourth takes nearly all
 
 
 def rows(count, heads, seed, head_dim=8):
     return np.random.default_rng(seed).standard_normal((count, heads, head_dim)) * 2
 
 
-def loop(q, k, form, positions):
+def loop(q, k, form, positions, sinks=None):
     """Return the weights, one query and one head at a time."""
     weights = np.zeros((q.shape[1], len(q), len(k)))
     for head in range(q.shape[1]):
@@ -41,7 +44,7 @@ def loop(q, k, form, positions):
                 if form.window is None or position - key < form.window:
                     logit = form.scale * math.fsum(q[number, head] * k[key, head * k.shape[1] // q.shape[1]])
                     logits[key] = logit if form.soft_cap is None else form.soft_cap * math.tanh(logit / form.soft_cap)
-            total = math.fsum(map(math.exp, logits.values()))
+            total = math.fsum(map(math.exp, [*logits.values(), *([] if sinks is None else [sinks[head]])]))
             for key, logit in logits.items():
                 weights[head, number, key] = math.exp(logit) / total
     return weights
@@ -52,15 +55,18 @@ def loop(q, k, form, positions):
 def test_weights_are_those_of_a_loop(form, tile_bytes, monkeypatch):
     monkeypatch.setattr(attention, "TILE_BYTES", tile_bytes)
     q, k = rows(11, 6, 1), rows(13, 2, 2)
+    sinks = SINKS if form.sinks else None
     for given, positions in ({"start": 2}, range(2, 13)), ({"positions": (p := [12, 0, 5, 5, *range(7)])}, p):
-        expected = loop(q, k, form, positions)
+        given["sinks"] = sinks
+        expected = loop(q, k, form, positions, sinks)
         weights = capflow.attention_weights(q, k, form, **given)
         assert weights.dtype == np.float64
         assert np.abs(weights - expected).max() < 1e-14
         spans = {"first": (0, 1), "middle": (3, 9), "all": (0, 13)}
         sums = capflow.attention_weights(q, k, form, heads=[5, 0], spans=spans, **given)
         assert np.abs(sums - np.stack([expected[[5, 0], :, a:b].sum(-1) for a, b in spans.values()], -1)).max() < 1e-14
-        assert np.abs(sums[..., 2] - 1).max() < 1e-14
+        if not form.sinks:
+            assert np.abs(sums[..., 2] - 1).max() < 1e-14
 
 
 def test_narrow_rows_are_compared_in_float32():
@@ -72,8 +78,23 @@ def test_narrow_rows_are_compared_in_float32():
         wide = [each.astype(np.float64) for each in narrow]
         assert np.abs(weights - capflow.attention_weights(*wide, FORMS["both"])).max() < 1e-6
     # Logits whose exponential is beyond float32.
-    large = capflow.attention_weights((40 * q).astype(np.float32), k.astype(np.float32), FORMS["full"])
-    assert np.abs(large.sum(-1) - 1).max() < 1e-5
+    large = [(40 * q).astype(np.float32), k.astype(np.float32)]
+    assert np.abs(capflow.attention_weights(*large, FORMS["full"]).sum(-1) - 1).max() < 1e-5
+    beyond = capflow.attention_weights(*large, FORMS["sinks"], sinks=[1e4, -1e4, 1e4, -1e4])
+    assert not beyond[[0, 2]].any()
+    assert np.abs(beyond[[1, 3]].sum(-1) - 1).max() < 1e-5
+
+
+def test_sinks_of_any_dtype_are_taken():
+    q, k = rows(3, 4, 3), rows(3, 4, 4)
+    exact = [0.5, -3.0, 2.0, 0.0]
+    expected = capflow.attention_weights(q, k, FORMS["sinks"], sinks=exact)
+    for sinks in (
+        np.array(exact, ml_dtypes.bfloat16),
+        torch.nn.Parameter(torch.tensor(exact, dtype=torch.bfloat16)),
+        torch.tensor(exact, dtype=torch.float16),
+    ):
+        assert np.array_equal(capflow.attention_weights(q, k, FORMS["sinks"], sinks=sinks), expected)
 
 
 Q, K, FULL = rows(4, 4, 1), rows(4, 2, 2), FORMS["full"]
@@ -96,7 +117,10 @@ Q, K, FULL = rows(4, 4, 1), rows(4, 2, 2), FORMS["full"]
         ({"spans": {"s": (2, 2)}}, r"spans.s: got \(2, 2\), expected"),
         ({"spans": [(0, 1)]}, r"spans: got \[\(0, 1\)\], expected \(first, end\) by name"),
         ({"spans": {"s": 3}}, "spans.s: got 3, expected"),
-        ({"form": AttentionForm(1.0, lacks="a sink")}, "attention weights: got a sink, expected a softmax of q and k"),
+        ({"form": AttentionForm(1.0, lacks="a bias")}, "attention weights: got a bias, expected a softmax of q and k"),
+        ({"form": FORMS["sinks"]}, "sinks: got none, expected 4 numbers, one for each query head; take them from the"),
+        ({"form": FORMS["sinks"], "sinks": [0.5]}, r"sinks: got float64 \[1\], expected 4 numbers, one for each query"),
+        ({"sinks": [0.5] * 4}, r"sinks: got an array \[4\], expected none for this layer"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(change, message):

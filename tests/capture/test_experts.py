@@ -95,10 +95,10 @@ LOGITS = np.zeros((2, EXPERTS), np.float32)
         (LOGITS[:, :2], FORMS["softmax"], None, "logits: got 2 experts, expected experts in 1 groups, and 3 of them"),
         (LOGITS[:, :10], FORMS["groups"], None, "logits: got 10 experts, expected experts in 4 groups, and 4 of them"),
         (LOGITS[:, :4], FORMS["groups"], None, "logits: got 4 experts, expected experts in 4 groups, and 4 of them in"),
-        (LOGITS, FORMS["biased"], None, "bias: got none for a router that chooses with one, expected 12 numbers; take"),
+        (LOGITS, FORMS["biased"], None, "bias: got none, expected 12 numbers, one for each expert; take"),
         (LOGITS, FORMS["biased"], [0.1] * 3, "bias: got float64 [3], expected 12 numbers, one for each expert"),
         (LOGITS, FORMS["biased"], ["a"] * 12, "bias: got <U1 [12], expected 12 numbers, one for each expert"),
-        (LOGITS, FORMS["softmax"], [0.1] * 12, "bias: got an array [12], expected none for this router"),
+        (LOGITS, FORMS["softmax"], [0.1] * 12, "bias: got an array [12], expected none for this layer"),
         (LOGITS, RouterForm(1, lacks="a coin"), None, "experts: got a coin, expected a choice by the router's logits"),
     ],
 )

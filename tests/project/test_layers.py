@@ -16,6 +16,7 @@ LAYERS = {
         "capture buffers",
         "steering",
         "probes protocol lenses",
+        "weights",
         "saes attention experts",
         "plugins serve_options",
         "transport",

@@ -15,7 +15,7 @@ from capflow.attention import attention_weights, check_size
 from capflow.capture.positions import Positions
 from capflow.capture.site import Site
 from capflow.errors import UsageError, explain
-from capflow.experts import Biases, ChosenExperts, chosen_experts
+from capflow.experts import ChosenExperts, chosen_experts
 from capflow_consumers.dataset.rows import shown
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class DerivedRows(ABC):
         heads: Sequence[int] | int | None = None,
         positions: Any = None,
         spans: Mapping[str, tuple[int, int]] | None = None,
+        sinks: npt.ArrayLike | None = None,
     ) -> npt.NDArray[np.float32]:
         """Return attention's weights `[heads, queries, keys]` float32, or their sums `[heads, queries, spans]`.
 
@@ -46,6 +47,7 @@ class DerivedRows(ABC):
         heads: the numbers of heads; None for all.
         positions: the queries, as a spec names positions, and in their order; None for all that were captured.
         spans: `(first, end)` of the positions of each span of keys.
+        sinks: of attention with sinks, the logit of each query head's, `[heads]`, from the model's weights.
 
         Raises UsageError for rows that are missing, and for what `capflow.attention_weights` refuses; CapflowError for
         damaged rows.
@@ -66,9 +68,9 @@ class DerivedRows(ABC):
         count = queries.row_shape[0] if heads is None else np.size(heads)
         check_size((count, len(places), end if spans is None else 1), 4)
         k = keys.chosen(keys.positions < end).shaped
-        return attention_weights(queries.shaped, k, form, positions=places, heads=heads, spans=spans)
+        return attention_weights(queries.shaped, k, form, positions=places, heads=heads, spans=spans, sinks=sinks)
 
-    def experts(self, layer: int, *, positions: Any = None, bias: Biases | None = None) -> ChosenExperts:
+    def experts(self, layer: int, *, positions: Any = None, bias: npt.ArrayLike | None = None) -> ChosenExperts:
         """Return the experts that the layer's router chose, and their weights float32, each `[tokens, top_k]`.
 
         They are computed from the rows at `router`; see `capflow.chosen_experts`.

@@ -354,9 +354,8 @@ def _form(module: Any) -> AttentionForm:
         lacks = "attention to chunks of the context"
     elif getattr(made, "alibi_slopes", None) is not None:
         lacks = "a bias of each distance (ALiBi)"
-    elif getattr(module, "has_sink", False) or getattr(made, "sinks", None) is not None:
-        lacks = "a sink of each head, which takes a part of the weights"
-    return AttentionForm(float(made.scale), module.sliding_window, soft_cap and float(soft_cap), lacks)
+    sinks = bool(getattr(module, "has_sink", False)) or getattr(made, "sinks", None) is not None
+    return AttentionForm(float(made.scale), module.sliding_window, soft_cap and float(soft_cap), sinks, lacks)
 
 
 def _router_form(layer: Any, count: int) -> RouterForm:

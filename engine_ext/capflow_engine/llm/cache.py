@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import torch
 
-    from capflow.experts import Biases, ChosenExperts
+    from capflow.experts import ChosenExperts
 
 _STORE = "filesystem"
 
@@ -128,22 +128,25 @@ class ActivationCache(Tabular):
         heads: Sequence[int] | int | None = None,
         positions: Any = None,
         spans: Mapping[str, tuple[int, int]] | None = None,
+        sinks: npt.ArrayLike | None = None,
     ) -> npt.NDArray[np.float32]:
         """Return a prompt's attention weights `[heads, queries, keys]` float32, or sums `[heads, queries, spans]`.
 
         They are computed from the layer's rows at `q` and `k`: `capflow.cache(llm, prompts, hooks=["q:5", "k:5"])`.
 
-        layer, heads, positions, spans: as in the data set's `capture.attention`.
+        layer, heads, positions, spans, sinks: as in the data set's `capture.attention`.
         prompt: the number of the prompt.
 
         Raises UsageError for rows that are missing, and for what `capflow.attention_weights` refuses.
         """
         capture, positions = self._asked(prompt, Site(layer, "q"), positions)
-        made: npt.NDArray[np.float32] = capture.attention(layer, heads=heads, positions=positions, spans=spans)
+        made: npt.NDArray[np.float32] = capture.attention(
+            layer, heads=heads, positions=positions, spans=spans, sinks=sinks
+        )
         return made
 
     def experts(
-        self, layer: int, prompt: int = 0, *, positions: Any = None, bias: Biases | None = None
+        self, layer: int, prompt: int = 0, *, positions: Any = None, bias: npt.ArrayLike | None = None
     ) -> ChosenExperts:
         """Return the experts of a prompt's tokens, and their weights float32, each `[tokens, top_k]`.
 

@@ -78,7 +78,7 @@ def test_what_is_missing_is_named(data, tmp_path):
         UsageError, match=r"got no rows at router:2; router is here of layers \[0, 1\], exp.*" + spec % 2
     ):
         data["a"].experts(2)
-    with pytest.raises(UsageError, match=r"^bias: got none for a router that chooses with one, expected 4 numbers"):
+    with pytest.raises(UsageError, match=r"^bias: got none, expected 4 numbers, one for each expert; take"):
         data["a"].experts(1)
     with pytest.raises(UsageError, match=r"^layer: got router:1, expected the number of a layer, such as 5$"):
         data["a"].experts("router:1")

@@ -260,4 +260,4 @@ def test_attention_of_a_composed_backend_has_the_form_of_its_parts():
     for slopes, lacks in ((None, ""), ([0.5, 0.25], "a bias of each distance (ALiBi)")):
         with set_current_vllm_config(config):
             module.impl = backend.get_impl_cls()(2, 32, 0.5, 1, slopes, 16, "auto", 30.0)
-        assert model._form(module) == AttentionForm(0.5, 16, 30.0, lacks)
+        assert model._form(module) == AttentionForm(0.5, 16, 30.0, lacks=lacks)
