@@ -235,14 +235,23 @@ class Sender:
             thread.join()
 
     def _run(self) -> None:
-        while (step := self._steps.get()) is not None:
-            if isinstance(step, threading.Event):
-                step.set()
-                continue
+        while self._take():
+            pass
+
+    def _take(self) -> bool:
+        """Wait for a step and send it; return whether another one may follow.
+
+        The thread keeps nothing of a step while it waits: a large one gets memory only when all before it came back.
+        """
+        step = self._steps.get()
+        if isinstance(step, threading.Event):
+            step.set()
+        elif step is not None:
             try:
                 self._send(step)
             except Exception:
                 logger.exception("step %d was not sent", step.number)
+        return step is not None
 
     def _send(self, step: Computed) -> None:
         step.ready()

@@ -10,7 +10,9 @@ from capflow.capture.positions import Positions
 from capflow.capture.site import Site
 from capflow_engine.scheduler.orders import Ended
 from capflow_engine.taps.plan import Planner, Scheduled, Tracked
+from capflow_engine.worker.ring import Ring
 from capflow_engine.worker.sender import Computed, Sender, Way
+from tests.kit.waiting import eventually
 
 SITES = (Site(0, "post_block"), Site(3, "post_block"))
 INFO = ModelInfo("m", 4, 2, "float32", SITES)
@@ -184,6 +186,18 @@ def test_what_is_sent_and_what_is_said_to_be_lost_are_all_rows(bench):
         assert sent
         assert len(lost) == len(set(lost)) == sum(dropped.rows for dropped in end.dropped)
         assert (sent | set(lost), sent & set(lost)) == (due, set())
+
+
+def test_a_sender_that_waits_keeps_no_memory_of_a_step(bench):
+    """Else a step that needs all of the ring would wait for the one before, and that one for it."""
+    ring = Ring(128 * 1024, pinned=False)
+    plan = bench.planner.plan([Scheduled(bench.request("0", 4), row=0, start=0, length=4)])
+    rows = ring.acquire(plan.rows * 8, 0)
+    bench.sender.put(Computed(1, 0, plan, rows, np.arange(4), lambda: None))
+    del rows
+    eventually(lambda: bench.link.frames)
+    bench.link.frames.clear()
+    assert ring.acquire(ring.bytes_max, 20) is not None
 
 
 def test_one_hub_is_sent_the_steps_own_memory_and_several_are_sent_copies():
