@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import capflow
 from capflow.capture.positions import Positions
 from capflow.capture.site import HOOK_DEFAULT, Site
-from capflow.capture.spec import CaptureSpec, read_layers
+from capflow.capture.spec import layers_of
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.lenses.captured import NEXT, SiteReading, read_capture, wanted_sites
 from capflow.lenses.file import LensFile
@@ -100,7 +100,4 @@ class DatasetLens:
 
     def _named(self, layers: str, hook: str) -> list[Site]:
         """Return the sites that the options name."""
-        count = self.lens.num_layers
-        sites = tuple(Site(layer, hook) for layer in range(count))
-        spec = CaptureSpec({hook: read_layers(layers, "--layers")})
-        return sorted(spec.resolve(sites, num_layers=count, where="--layers"))
+        return [Site(layer, hook) for layer in layers_of(layers, self.lens.num_layers, "--layers")]

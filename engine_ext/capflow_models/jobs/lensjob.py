@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from capflow.capture.site import HOOK_DEFAULT, Site
-from capflow.capture.spec import CaptureSpec, read_layers
+from capflow.capture.spec import layers_of
 from capflow.errors import UsageError, explain
 from capflow.lenses.file import save_lens
 from capflow.lenses.model_files import open_model
@@ -175,9 +175,7 @@ def _load(name: str, job: LensJob) -> tuple[Any, Any]:
 
 def _layers(text: str, count: int) -> Sequence[int]:
     """Return the layers to fit. Raises UsageError for one that does not exist, and for the last one."""
-    sites = tuple(Site(layer, HOOK_DEFAULT) for layer in range(count))
-    spec = CaptureSpec({HOOK_DEFAULT: read_layers(text, "--layers")})
-    layers = sorted(site.layer for site in spec.resolve(sites, num_layers=count, where="--layers"))
+    layers = layers_of(text, count, "--layers")
     if text == "all":
         layers = layers[:-1]
     elif layers[-1] == count - 1:

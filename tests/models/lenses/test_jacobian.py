@@ -153,7 +153,7 @@ def test_the_command_writes_a_lens_with_its_origin(tiny, tmp_path, capsys):
     ("options", "content", "message"),
     [
         ({"layers": "3"}, "w5 w6 w7\n", "--layers: got layer 3, the last one, expected layers below it"),
-        ({"layers": "9"}, "w5 w6 w7\n", "--layers.hooks.post_block: got layer 9, expected 0..3"),
+        ({"layers": "9"}, "w5 w6 w7\n", "--layers: got layer 9, expected 0..3"),
         ({"dtype": "int8"}, "w5 w6 w7\n", "--dtype: got int8, expected one of float32"),
         ({"out": "j.pt"}, "w5 w6 w7\n", "--out: got j.pt, expected a .safetensors file in a directory that exists"),
         ({}, "w5 w6\n", "texts.txt: got texts of at most 2 tokens, expected one of 18 tokens or more; lower --skip-f"),
