@@ -84,12 +84,13 @@ def child(kind: str, model: str, root: str, sites: list[str], *, eager: bool, dt
             params = [capflow.sampling_params(id=f"t{turn}-{n}", capture=spec, **fixed) for n in range(PROMPTS)]
         else:
             params = SamplingParams(**fixed)
-        begin = time.perf_counter()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - begin
+        seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
         tokens = [list(o.outputs[0].token_ids) for o in outputs]
         statuses = [r.status for o in outputs for r in getattr(o, "capture_results", {}).values()]
-        out.write(json.dumps({"seconds": seconds, "tokens": tokens, "statuses": statuses, "turn": turn}) + "\n")
+        times = {"seconds": seconds, "cpu_seconds": cpu_seconds}
+        out.write(json.dumps(times | {"tokens": tokens, "statuses": statuses, "turn": turn}) + "\n")
     if kind != "plain":
         llm.close()
 
