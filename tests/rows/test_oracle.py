@@ -11,6 +11,7 @@ import random
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
+from capflow import limits
 from capflow.capture.site import Site
 from capflow.capture.spec import CaptureSpec
 from capflow_engine.scheduler.admission import Admission
@@ -28,7 +29,8 @@ REQUESTS = int(os.environ.get("CAPFLOW_ORACLE_REQUESTS", "100"))
 SEED = int(os.environ.get("CAPFLOW_ORACLE_SEED", random.SystemRandom().getrandbits(32)))
 
 
-def test_every_row_of_random_requests_is_right_and_there_once(tiny, tmp_path, capsys):
+def test_every_row_of_random_requests_is_right_and_there_once(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(limits, "FRAME_BYTES_MAX", 20_000)  # larger steps leave in several frames
     live = Live(tiny, tmp_path)
     with capsys.disabled():
         print(f"\noracle: seed {SEED}", flush=True)

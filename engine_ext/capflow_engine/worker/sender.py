@@ -1,8 +1,8 @@
 """The sender: makes frames of settled steps, off the step thread, and hands them to the links.
 
-Each hub gets a frame of its own requests; frames are numbered, counted and refused per hub. With one hub, the payload
-is the step's buffer, without a copy. With several, the rows of each hub, which are contiguous in the buffer, are
-copied, so that the frame of one hub does not keep the memory of another's rows.
+Each hub gets a frame of its own requests, or several if their rows are many; frames are numbered, counted and refused
+per hub. With one hub, payloads are parts of the step's buffer, without a copy. With several, the rows of each hub, which
+are contiguous in the buffer, are copied, so that the frame of one hub does not keep the memory of another's rows.
 
 The sender gets a step when it is settled. Only then is it decided which requests ended and which drafts were accepted,
 and so which rows belong to no token of the answer. The sender's thread waits for the copy from the device, encodes
@@ -18,7 +18,7 @@ import operator
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -262,26 +262,19 @@ class Sender:
     def _send_to(self, hub: int, step: Computed) -> None:
         """Send a hub its part of a step, if there is one."""
         link = self.ways[hub].link
-        shipped = step.plan.shipped(hub)
         ended = [(request, end) for request, end in step.ended if request.hub == hub]
-        spans = _trimmed(step, shipped)
-        counts = _count(step.plan, shipped, spans)
-        reason = step.lost
         *before, events = _events(step, hub) or [()]
         for some in before:
             link.send(self._header(hub, step, (), (), (), {}, some), b"")
-        if step.rows is not None and counts:
-            blocks, requests = self._describe(step, shipped, spans)
-            self._note_weights(step, counts, spans)
-            header = self._header(hub, step, requests, blocks, ended[: limits.FINISHED_PER_FRAME_MAX], counts, events)
-            reason = link.send(header, self._payload(step, step.rows, shipped))
-            if reason is None:
-                for key, rows in counts.items():
-                    self._sent[key] = self._sent.get(key, 0) + rows
-        if reason is not None:
-            self.dropped[hub][reason] += sum(counts.values())
-            self._lose(step.plan, shipped, spans, reason)
-        is_sent = reason is None and bool(counts)
+        shipped = step.plan.shipped(hub)
+        spans = _trimmed(step, shipped)
+        self._note_weights(step, _count(step.plan, shipped, spans), spans)
+        parts = [part for part in _parts(shipped, spans, self._row_bytes) if any(part.spans)]
+        is_sent = False
+        for part in parts:
+            last = part is parts[-1]
+            ends, events_here = (ended[: limits.FINISHED_PER_FRAME_MAX], events) if last else ([], ())
+            is_sent = self._send_part(hub, step, part, ends, events_here) and last
         if events and not is_sent:
             link.send(self._header(hub, step, (), (), (), {}, events), b"")
         rest = ended[limits.FINISHED_PER_FRAME_MAX :] if is_sent else ended
@@ -294,10 +287,36 @@ class Sender:
             if (lost := self._lost.pop(request.key, None)) is not None:
                 self._log.tell(request.id, lost.dropped)
 
+    def _send_part(
+        self,
+        hub: int,
+        step: Computed,
+        part: _Part,
+        ended: Sequence[tuple[Tracked, Ended]],
+        events: Sequence[ActedOn],
+    ) -> bool:
+        """Send a hub rows of a step in a frame; return whether they are sent, and count them as lost if they are not.
+
+        ended, events: what leaves in that frame, too.
+        """
+        counts, reason = _count(step.plan, part.blocks, part.spans), step.lost
+        if step.rows is not None:
+            blocks, requests = self._describe(step, part.blocks, part.spans)
+            header = self._header(hub, step, requests, blocks, ended, counts, events)
+            reason = self.ways[hub].link.send(header, self._payload(step, step.rows, part.blocks))
+        if reason is None and step.rows is not None:
+            for key, rows in counts.items():
+                self._sent[key] = self._sent.get(key, 0) + rows
+            return True
+        if reason is not None:
+            self.dropped[hub][reason] += sum(counts.values())
+            self._lose(step.plan, part.blocks, part.spans, reason)
+        return False
+
     def _note_weights(self, step: Computed, counts: Mapping[str, int], trimmed: Sequence[tuple[Span, ...]]) -> None:
         """Note the weights of a step that is sent, for each request with rows in it."""
         weights = step.weights
-        if weights is None:
+        if weights is None or step.rows is None:
             return
         used = self._weights
         changed = [key for key in counts if key not in used or used[key][-1].version != weights.version]
@@ -312,7 +331,9 @@ class Sender:
             every = (*used.get(key, ()), msgspec.structs.replace(weights, start=first[key]))
             used[key] = every if len(every) <= limits.WEIGHTS_TOLD_MAX else (every[0], *every[2:])
 
-    def _lose(self, plan: Plan, shipped: Sequence[PlannedBlock], trimmed: list[tuple[Span, ...]], reason: str) -> None:
+    def _lose(
+        self, plan: Plan, shipped: Sequence[PlannedBlock], trimmed: Sequence[tuple[Span, ...]], reason: str
+    ) -> None:
         """Count the rows of a step that are not sent."""
         for block, spans in zip(shipped, trimmed, strict=True):
             sites = [self.sites[number] for number in block.sites]
@@ -341,7 +362,7 @@ class Sender:
         return part if len(self.ways) == 1 else part.copy()
 
     def _describe(
-        self, step: Computed, shipped: Sequence[PlannedBlock], trimmed: list[tuple[Span, ...]]
+        self, step: Computed, shipped: Sequence[PlannedBlock], trimmed: Sequence[tuple[Span, ...]]
     ) -> tuple[tuple[Block, ...], tuple[RequestRows, ...]]:
         """Return the frame's blocks and requests; a block's spans name a request by its index in the requests."""
         first: dict[int, int] = {}
@@ -444,6 +465,44 @@ class Sender:
 _class_of = operator.attrgetter("width_class")
 
 
+class _Part(NamedTuple):
+    """The part of a step that one frame has.
+
+    blocks: its blocks, in the order of the step's.
+    spans: the spans of each that belong to requests.
+    """
+
+    blocks: tuple[PlannedBlock, ...]
+    spans: tuple[tuple[Span, ...], ...]
+
+
+def _parts(
+    shipped: Sequence[PlannedBlock], trimmed: Sequence[tuple[Span, ...]], row_bytes: Sequence[int]
+) -> Iterator[_Part]:
+    """Yield the parts of a step: as few as `limits.FRAME_BYTES_MAX` allows, of a site's rows of a block at least.
+
+    trimmed: the spans of each block.
+    row_bytes: the bytes of a row of each width class.
+    """
+    blocks, spans, room = list[PlannedBlock](), list[tuple[Span, ...]](), limits.FRAME_BYTES_MAX
+    for whole, held in zip(shipped, trimmed, strict=True):
+        block, site_bytes = whole, whole.rows * row_bytes[whole.width_class]
+        while len(block.sites) * site_bytes > room:
+            count = room // site_bytes or (0 if blocks else 1)
+            if count:
+                blocks.append(block._replace(sites=block.sites[:count]))
+                spans.append(held)
+                block = block._replace(sites=block.sites[count:], base=block.base + count * block.rows)
+            yield _Part(tuple(blocks), tuple(spans))
+            blocks, spans, room = [], [], limits.FRAME_BYTES_MAX
+        if block.sites:
+            blocks.append(block)
+            spans.append(held)
+            room -= len(block.sites) * site_bytes
+    if blocks:
+        yield _Part(tuple(blocks), tuple(spans))
+
+
 def _events(step: Computed, hub: int) -> list[tuple[ActedOn, ...]]:
     """Return the true events of a hub's requests, by request, in as many parts as frames need."""
     by_request: dict[Tracked, list[Acted]] = {}
@@ -476,7 +535,7 @@ def _trimmed(step: Computed, shipped: Sequence[PlannedBlock]) -> list[tuple[Span
     return [tuple(span for span in map(trim, block.spans) if span.length > 0) for block in shipped]
 
 
-def _count(plan: Plan, shipped: Sequence[PlannedBlock], trimmed: list[tuple[Span, ...]]) -> dict[str, int]:
+def _count(plan: Plan, shipped: Sequence[PlannedBlock], trimmed: Sequence[tuple[Span, ...]]) -> dict[str, int]:
     """Return the rows (positions times sites) of each request, by vLLM's id."""
     counts: dict[str, int] = {}
     for block, spans in zip(shipped, trimmed, strict=True):

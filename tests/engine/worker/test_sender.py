@@ -188,6 +188,45 @@ def test_what_is_sent_and_what_is_said_to_be_lost_are_all_rows(bench):
         assert (sent | set(lost), sent & set(lost)) == (due, set())
 
 
+@pytest.mark.parametrize("full", [None, 0, 1, 2])
+@pytest.mark.parametrize(
+    ("room", "expected"), [(1, [4, 4, 3]), (4, [4, 4, 3]), (7, [4, 7]), (8, [8, 3]), (10, [8, 3]), (11, [11])]
+)
+def test_a_large_step_leaves_in_several_frames(bench, monkeypatch, room, expected, full):
+    monkeypatch.setattr(limits, "FRAME_BYTES_MAX", room * 8)
+    offered = []
+
+    class Full(KeepingLink):
+        """Refuses one frame of the second step."""
+
+        def send(self, header, payload):
+            if len(payload) and header.step == 2:
+                offered.append(len(payload) // 8)
+                if len(offered) - 1 == full:
+                    return "queue_full"
+            return super().send(header, payload)
+
+    bench.link.__class__ = Full
+    both, second = bench.request("1", 9), bench.request("2", 9, {1: Positions.ALL})
+    bench.step([(both, 0, 2)])
+    # The block of `both` has four rows at two sites, that of `second` three at one.
+    bench.step([(both, 2, 4), (second, 0, 3)], ended=[(both, Ended("stop", 9)), (second, Ended("stop", 9))])
+    bench.step([])
+    frames = bench.frames()
+    assert offered == expected
+    rows = rows_of(frames)
+    refused = expected[full] if full is not None and full < len(expected) else 0
+    assert len(rows) == 2 * 2 + 11 - refused
+    ends = [end for frame in frames for end in frame.header.finished]
+    assert sorted(end.id for end in ends) == ["name-1", "name-2"]
+    assert sum(end.rows for end in ends) == len(rows)
+    assert {dropped.reason for end in ends for dropped in end.dropped} == ({"queue_full"} if refused else set())
+    assert sum(dropped.rows for end in ends for dropped in end.dropped) == refused
+    # The ends come with the last rows, or after them.
+    last = next(n for n, frame in enumerate(frames) if frame.header.finished)
+    assert not any(frame.header.blocks for frame in frames[last + 1 :])
+
+
 def test_a_sender_that_waits_keeps_no_memory_of_a_step(bench):
     """Else a step that needs all of the ring would wait for the one before, and that one for it."""
     ring = Ring(128 * 1024, pinned=False)
