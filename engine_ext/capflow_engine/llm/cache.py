@@ -271,10 +271,13 @@ def _captures(names: Sequence[str], outputs: Sequence[Any]) -> list[Any]:
     for name, output in zip(names, outputs, strict=True):
         results = output.capture_results
         result = results.get(_STORE)
-        if result is None or result.status != "ok":
+        if result is None:
             others = "; ".join(f"{consumer}: {other.error or other.status}" for consumer, other in results.items())
             do = 'start the engine with capflow.LLM(…, consumers=["filesystem:root=DIR,capture=requests"])'
             raise CapflowError(explain("cache", got=others or "no result", expected=f"rows from {_STORE}", do=do))
+        if result.status != "ok":
+            got, expected = result.error or result.status, f"every row of request {name}"
+            raise CapflowError(explain("cache", got=got, expected=expected))
         path = str(result.payload["path"])
         if "stored" in result.payload:
             do = "read it with capflow.open, or use a consumer whose root is a directory"

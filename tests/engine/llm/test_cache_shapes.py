@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 import capflow
 from capflow.capture.positions import Positions
+from capflow.capture.result import CaptureResult
 from capflow.capture.site import Site
 from capflow.capture.spec import Want
-from capflow.errors import UsageError
-from capflow_engine.llm.cache import ActivationCache
+from capflow.errors import CapflowError, UsageError
+from capflow_engine.llm.cache import ActivationCache, _captures
 from tests.kit.frames import row_of
 from tests.kit.shaped import SITES, shaped_model, store, width_of
 
@@ -67,3 +70,10 @@ def test_a_table_has_rows_of_every_width(cache):
     assert [line["position"] for line in lines] == [1, 2, 3]
     assert np.array_equal(np.array(lines[2]["row"], np.float32), row_of("b", HEADS, 3, 12))
     assert {len(line["row"]) for line in table.to_pylist()} == {width_of(site) for site in SITES}
+
+
+def test_rows_that_were_lost_are_named():
+    output = SimpleNamespace(capture_results={"filesystem": CaptureResult("partial_error", "18 rows lost: queue_full")})
+    with pytest.raises(CapflowError) as caught:
+        _captures(["r1"], [output])
+    assert str(caught.value) == "cache: got 18 rows lost: queue_full, expected every row of request r1"
