@@ -7,9 +7,6 @@ import pytest
 from tests.kit.notebooks import NOTEBOOKS, cells, run
 from tests.kit.sources import ROOT
 
-# The others start an engine, or read many prompts.
-CHEAP = "steer"
-
 SHOWS = {
     "capture_and_probe": ["<td>post_block</td>", "layer 17  ", "glad.safetensors: ", "token_id"],
     "steer": ["<td>2 x length ", "'sad': ", "plain  ", "glad  "],
@@ -35,13 +32,8 @@ def test_each_notebook_is_run():
     assert {path.stem for path in NOTEBOOKS} == SHOWS.keys()
 
 
-@pytest.mark.engine
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=[pytest.mark.long] * (path.stem != CHEAP)) for path in NOTEBOOKS],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path):
     output = run(path)
     for text in SHOWS[path.stem]:
