@@ -51,7 +51,7 @@ def attention_weights(
     heads: the query heads to return, in this order; None for all.
     spans: `(first, end)` of the positions of each span of keys. The sums come in the order of the mapping.
     sinks: of attention with sinks, the logit of each query head's, `[heads]`: a weight of the model, such as
-        `self_attn.sinks`.
+        `self_attn.sinks` or `attention_sink_bias`.
 
     Raises UsageError for arrays that do not fit each other, for a form that says why there are no weights, and for a
     result of more than `limits.ATTENTION_BYTES_MAX` bytes.
@@ -59,7 +59,14 @@ def attention_weights(
     places = _places(q, k, start, positions)
     if form.lacks:
         raise UsageError(explain("attention weights", got=form.lacks, expected="a softmax of q and k alone"))
-    added = numbers_of("sinks", sinks, q.shape[1], needed=form.sinks, each="query head", parameter="self_attn.sinks")
+    added = numbers_of(
+        "sinks",
+        sinks,
+        q.shape[1],
+        needed=form.sinks,
+        each="query head",
+        parameter="self_attn.sinks or attention_sink_bias",
+    )
     chosen = _heads(heads, q.shape[1])
     edges = None if spans is None else _edges(spans, len(k))
     dtype = np.dtype(np.float64 if np.float64 in (q.dtype, k.dtype) else np.float32)

@@ -72,7 +72,8 @@ SPANS_PER_FRAME_MAX = 65_536
 TOKENS_PER_FRAME_MAX = 1_048_576
 FINISHED_PER_FRAME_MAX = 256  # ends of requests in one frame; a worker sends more in several frames
 PAYLOAD_BYTES_MAX = 1024 * MIB
-FRAME_BYTES_MAX = 256 * MIB  # rows of one step in one frame; a worker sends more in several frames
+STEP_BYTES_MAX = PAYLOAD_BYTES_MAX  # rows of one step in one frame; a worker sends more in several frames
+STEP_PART_BYTES_MAX = 64 * MIB  # rows in each of these
 MESSAGE_PARTS_MAX = 2
 
 # What may be in flight. A worker never sends more than its hub's credit, nor more than its own bound.
@@ -175,7 +176,7 @@ ACTIONS_WAITING_MAX = 4_096
 ACTIONS_KNOWN_MAX = 65_536
 
 assert HEADER_BYTES_MAX < PAYLOAD_BYTES_MAX
-assert min(CREDIT_BYTES_DEFAULT, PAYLOAD_BYTES_MAX) >= FRAME_BYTES_MAX
+assert min(CREDIT_BYTES_DEFAULT, OUTBOUND_BYTES_DEFAULT, STEP_BYTES_MAX) >= 2 * STEP_PART_BYTES_MAX
 assert SHARED_PART_BYTES_MAX + MIB <= HEADER_BYTES_MAX
 assert FRAME_HEADER_BYTES_MAX <= HEADER_BYTES_MAX
 # A position can be patched by its number from either end.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
 import numpy as np
@@ -30,11 +31,24 @@ def numbers_of(
             do = f"take them from the model's weights ({parameter})"
             raise UsageError(explain(name, got="none", expected=expected, do=do))
         return None
-    # NumPy takes no tensor in bfloat16.
-    array = np.asarray(numbers.detach().double().cpu() if hasattr(numbers, "detach") else numbers)
     if not needed:
-        raise UsageError(explain(name, got=f"an array {list(array.shape)}", expected="none for this layer"))
-    array = as_float32(array) if array.dtype.name == "bfloat16" else array
+        raise UsageError(explain(name, got=reprlib.repr(numbers), expected="none for this layer"))
+    try:
+        array = _array(numbers)
+    except (TypeError, ValueError, RuntimeError) as e:  # such as lists of lists, and tensors without values
+        raise UsageError(explain(name, got=reprlib.repr(numbers), expected=expected)) from e
     if array.shape != (count,) or array.dtype.kind not in "iuf":
         raise UsageError(explain(name, got=f"{array.dtype} {list(array.shape)}", expected=expected))
+    with np.errstate(over="ignore"):
+        if not np.isfinite(array.astype(np.float32)).all():
+            raise UsageError(explain(name, got="numbers that are not finite in float32", expected=expected))
     return array
+
+
+def _array(numbers: Any) -> npt.NDArray[Any]:
+    """Return an array, a tensor or a list as an array in a dtype of NumPy's own."""
+    if hasattr(numbers, "detach"):
+        numbers = numbers.detach().cpu()
+        numbers = numbers.double() if numbers.is_floating_point() else numbers  # NumPy takes no tensor in bfloat16
+    array = np.asarray(numbers)
+    return as_float32(array) if array.dtype.name == "bfloat16" else array

@@ -1,4 +1,4 @@
-"""The frame: the rows that one worker captured in one step, with a header that describes them.
+"""The frame: the rows that one worker captured in one step, or a part of them, with a header that describes them.
 
 On the wire a frame is two ZMQ parts. The first is the header, a msgpack map tagged `{"type": "frame"}` (see
 `capflow.protocol.message` for the other types). The second is the payload: only the raw rows, in the byte order of the

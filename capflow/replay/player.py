@@ -37,7 +37,7 @@ class ReplayPace:
     """When each frame is due.
 
     speed: how many recorded seconds pass in one second; None for as fast as possible.
-    steps_per_s: this many frames a second of each worker instead.
+    steps_per_s: this many steps a second of each worker instead.
     """
 
     def __init__(self, speed: float | None = None, steps_per_s: float | None = None) -> None:
@@ -45,7 +45,8 @@ class ReplayPace:
         self._steps_per_s = steps_per_s
         # The recorded time of the first frame, and when it was replayed.
         self._first: tuple[int, float] | None = None
-        self._steps: Counter[WorkerBoot] = Counter()
+        # By worker, its last step, and how many it had; a step may be in several frames.
+        self._steps: dict[WorkerBoot, tuple[int, int]] = {}
 
     def due(self, header: FrameHeader, now: float) -> float:
         """Return when a frame is due, on the clock of `now`.
@@ -56,8 +57,10 @@ class ReplayPace:
             self._first = header.time_ns, now
         began_ns, began = self._first
         if self._steps_per_s is not None:
-            self._steps[header.source] += 1
-            return began + (self._steps[header.source] - 1) / self._steps_per_s
+            step, count = self._steps.get(header.source, (-1, 0))
+            count += header.step != step
+            self._steps[header.source] = header.step, count
+            return began + (count - 1) / self._steps_per_s
         return now if self._speed is None else began + (header.time_ns - began_ns) / 1e9 / self._speed
 
 

@@ -120,7 +120,21 @@ Q, K, FULL = rows(4, 4, 1), rows(4, 2, 2), FORMS["full"]
         ({"form": AttentionForm(1.0, lacks="a bias")}, "attention weights: got a bias, expected a softmax of q and k"),
         ({"form": FORMS["sinks"]}, "sinks: got none, expected 4 numbers, one for each query head; take them from the"),
         ({"form": FORMS["sinks"], "sinks": [0.5]}, r"sinks: got float64 \[1\], expected 4 numbers, one for each query"),
-        ({"sinks": [0.5] * 4}, r"sinks: got an array \[4\], expected none for this layer"),
+        ({"sinks": [0.5] * 4}, r"sinks: got \[0.5, 0.5, 0.5, 0.5\], expected none for this layer"),
+        ({"form": FORMS["sinks"], "sinks": [[1], [1, 2]]}, r"sinks: got \[\[1\], \[1, 2\]\], expected 4 numbers, one"),
+        (
+            {"form": FORMS["sinks"], "sinks": [1.0, math.nan, 0, 0]},
+            "sinks: got numbers that are not finite in float32,",
+        ),
+        ({"form": FORMS["sinks"], "sinks": [1e39, 0, 0, 0]}, "sinks: got numbers that are not finite in float32, expe"),
+        (
+            {"form": FORMS["sinks"], "sinks": torch.ones(4).bool()},
+            r"sinks: got bool \[4\], expected 4 numbers, one for",
+        ),
+        (
+            {"form": FORMS["sinks"], "sinks": torch.ones(4, device="meta")},
+            "sinks: got tensor.*, expected 4 numbers, one",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(change, message):

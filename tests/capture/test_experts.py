@@ -98,7 +98,12 @@ LOGITS = np.zeros((2, EXPERTS), np.float32)
         (LOGITS, FORMS["biased"], None, "bias: got none, expected 12 numbers, one for each expert; take"),
         (LOGITS, FORMS["biased"], [0.1] * 3, "bias: got float64 [3], expected 12 numbers, one for each expert"),
         (LOGITS, FORMS["biased"], ["a"] * 12, "bias: got <U1 [12], expected 12 numbers, one for each expert"),
-        (LOGITS, FORMS["softmax"], [0.1] * 12, "bias: got an array [12], expected none for this layer"),
+        (
+            LOGITS,
+            FORMS["softmax"],
+            [0.1] * 12,
+            "bias: got [0.1, 0.1, 0.1, 0.1, 0.1, 0.1, ...], expected none for this layer",
+        ),
         (LOGITS, RouterForm(1, lacks="a coin"), None, "experts: got a coin, expected a choice by the router's logits"),
     ],
 )

@@ -165,6 +165,26 @@ class TestWhatAConsumerIsGiven:
                 "4 rows lost: earlier_hub, at post_block:0 positions 0..3",
             )
 
+    @pytest.mark.parametrize("split", [False, True])
+    @pytest.mark.parametrize(
+        ("earlier", "places"),
+        [(8, {(site, n) for site in ("post_block:0", "post_block:3") for n in range(4)}), (4, set())],
+    )
+    def test_what_an_earlier_hub_had_of_a_step_in_several_frames(self, address, split, earlier, places):
+        """Of eight rows, four may be those of either site, or of some positions."""
+        consumer = Recorder()
+        both = [(0, "post_block"), (3, "post_block")]
+        parts = [[site] for site in both] if split else [both]
+        with running_hub(address, consumer), worker_link(address) as link:
+            for sites in parts:
+                send(link, [("r1", 4, 4, 1)], sites=sites, step=7)
+            send(link, [("r1", 4, 5, 1)], sites=both, step=8)
+            send(link, [], finished=[make_finished(computed_length=6, rows=earlier + 4)])
+            eventually(lambda: consumer.done)
+        (dropped,) = consumer.done["r1"].dropped
+        assert (dropped.rows, dropped.reason) == (earlier, "earlier_hub")
+        assert {(s, n) for gap in dropped.gaps for s in gap.sites for n in range(gap.start, gap.stop)} == places
+
 
 def room_for(frames):
     """Return the size of a queue in which so many frames of one request have room, and not one more."""
@@ -599,6 +619,17 @@ def test_a_worker_that_had_no_room_comes_back_and_loses_nothing(address, monkeyp
             send_request(link, "r3", engine="engine-3", boot="b3")
             eventually(lambda: consumer.done)
     assert caplog.text.count("refuses this worker") == 1
+
+
+def test_status_counts_the_tokens_of_a_step_in_several_frames_once(address):
+    with running_hub(address, Recorder()), worker_link(address) as link, Client(address) as client:
+        send(link, [("r1", 4, 0, 4)], step=1)
+        send(link, [("r1", 4, 2, 1)], sites=[(3, "post_block")], step=1)
+        eventually(lambda: client.status()["frames"] == 2)
+        status = client.status()
+        (worker,) = [session for session in status["sessions"] if session["role"] == "worker"]
+        (request,) = status["running_requests"]
+        assert (status["tokens"], worker["step_tokens"], request["tokens"]) == (4, 4, 4)
 
 
 def test_status_counts_what_went_through(address):

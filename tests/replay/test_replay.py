@@ -289,8 +289,8 @@ def told(path):
 
 
 class TestPace:
-    def header(self, seconds, boot="b"):
-        return msgspec.structs.replace(make_frame(boot=boot).header, time_ns=int(seconds * 1e9))
+    def header(self, seconds, boot="b", step=0):
+        return msgspec.structs.replace(make_frame(boot=boot, step=step).header, time_ns=int(seconds * 1e9))
 
     def test_full_speed_waits_for_nothing(self):
         pace = ReplayPace()
@@ -302,8 +302,9 @@ class TestPace:
 
     def test_steps_come_evenly_for_each_worker(self):
         pace = ReplayPace(None, 10.0)
-        due = [pace.due(self.header(0, boot), 3.0) for boot in "aabab"]
-        assert due == pytest.approx([3.0, 3.1, 3.0, 3.2, 3.1])
+        frames = [("a", 5), ("a", 6), ("b", 5), ("a", 7), ("a", 7), ("b", 6), ("a", 8)]
+        due = [pace.due(self.header(0, boot, step), 3.0) for boot, step in frames]
+        assert due == pytest.approx([3.0, 3.1, 3.0, 3.2, 3.2, 3.1, 3.3])
 
     def test_a_replay_keeps_the_pace(self, tmp_path):
         with MemoryHub(record(tmp_path / "rec")) as hub:

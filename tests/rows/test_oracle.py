@@ -30,7 +30,8 @@ SEED = int(os.environ.get("CAPFLOW_ORACLE_SEED", random.SystemRandom().getrandbi
 
 
 def test_every_row_of_random_requests_is_right_and_there_once(tiny, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(limits, "FRAME_BYTES_MAX", 20_000)  # larger steps leave in several frames
+    for name in ("STEP_BYTES_MAX", "STEP_PART_BYTES_MAX"):  # larger steps leave in several frames
+        monkeypatch.setattr(limits, name, 20_000)
     live = Live(tiny, tmp_path)
     with capsys.disabled():
         print(f"\noracle: seed {SEED}", flush=True)

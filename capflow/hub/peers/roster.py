@@ -45,6 +45,8 @@ class WorkerState:
     rows: int = 0
     bytes: int = 0
     step_tokens: int = 0
+    # The step of the last frame.
+    step_last: int = -1
     # When the last frame was taken, on the monotonic clock.
     frame_at: float | None = None
     # The counters that the worker reported last.
@@ -61,7 +63,9 @@ class WorkerState:
         self.frames += 1
         self.rows += rows
         self.bytes += header.payload_bytes
-        self.step_tokens += header.step_tokens
+        if header.step != self.step_last:  # a step may come in several frames
+            self.step_last = header.step
+            self.step_tokens += header.step_tokens
 
 
 class Peer(NamedTuple):

@@ -30,7 +30,7 @@ from capflow.capture.result import CaptureResult
 from capflow.capture.site import Site
 from capflow.capture.spec import Capture, CaptureByConsumer, CaptureSpec
 from capflow.errors import RemoteProtocolError, UsageError, explain
-from capflow.hub.requests.request import REQUEST_BYTES, KnownEngine, Request, RequestName
+from capflow.hub.requests.request import REQUEST_BYTES, Before, KnownEngine, Request, RequestName
 from capflow.hub.requests.share import Groups, Share
 from capflow.steering.action import Answered
 from capflow.steering.events import events_of
@@ -192,13 +192,15 @@ class RequestIndex:
         requests = [request_of(part.id) or self._request(engine, part, rank) for part in header.requests]
         for request, part, rows in zip(requests, header.requests, frame.counts, strict=True):
             request.prompt_length = part.prompt_length
-            request.tokens = part.start + len(part.token_ids)
+            request.tokens = max(request.tokens, part.start + len(part.token_ids))
             received = request.received
             if stage in received:
                 received[stage] += rows
+                if stage in request.before:
+                    _note_more(request.before, header, part)
             else:
                 if part.start:
-                    request.before[stage] = _first(header, part)
+                    request.before[stage] = header.step, _first(header, part)
                 received[stage] = rows
         shares = [request.shares for request in requests]
         alike = bool(shares) and shares.count(shares[0]) == len(shares)  # the usual case: they want the same
@@ -534,9 +536,20 @@ def _first(header: FrameHeader, part: RequestRows) -> list[tuple[tuple[Site, ...
     ]
 
 
+def _note_more(before: dict[int, Before], header: FrameHeader, part: RequestRows) -> None:
+    """Note at which sites another frame of a request's first step has rows of it."""
+    step, first = before[header.rank.pp]
+    if step != header.step:
+        return
+    if part.start:
+        first += _first(header, part)
+    else:  # it began with this step
+        del before[header.rank.pp]
+
+
 def _count_earlier(request: Request, stage: int, missing: int) -> None:
     """Note that rows are missing that an earlier hub had: everything before those that came, if the number says so."""
-    before = request.before.get(stage, ())
+    _, before = request.before.get(stage, (0, ()))
     if sum(len(sites) * start for sites, start in before) != missing:
         request.lost.count("earlier_hub", missing)
         return

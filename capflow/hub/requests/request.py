@@ -19,6 +19,9 @@ from capflow.text.engine_name import name_of
 REQUEST_BYTES = 1024
 """About how many bytes of memory a request takes, besides what each consumer wants of it."""
 
+Before = tuple[int, list[tuple[tuple[Site, ...], int]]]
+"""The first step of which rows came, and its sites, with the first position that came at each."""
+
 _ENGINE_BYTES, _SITE_BYTES = 2048, 144  # of memory
 # Of a request that is over and done with; never written to.
 _NOTHING: dict[int, Any] = {}
@@ -127,8 +130,8 @@ class Request:
         self.tokens = 0
         # Received rows, by pipeline stage.
         self.received: dict[int, int] = {}
-        # By pipeline stage: sites, and the first position that came.
-        self.before: dict[int, list[tuple[tuple[Site, ...], int]]] = {}
+        # What came first, by pipeline stage.
+        self.before: dict[int, Before] = {}
         # Its ends, by pipeline stage.
         self.finished: dict[int, Finished] = {}
         # Rows that did not reach this hub.

@@ -73,8 +73,5 @@ class Ring:
     def _give_back(self, size: int, storage: torch.Tensor) -> None:
         with self._changed:
             self.bytes_lent -= size
-            if self._bytes_held > self.bytes_max:  # it was lent alone, or beside steps under way
-                self._bytes_held -= size
-            else:
-                self._free.setdefault(size, []).append(storage)
+            self._free.setdefault(size, []).append(storage)
             self._changed.notify_all()

@@ -274,7 +274,7 @@ class Sender:
         for part in parts:
             last = part is parts[-1]
             ends, events_here = (ended[: limits.FINISHED_PER_FRAME_MAX], events) if last else ([], ())
-            is_sent = self._send_part(hub, step, part, ends, events_here) and last
+            is_sent = self._send_part(hub, step, part, ends, events_here)
         if events and not is_sent:
             link.send(self._header(hub, step, (), (), (), {}, events), b"")
         rest = ended[limits.FINISHED_PER_FRAME_MAX :] if is_sent else ended
@@ -479,12 +479,16 @@ class _Part(NamedTuple):
 def _parts(
     shipped: Sequence[PlannedBlock], trimmed: Sequence[tuple[Span, ...]], row_bytes: Sequence[int]
 ) -> Iterator[_Part]:
-    """Yield the parts of a step: as few as `limits.FRAME_BYTES_MAX` allows, of a site's rows of a block at least.
+    """Yield the parts of a step: one up to `limits.STEP_BYTES_MAX`; else several, of a site's rows of a block at least.
+
+    A whole step is admitted to any empty queue. Of several parts, queues that drop may lose some.
 
     trimmed: the spans of each block.
     row_bytes: the bytes of a row of each width class.
     """
-    blocks, spans, room = list[PlannedBlock](), list[tuple[Span, ...]](), limits.FRAME_BYTES_MAX
+    nbytes = sum(len(block.sites) * block.rows * row_bytes[block.width_class] for block in shipped)
+    part_bytes = limits.STEP_BYTES_MAX if nbytes <= limits.STEP_BYTES_MAX else limits.STEP_PART_BYTES_MAX
+    blocks, spans, room = list[PlannedBlock](), list[tuple[Span, ...]](), part_bytes
     for whole, held in zip(shipped, trimmed, strict=True):
         block, site_bytes = whole, whole.rows * row_bytes[whole.width_class]
         while len(block.sites) * site_bytes > room:
@@ -494,7 +498,7 @@ def _parts(
                 spans.append(held)
                 block = block._replace(sites=block.sites[count:], base=block.base + count * block.rows)
             yield _Part(tuple(blocks), tuple(spans))
-            blocks, spans, room = [], [], limits.FRAME_BYTES_MAX
+            blocks, spans, room = [], [], part_bytes
         if block.sites:
             blocks.append(block)
             spans.append(held)

@@ -193,7 +193,8 @@ def test_what_is_sent_and_what_is_said_to_be_lost_are_all_rows(bench):
     ("room", "expected"), [(1, [4, 4, 3]), (4, [4, 4, 3]), (7, [4, 7]), (8, [8, 3]), (10, [8, 3]), (11, [11])]
 )
 def test_a_large_step_leaves_in_several_frames(bench, monkeypatch, room, expected, full):
-    monkeypatch.setattr(limits, "FRAME_BYTES_MAX", room * 8)
+    monkeypatch.setattr(limits, "STEP_BYTES_MAX", 10 * 8)
+    monkeypatch.setattr(limits, "STEP_PART_BYTES_MAX", room * 8)
     offered = []
 
     class Full(KeepingLink):
