@@ -1,8 +1,8 @@
 """The sender: makes frames of settled steps, off the step thread, and hands them to the links.
 
 Each hub gets a frame of its own requests, or several if their rows are many; frames are numbered, counted and refused
-per hub. With one hub, payloads are parts of the step's buffer, without a copy. With several, the rows of each hub, which
-are contiguous in the buffer, are copied, so that the frame of one hub does not keep the memory of another's rows.
+per hub. With one hub, payloads are parts of the step's buffer, without a copy. With several, the rows of each hub,
+which are contiguous in the buffer, are copied, so that the frame of one hub does not keep the memory of another's rows.
 
 The sender gets a step when it is settled. Only then is it decided which requests ended and which drafts were accepted,
 and so which rows belong to no token of the answer. The sender's thread waits for the copy from the device, encodes

@@ -189,7 +189,7 @@ def test_every_row_of_split_steps_is_sent_once_or_said_to_be_lost(seed, part_byt
         assert not sent & set(lost)
         assert sent | set(lost) == scenario.due(request)
         assert end.rows == len(sent)
-        told, computed = {weights.version for weights in end.weights}, {rows[request.id, *place] for place in sent}
-        assert told == computed if not scenario.links[request.hub].share else told >= computed
+        named, computed = {weights.version for weights in end.weights}, {rows[request.id, *place] for place in sent}
+        assert named == computed if not scenario.links[request.hub].share else named >= computed
         if sent:
             assert end.weights[0].start <= min(position for _, position in sent)
