@@ -231,12 +231,14 @@ class Lens:
         if last is not None:
             assert of_last is not None
             last = np.where(last < 0, -1, last + of_last)
+        # Rows of the last layer are their own references, so that their divergence is 0 without rounding.
         places = np.arange(len(stream))
+        are_last = np.repeat([part.site == self.last for part in parts], [len(part.rows) for part in parts])
         unembedded = self._unembedding.read(
             stream,
             k,
             tokens=None if tokens is None else np.maximum(tokens, 0),
-            references=None if last is None else np.where(last < 0, places, last),
+            references=None if last is None else np.where((last < 0) | are_last, places, last),
         )
         broken = unembedded.top.ids[:, 0] < 0
         chosen = np.full(len(stream), -1, np.int64) if tokens is None else tokens

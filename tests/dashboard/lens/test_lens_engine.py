@@ -69,6 +69,6 @@ def assert_stored_as_live(root, file, live, completion):
             assert (reading.token_ranks[6:10] == 1).all()
             np.testing.assert_allclose(np.log(reading.probabilities[6:, 0]), own, atol=1e-4)
             np.testing.assert_allclose(np.log(reading.token_probabilities[6:10]), own[:4], atol=1e-4)
-            assert (reading.divergences < 1e-9).all()
+            assert (reading.divergences == 0).all()
         else:
             assert (reading.divergences > 1e-3).all()
