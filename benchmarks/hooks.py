@@ -4,10 +4,9 @@
 
 Three engines live in processes of their own for the whole run: plain, `stream` with the sites of `capflow.LLM`, and
 `every` with taps at `*:*`. Turns interleave as in `overhead.py`, whose prompts these are, and a ratio is the median of
-the ratios to the plain turn of the same half round. Times are CPU times of the engine's process, which has the
-scheduler, the worker and the hub, with arithmetic on one thread: on a shared machine they hold to a per cent where the
-clock does not hold to ten. A capturing turn captures one hook at every layer and position. Then every row is read back,
-counted and verified.
+the ratios to the plain turn of the same half round. Times are CPU times of the engine's process and its hub's, with
+arithmetic on one thread: on a shared machine they hold to a per cent where the clock does not hold to ten. A capturing
+turn captures one hook at every layer and position. Then every row is read back, counted and verified.
 
 Predicted: an idle tap is one call of an op that finds nothing to do, whatever its hook. Gemma-3-270m has 18 of them
 with `stream` and about 230 with `every`. At 10 to 15 µs a call on a CPU that is 3 ms more in a step of 60 to 100 ms:

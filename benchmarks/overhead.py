@@ -84,15 +84,23 @@ def child(kind: str, model: str, root: str, sites: list[str], *, eager: bool, dt
             params = [capflow.sampling_params(id=f"t{turn}-{n}", capture=spec, **fixed) for n in range(PROMPTS)]
         else:
             params = SamplingParams(**fixed)
-        begin, cpu_begin = time.perf_counter(), time.process_time()
+        begin, cpu_begin = time.perf_counter(), cpu_seconds()
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
+        seconds, cpu = time.perf_counter() - begin, cpu_seconds() - cpu_begin
         tokens = [list(o.outputs[0].token_ids) for o in outputs]
         statuses = [r.status for o in outputs for r in getattr(o, "capture_results", {}).values()]
-        times = {"seconds": seconds, "cpu_seconds": cpu_seconds}
+        times = {"seconds": seconds, "cpu_seconds": cpu}
         out.write(json.dumps(times | {"tokens": tokens, "statuses": statuses, "turn": turn}) + "\n")
     if kind != "plain":
         llm.close()
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and of the children that it has now, such as its hub."""
+    import psutil
+
+    children = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
+    return time.process_time() + sum(times.user + times.system for times in children)
 
 
 def steered(configurations: int, model: Any, fixed: dict[str, Any]) -> list[Any]:

@@ -6,8 +6,9 @@
 Every contender patches the same rows: the stream that leaves each layer (`post_block`), or with `--hook heads` each
 head's result, at each position, one patch at a time, in float32. Each computes the same three metrics of the next
 token. All are loaded at the same time, in this process. Turns are interleaved; loading is not timed. Results must
-agree. Medians are of the process's CPU time: other work on the machine lengthens the wall time of the many small steps
-of a loop far more than that of a few large ones. With `OMP_NUM_THREADS=1` it is the wall time of a quiet core.
+agree. Medians are of the CPU time of the process and of its hub's: other work on the machine lengthens the wall time of
+the many small steps of a loop far more than that of a few large ones. With `OMP_NUM_THREADS=1` it is the wall time of a
+quiet core.
 
 * `loop`: one forward pass for each patch, of the last token's logits only.
 * `batched`: the same, with `--batch` patches in one forward pass.
@@ -26,13 +27,13 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from overhead import cpu_seconds
 
 from capflow_models.backends import resolved_model
 from capflow_models.sweep.metrics import value_of
@@ -202,9 +203,9 @@ def main() -> int:
     values: dict[str, Values] = {}
     for number in range(args.rounds + 1):
         for kind in turns if number % 2 else reversed(turns):
-            start = time.process_time()
+            start = cpu_seconds()
             values[kind] = turns[kind](plan)
-            took = time.process_time() - start
+            took = cpu_seconds() - start
             print(f"{kind}: {took:.1f} s", file=sys.stderr, flush=True)
             if number:  # the first warms up
                 seconds[kind].append(took)
