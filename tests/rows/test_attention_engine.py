@@ -65,8 +65,9 @@ def sinks_of(model):
 
 
 def hold(path, root, **arguments):
-    """Assert that each prompt's weights are those of Transformers, in each layer; return the cache and these."""
+    """Assert that each prompt's weights are those of Transformers, in each layer; return these, caches and sinks."""
     reference = Reference(path).model
+    sinks = sinks_of(reference)
     given = [prompt["prompt_token_ids"] for prompt in prompts(LENGTHS, seed=2)]
     consumers = [f"filesystem:root={root},capture=requests"]
     more = GREEDY | {"max_tokens": ANSWER}
@@ -79,11 +80,11 @@ def hold(path, root, **arguments):
     ]
     for number, layers in enumerate(expected):
         for layer, theirs in enumerate(layers):
-            ours = cache.attention(layer, number, sinks=sinks_of(reference)[layer])
+            ours = cache.attention(layer, number, sinks=sinks[layer])
             assert ours.shape == theirs.shape
             assert np.abs(ours - theirs).max() < 1e-6, f"layer {layer} of prompt {number}"
             assert (theirs > 0.01).sum() > theirs.shape[0] * theirs.shape[1], "weights that are nearly one-hot"
-    return cache, late, expected
+    return cache, late, expected, sinks
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def hold(path, root, **arguments):
 )
 def test_weights_are_those_of_transformers(name, tmp_path):
     path = save(tmp_path / "model", MODELS[name])
-    cache, late, expected = hold(path, tmp_path / "rows")
+    cache, late, expected, sinks = hold(path, tmp_path / "rows")
     forms = [cache.model.attention_of(layer) for layer in range(3)]
     assert [form.window for form in forms] == WINDOWS.get(name, [None] * 3)
     # The queries behind a cached prefix, with the keys of an earlier request.
@@ -100,7 +101,6 @@ def test_weights_are_those_of_transformers(name, tmp_path):
         late.attention(1)
     q, k = late.captures[0][1, "q"], cache.captures[2][1, "k"]
     start = LENGTHS[2] - 8
-    sinks = sinks_of(Reference(path).model)
     weights = capflow.attention_weights(q.shaped[:8], k.shaped[: LENGTHS[2]], forms[1], start=start, sinks=sinks[1])
     assert np.abs(weights - expected[2][1][:, start : LENGTHS[2], : LENGTHS[2]]).max() < 1e-6
     # The rows say it in the data set, too.
