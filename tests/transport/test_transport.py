@@ -391,6 +391,31 @@ class TestWorkerLink:
                 eventually(lambda: link.connected)
                 assert send(link) is None
 
+    def test_a_refused_worker_waits_for_its_next_connection(self, address, monkeypatch):
+        class FarDealer(Dealer):
+            """Learns of its connection after a fifth of a second."""
+
+            def __init__(self, *args, **kwargs):
+                self.near_at = time.monotonic() + 0.2
+                super().__init__(*args, **kwargs)
+
+            def events(self):
+                return super().events() if time.monotonic() >= self.near_at else []
+
+            def poll(self, timeout_s):
+                super().poll(min(0.02, 0.02 if timeout_s is None else timeout_s))
+
+        monkeypatch.setattr(link_module, "Dealer", FarDealer)
+        monkeypatch.setattr(limits, "REFUSED_S", 0.05)
+        with (
+            running_hub(address, Recorder()),
+            worker_link(address) as first,
+            worker_link(address, make_hello(boot="second"), wait=False) as link,
+        ):
+            eventually(lambda: "a second worker of stage 0" in (link.refusal or ""))
+            first.close(0)
+            eventually(lambda: link.connected)
+
     def test_sends_bytes_of_any_contiguous_buffer_and_no_other(self, address):
         frame = make_frame()
         with running_hub(address, Recorder()), worker_link(address) as link:

@@ -52,9 +52,9 @@ class Link:
         self._message_bytes = 0
         # The thread closes it at its end.
         self._waker = Waker()
-        # Used by the thread alone: the error of the last connection, and when the hub refused it.
+        # Used by the thread alone: the error of the last connection, and when the hub refused this peer on this one.
         self._failed_at: type[Exception] | None = None
-        self._refused_at = 0.0
+        self._refused_at: float | None = None
         # The last logged reason of a refusal; empty before the first. Written by the thread.
         self._refused_for = ""
         # Set by `close`.
@@ -180,7 +180,7 @@ class Link:
 
     def _serve(self, dealer: Dealer) -> None:
         """Drive one connection until it is lost or the link is closed."""
-        session = self._session
+        session, self._refused_at = self._session, None
         while True:
             dealer.poll(self._timeout(time.monotonic()))
             self._waker.clear()
@@ -198,7 +198,7 @@ class Link:
                     return
             if not self._read(dealer, now):
                 return
-            if session.state is State.REFUSED and now >= self._refused_at + limits.REFUSED_S:
+            if self._refused_at is not None and now >= self._refused_at + limits.REFUSED_S:
                 return
             if session.silent(now):
                 self._lost(f"it was silent for {limits.SILENCE_S_MAX:g} s")
@@ -213,7 +213,7 @@ class Link:
 
     def _timeout(self, now: float) -> float | None:
         due = self._session.due()
-        if self._session.state is State.REFUSED:
+        if self._refused_at is not None:
             due = self._refused_at + limits.REFUSED_S
         if self._closing.is_set():
             due = self._close_by if due is None else min(due, self._close_by)
