@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
-from overhead import cpu_seconds
+from overhead import run_round
 from sweep import attached
 
 from capflow.capture.site import Site
@@ -150,16 +150,9 @@ def main() -> int:
     rng = np.random.default_rng(0)
     vocabulary = min(model.config.vocab_size, 200_000)
     seconds: dict[str, list[float]] = {kind: [] for kind in turns}
-    rows: dict[str, Rows] = {}
     for number in range(args.rounds + 1):
         prompts = rng.integers(vocabulary // 20, vocabulary, (args.prompts, args.tokens)).tolist()
-        for kind in turns if number % 2 else reversed(turns):
-            start = cpu_seconds()
-            rows[kind] = turns[kind](prompts)
-            took = cpu_seconds() - start
-            print(f"{kind}: {took:.1f} s", file=sys.stderr, flush=True)
-            if number:  # the first warms up
-                seconds[kind].append(took)
+        rows = run_round(turns, prompts, number, seconds)
         for kind, theirs in rows.items():
             assert theirs.shape == rows["capflow"].shape, kind
             scale = np.abs(theirs).max(axis=(1, 2, 3), keepdims=True)

@@ -24,8 +24,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+Given, Result = TypeVar("Given"), TypeVar("Result")
 
 PROMPTS = int(os.environ.get("CAPFLOW_BENCH_PROMPTS", "48"))
 PROMPT_TOKENS, TOKENS = map(int, os.environ.get("CAPFLOW_BENCH_LENGTHS", "128,32").split(","))
@@ -101,6 +104,24 @@ def cpu_seconds() -> float:
 
     children = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
     return time.process_time() + sum(times.user + times.system for times in children)
+
+
+def run_round(
+    turns: Mapping[str, Callable[[Given], Result]], given: Given, number: int, seconds: Mapping[str, list[float]]
+) -> dict[str, Result]:
+    """Run each contender once, in an order that changes with the round; return their results.
+
+    seconds: the CPU times of each, to which this round's are added, unless it is round 0, which warms up.
+    """
+    results = {}
+    for kind in turns if number % 2 else reversed(turns):
+        begin = cpu_seconds()
+        results[kind] = turns[kind](given)
+        took = cpu_seconds() - begin
+        print(f"{kind}: {took:.1f} s", file=sys.stderr, flush=True)
+        if number:
+            seconds[kind].append(took)
+    return results
 
 
 def steered(configurations: int, model: Any, fixed: dict[str, Any]) -> list[Any]:

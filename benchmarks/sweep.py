@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import transformers
-from overhead import cpu_seconds
+from overhead import run_round
 
 from capflow_models.backends import resolved_model
 from capflow_models.sweep.metrics import value_of
@@ -200,15 +200,8 @@ def main() -> int:
     ours = Capflow(plan, Path(tempfile.mkdtemp(prefix="capflow-bench-")))
     turns["capflow"] = ours.turn
     seconds: dict[str, list[float]] = {kind: [] for kind in turns}
-    values: dict[str, Values] = {}
     for number in range(args.rounds + 1):
-        for kind in turns if number % 2 else reversed(turns):
-            start = cpu_seconds()
-            values[kind] = turns[kind](plan)
-            took = cpu_seconds() - start
-            print(f"{kind}: {took:.1f} s", file=sys.stderr, flush=True)
-            if number:  # the first warms up
-                seconds[kind].append(took)
+        values = run_round(turns, plan, number, seconds)
     ours.session.close()
     count = len(values["capflow"])
     threads = torch.get_num_threads()

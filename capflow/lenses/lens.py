@@ -227,18 +227,18 @@ class Lens:
         stream = np.concatenate([self._translated(part) for part in parts])
         tokens = _stacked([part.tokens for part in parts], parts)
         of_last = next((start for part, start in zip(parts, starts, strict=False) if part.site == self.last), None)
-        last = _stacked([part.last for part in parts], parts)
+        last, references = _stacked([part.last for part in parts], parts), None
         if last is not None:
             assert of_last is not None
             last = np.where(last < 0, -1, last + of_last)
-        # Rows of the last layer are their own references, so that their divergence is 0 without rounding.
-        places = np.arange(len(stream))
-        are_last = np.repeat([part.site == self.last for part in parts], [len(part.rows) for part in parts])
+            # Rows of the last layer are their own references, so that their divergence is 0 without rounding.
+            are_last = np.repeat([part.site == self.last for part in parts], np.diff(starts))
+            references = np.where((last < 0) | are_last, np.arange(len(stream)), last)
         unembedded = self._unembedding.read(
             stream,
             k,
             tokens=None if tokens is None else np.maximum(tokens, 0),
-            references=None if last is None else np.where((last < 0) | are_last, places, last),
+            references=references,
         )
         broken = unembedded.top.ids[:, 0] < 0
         chosen = np.full(len(stream), -1, np.int64) if tokens is None else tokens

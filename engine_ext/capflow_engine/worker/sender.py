@@ -18,7 +18,7 @@ import operator
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -268,8 +268,8 @@ class Sender:
             link.send(self._header(hub, step, (), (), (), {}, some), b"")
         shipped = step.plan.shipped(hub)
         spans = _trimmed(step, shipped)
-        self._note_weights(step, _count(step.plan, shipped, spans), spans)
-        parts = [part for part in _parts(shipped, spans, self._row_bytes) if any(part.spans)]
+        parts = [part for part in _parts(step.plan, shipped, spans, self._row_bytes) if part.counts]
+        self._note_weights(step, dict.fromkeys(itertools.chain.from_iterable(part.counts for part in parts)), spans)
         is_sent = False
         for part in parts:
             last = part is parts[-1]
@@ -299,27 +299,27 @@ class Sender:
 
         ended, events: what leaves in that frame, too.
         """
-        counts, reason = _count(step.plan, part.blocks, part.spans), step.lost
+        reason = step.lost
         if step.rows is not None:
             blocks, requests = self._describe(step, part.blocks, part.spans)
-            header = self._header(hub, step, requests, blocks, ended, counts, events)
+            header = self._header(hub, step, requests, blocks, ended, part.counts, events)
             reason = self.ways[hub].link.send(header, self._payload(step, step.rows, part.blocks))
         if reason is None and step.rows is not None:
-            for key, rows in counts.items():
+            for key, rows in part.counts.items():
                 self._sent[key] = self._sent.get(key, 0) + rows
             return True
         if reason is not None:
-            self.dropped[hub][reason] += sum(counts.values())
+            self.dropped[hub][reason] += sum(part.counts.values())
             self._lose(step.plan, part.blocks, part.spans, reason)
         return False
 
-    def _note_weights(self, step: Computed, counts: Mapping[str, int], trimmed: Sequence[tuple[Span, ...]]) -> None:
+    def _note_weights(self, step: Computed, keys: Iterable[str], trimmed: Sequence[tuple[Span, ...]]) -> None:
         """Note the weights of a step that is sent, for each request with rows in it."""
         weights = step.weights
         if weights is None or step.rows is None:
             return
         used = self._weights
-        changed = [key for key in counts if key not in used or used[key][-1].version != weights.version]
+        changed = [key for key in keys if key not in used or used[key][-1].version != weights.version]
         if not changed:
             return
         first: dict[str, int] = {}
@@ -470,14 +470,16 @@ class _Part(NamedTuple):
 
     blocks: its blocks, in the order of the step's.
     spans: the spans of each that belong to requests.
+    counts: the rows of each request in it, by vLLM's id.
     """
 
-    blocks: tuple[PlannedBlock, ...]
-    spans: tuple[tuple[Span, ...], ...]
+    blocks: Sequence[PlannedBlock]
+    spans: Sequence[tuple[Span, ...]]
+    counts: Mapping[str, int]
 
 
 def _parts(
-    shipped: Sequence[PlannedBlock], trimmed: Sequence[tuple[Span, ...]], row_bytes: Sequence[int]
+    plan: Plan, shipped: Sequence[PlannedBlock], trimmed: Sequence[tuple[Span, ...]], row_bytes: Sequence[int]
 ) -> Iterator[_Part]:
     """Yield the parts of a step: one up to `limits.STEP_BYTES_MAX`; else several, of a site's rows of a block at least.
 
@@ -497,14 +499,14 @@ def _parts(
                 blocks.append(block._replace(sites=block.sites[:count]))
                 spans.append(held)
                 block = block._replace(sites=block.sites[count:], base=block.base + count * block.rows)
-            yield _Part(tuple(blocks), tuple(spans))
+            yield _Part(blocks, spans, _count(plan, blocks, spans))
             blocks, spans, room = [], [], part_bytes
         if block.sites:
             blocks.append(block)
             spans.append(held)
             room -= len(block.sites) * site_bytes
     if blocks:
-        yield _Part(tuple(blocks), tuple(spans))
+        yield _Part(blocks, spans, _count(plan, blocks, spans))
 
 
 def _events(step: Computed, hub: int) -> list[tuple[ActedOn, ...]]:
