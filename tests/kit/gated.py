@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import capflow
-from capflow.capture.site import Site
+from capflow.capture.site import DIVIDED_HOOKS, Site
 from capflow_engine.taps.step import Step
 from capflow_engine.worker.latches import Latches
 from tests.kit.engines import GREEDY, VOCABULARY, engine, prompts, relative_error, scheduled_ahead
@@ -143,7 +143,7 @@ def scored_positions(positions, prompt_length, count):
     }[positions]
 
 
-def cases(reference, combinations, lengths, max_tokens, seed=0, *, opening="half", layer=1):
+def cases(reference, combinations, lengths, max_tokens, seed=0, *, opening="half", layer=1, divided=False):
     """Return a case for each combination of score kind, sharpness, latch and positions, each with its own operations.
 
     Thresholds lie in the middle of the reference's scores, in gaps, so that gates open and shut.
@@ -151,6 +151,8 @@ def cases(reference, combinations, lengths, max_tokens, seed=0, *, opening="half
     opening: `half`; `early`, at few scored positions, all in their first half, so that a latch that is lost stays lost;
         or `never`, though nearly.
     layer: that of the probes.
+    divided: whether ranks divide the rows at some hooks; there, no probe and only operations that change each number by
+        itself.
     """
     made = []
     for number, (kind, sharpness, latch, positions) in enumerate(combinations):
@@ -158,7 +160,7 @@ def cases(reference, combinations, lengths, max_tokens, seed=0, *, opening="half
         (prompt,) = (one["prompt_token_ids"] for one in prompts((length,), seed=seed + number))
         name = f"{number} {kind} {sharpness} {'latched' if latch else 'each'} {positions}"
         for attempt in range(40):
-            fields = _fields(number, kind, sharpness, latch, positions, length, attempt, layer)
+            fields = _fields(number, kind, sharpness, latch, positions, length, attempt, layer, divided)
             case = _tried(reference, name, prompt, fields, max_tokens, number, opening)
             if case is not None:
                 made.append(case)
@@ -168,8 +170,9 @@ def cases(reference, combinations, lengths, max_tokens, seed=0, *, opening="half
     return made
 
 
-def _fields(number, kind, sharpness, latch, positions, length, attempt, probe):
-    probed = [hook for hook in LLAMA_HOOKS if hook != "final"]
+def _fields(number, kind, sharpness, latch, positions, length, attempt, probe, divided):
+    apart = DIVIDED_HOOKS if divided else ()
+    probed = [hook for hook in LLAMA_HOOKS if hook not in ("final", *apart)]
     hook, other = probed[number % len(probed)], LLAMA_HOOKS[(number // 2 + 1) % len(LLAMA_HOOKS)]
     gate = {
         "hook": hook,
@@ -184,6 +187,7 @@ def _fields(number, kind, sharpness, latch, positions, length, attempt, probe):
         other, layer = hook, probe  # the site of the probe
     strong = {"vector": vector(200 + number, 4.0, other), "gate": "g"}
     patched = sorted({-1, *range(0, length + 8, 3)} - {length - 1})
+    kinds = (0, 2, 5) if other in apart else range(6)
     operation = [
         {"steering_vectors": {other: {layer: [{**strong, "scale": 1.5}]}}},
         {"steering_clamps": {other: {layer: [{**strong, "min": 0.5, "max": 1.0}]}}},
@@ -212,7 +216,7 @@ def _fields(number, kind, sharpness, latch, positions, length, attempt, probe):
                 }
             }
         },
-    ][(number + number // 6 * 2) % 6]
+    ][kinds[(number + number // 6 * 2) % len(kinds)]]
     return {"steering_gates": {"g": gate}, **operation}
 
 
@@ -410,7 +414,7 @@ def _read_before_scored():
         if scores:
             self.ways.scores[site] = scores
         for score in scores:
-            score.put(*args, self.bank, self.gating)
+            score.put(*args, self.bank.rows_at(site, args[0].shape[1]), self.gating)
 
     return _changed(Step, "tap", mutated)
 

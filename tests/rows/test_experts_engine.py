@@ -134,4 +134,4 @@ def test_routers_with_a_choice_of_their_own_are_named(model_type, fields, lacks,
         assert {form.lacks for form, _ in tapped.router} == {lacks}
         assert check_model(arguments, ["post_block:*"]).router == ()
     with pytest.raises(UsageError, match=f"^experts: got {lacks}, expected a choice by the router's logits alone$"):
-        capflow.chosen_experts(np.zeros((2, 4), np.float32), tapped.router[0].form)
+        capflow.chosen_experts(np.zeros((2, 4), np.float32), tapped.router[0][0])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from capflow.capture.site import Site
+from capflow.capture.site import DIVIDED_HOOKS, Site
 from tests.kit.engines import engine, relative_error, save_tiny
 from tests.kit.gated import (
     ALL_MODES,
@@ -89,9 +89,11 @@ def test_gates_of_one_stage_gate_the_next_on_the_v2_runner(model, modes, tmp_pat
     [{"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "enforce_eager": False}],
     ids=["eager", "compiled"],
 )
-def test_every_mode_on_two_tensor_parallel_ranks(model, reference, modes, tmp_path, arguments):
+def test_every_mode_on_two_tensor_parallel_ranks(model, reference, tmp_path, arguments):
+    given = cases(reference, ALL_MODES, LENGTHS, TOKENS, divided=True)
+    assert any(hook in DIVIDED_HOOKS for case in given for some in case.fields.values() for hook in some)
     with engine(model, in_process=False, max_num_seqs=64, **arguments, **consumer(tmp_path)) as llm:
-        prove(llm, tmp_path / "rows", reference, modes, TOKENS)
+        prove(llm, tmp_path / "rows", reference, given, TOKENS)
 
 
 @pytest.mark.long
