@@ -271,8 +271,9 @@ def plan_of(model: str, source: PairSource, options: PatchOptions) -> SweepPlan:
         at.of(pair, f"{place}: {options.named('positions')}") for pair, place in zip(pairs, places, strict=True)
     ]
     receivers, frozen = _receivers(options, hooks, described.layers)
-    every = list(dict.fromkeys([*sites, *(part.site for part in receivers)]))
-    present, shapes = shaped(model, engine, every, strict=at_sites.strict, where=options.named("hooks"))
+    behind = [part.site for part in receivers]
+    names = (options.named("hooks"), options.named("receivers"))
+    present, shapes = shaped(model, engine, sites, behind, strict=at_sites.strict, where=names)
     check_receivers(receivers, present, shapes, options.named("receivers"))
     chosen_sites = [site for site in present if site in sites]
     parts = list(chosen.parts(chosen_sites, shapes, options.group, options.named("index")))

@@ -95,6 +95,8 @@ HOOKS_SEEN = ("heads", "attn_out", "mlp_out", "mlp_in", "q", "k", "v", "final")
         ({"receivers": "q:9"}, r"receivers: got q:9, expected a layer of 0\.\.3"),
         ({"receivers": "q:3[5]"}, r"receivers: got q:3\[5\], expected 0\.\.1, as q:3 has 2 entries"),
         ({"receivers": "mlp_in:3[5]"}, r"receivers: got mlp_in:3\[5\], expected no index at this hook"),
+        ({"receivers": "router:3", "hooks": "heads"}, "receivers: got router:3, expected a site of LlamaDecoderLayer"),
+        ({"receivers": "q:3", "hooks": "heads:5"}, r"hooks: got heads:5"),
         ({"receivers": "attn_out:3"}, "receivers: got attn_out:3, expected what reads the stream"),
         ({"receivers": "loss"}, "receivers: got loss, expected HOOK:LAYER"),
         ({"receivers": "q:0"}, "receivers: got none behind a sender, expected one in a later layer"),
