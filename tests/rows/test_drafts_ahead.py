@@ -5,6 +5,7 @@ and patched at single positions, acted on, aborted and preempted while drafts ar
 computes wrong tokens when a request has drafts in a step and none in the next, also without capflow.
 """
 
+import contextlib
 import functools
 
 import numpy as np
@@ -79,6 +80,24 @@ def _leased():
     ]
 
 
+@contextlib.contextmanager
+def _leases_end_with_preemptions(llm):
+    """Let the time of a request's lease be over in the step that preempts it, while its drafts are under way."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    admission, preempt = scheduler.capflow, scheduler._preempt_request
+    leases = admission.actions._leases
+
+    def preempted(request, *args, **kwargs):
+        preempt(request, *args, **kwargs)
+        for slot in [slot for slot in leases if slot[0] == request.request_id]:
+            leases[slot] = leases[slot]._replace(over_s=0.0)
+        admission.actions._end_leases(dict(admission.running(scheduler)))
+
+    scheduler._preempt_request = preempted
+    yield
+    scheduler._preempt_request = preempt
+
+
 @pytest.mark.parametrize(("number", "count"), [(11, 30), *(pytest.param(n, 60, marks=LONG) for n in (12, 13, 14))])
 def test_every_row_is_right_though_its_position_was_uncertain_when_it_was_planned(
     tiny, drafter, tmp_path, number, count
@@ -88,6 +107,9 @@ def test_every_row_is_right_though_its_position_was_uncertain_when_it_was_planne
         live.prove(llm, _crowd())
         live.prove(llm, _leased())
         assert live.acted["lease ends"] > 0, live.acted
+        with _leases_end_with_preemptions(llm):
+            leased = {**LEASED[0], "lease": {"lease_s": 1000.0}}
+            live.prove(llm, [{**request, "actions": [(4, leased)]} for request in _crowd()])
         _many(live, llm, count, number)
     live.prove_scores()
     assert live.work["ahead"] == 1

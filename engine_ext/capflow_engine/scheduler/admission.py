@@ -425,7 +425,9 @@ class Admission:
         later = [each for each in self._under_way.values() if key in each.requests]
         if not later:
             self.cut(key, limit)
+        if self.step == step:
             return
+        # Actions may hold from later steps on, also where the request has no part in these, as it was preempted.
         self._rejected.append(Rejection(key, step, limit, count))
         self.reports.shift(key, limit + count, count)
         self.actions.shift(key, limit + count, count)

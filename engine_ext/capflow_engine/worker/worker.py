@@ -246,7 +246,7 @@ class WorkerCapture:
         orders = orders or Orders(self._events.number)
         cuts = orders.cuts | {key: ended.limit for key, ended in orders.ended.items()}
         for rejection in orders.rejected:
-            self._reject(rejection)
+            self._reject(rejection, cuts.get(rejection.key))
         for key, limit in cuts.items():
             self.firing.cut(key, limit)
         self._events.note_gates(self.firing, orders.settled, self.requests)
@@ -276,13 +276,18 @@ class WorkerCapture:
                 self.requests[key] = replace(self.requests[key], prompt_length=prompt_length)
                 self.histories.lengthen(self.requests[key])
 
-    def _reject(self, rejection: Rejection) -> None:
-        """Correct the positions of a request's steps, which were planned as if all drafts were accepted."""
+    def _reject(self, rejection: Rejection, cut: int | None) -> None:
+        """Correct the positions of a request's steps, which were planned as if all drafts were accepted.
+
+        cut: where the request's rows end besides, in corrected positions.
+        """
         key, _, limit, drafts = rejection
         self._pending.reject(rejection)
         self.firing.reject(rejection)
         if key in self.requests:
             self.requests[key].computed -= drafts
+            if cut is not None and cut <= limit:  # what controllers did on these rows is undone
+                self.histories.cut(self.requests[key], cut)
             self.histories.shift(self.requests[key], limit + drafts, drafts)
 
     def _cut(self, cuts: Mapping[str, int]) -> None:
