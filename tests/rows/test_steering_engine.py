@@ -55,7 +55,7 @@ def test_every_operation_on_the_transformers_backend(backend, eager):
 
 
 @pytest.mark.long
-def test_64_mixed_requests_are_each_as_if_alone(model, steered):
+def test_128_mixed_requests_are_each_as_if_alone(model, steered):
     """Each tier, operation and module, and plain requests, which vLLM without capflow answers with the same tokens."""
     modules = {
         "glad": {"steering_vectors": ONE, "decode_steering_vectors": OTHER, "steering_clamps": BOUND},
@@ -64,12 +64,12 @@ def test_64_mixed_requests_are_each_as_if_alone(model, steered):
     asked = [*cases().values()]
     asked += [{"steering_name": {"glad": 0.5 * n, "calm": 2.0 - n}} for n in range(1, 6)]
     asked += [{"steering_name": "calm", **fields} for fields in asked[:64:8]]
-    asked += [{}] * (64 - len(asked))
-    given = prompts([lengths()[n % len(lengths())] for n in range(64)], seed=11)
+    asked += [{}] * (128 - len(asked))
+    given = prompts([lengths()[n % len(lengths())] for n in range(128)], seed=11)
     plain = [n for n, fields in enumerate(asked) if not fields]
-    assert len(asked) == 64
+    assert len(asked) == 128
     assert len(plain) >= 8
-    with engine(model, sites=["*:*"], max_num_seqs=64, max_num_batched_tokens=256, **RAW) as llm:
+    with engine(model, sites=["*:*"], max_num_seqs=128, max_num_batched_tokens=256, **RAW) as llm:
         for name, fields in modules.items():
             llm.steering.register(name, Steering.parse(fields))
         params = [capflow.sampling_params(**asks(**fields)) for fields in asked]
@@ -81,7 +81,7 @@ def test_64_mixed_requests_are_each_as_if_alone(model, steered):
             (alone,) = llm.generate(prompt, one, use_tqdm=False)
             assert answers([alone]) == answers([output])
             assert logits(output) == pytest.approx(logits(alone), abs=LOGITS_MAX)
-    with engine(model, capflow_on=False, max_num_seqs=64, max_num_batched_tokens=256, **RAW) as llm:
+    with engine(model, capflow_on=False, max_num_seqs=128, max_num_batched_tokens=256, **RAW) as llm:
         from vllm import SamplingParams
 
         bare = llm.generate([given[n] for n in plain], SamplingParams(**asks()), use_tqdm=False)
