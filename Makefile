@@ -10,7 +10,7 @@ STAY := $(shell test -t 2 && echo --stay)
 
 .DEFAULT_GOAL := help
 export NO_MKDOCS_2_WARNING := 1
-.PHONY: help demo check check-types check-waiting check-others test-one test lane-engines lane-waiting lane-browser-rows lane-others proof notebooks simulate simulate-fleet fuzz chaos soak soak-requests architectures matrix lint format bench docs docs-serve metrics proto env system compiler page-tools lock sbom audit clean
+.PHONY: help demo check check-types check-waiting check-others test-one test lane-engines lane-waiting lane-browser-rows lane-others proof proof-engines proof-others notebooks simulate simulate-fleet fuzz chaos soak soak-requests architectures matrix lint format bench docs docs-serve metrics proto env system compiler page-tools lock sbom audit clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -44,6 +44,7 @@ WAITING := tests/hub tests/consumers tests/transport
 FIRST_ROWS := $(sort $(wildcard tests/rows/test_[a-c]*.py))
 LANES := lane-engines lane-waiting lane-browser-rows lane-others
 LANE := -m pytest --durations 25 -m
+PROOFS := proof-engines proof-others
 QUICK := -m pytest -q -m "not (engine or browser or long or slow)" --durations 5 --durations-min 2
 test: env system page-tools  ## run the tests except the long ones: those of engines, of the browser, those that wait and the rest side by side
 	@# Hundreds of tests start a process, which would compile these files again where it may write no bytecode.
@@ -53,8 +54,8 @@ test: env system page-tools  ## run the tests except the long ones: those of eng
 		echo "make test: what failed, of all lanes; their whole output is in build/tests"; \
 		grep -hE -A 100 "Fatal Python error|^(FAILED|ERROR) " build/tests/*.txt; exit 2; }
 
-$(LANES): SHELL := bash -o pipefail
-$(LANES): | build/tests
+$(LANES) $(PROOFS): SHELL := bash -o pipefail
+$(LANES) $(PROOFS): | build/tests
 build/tests:
 	@mkdir -p $@
 
@@ -76,12 +77,19 @@ lane-others:
 	@$(PYTHON) $(LANE) "not (browser or engine or long)" $(WAITING:%=--ignore=%) --ignore=tests/engine 2>&1 | \
 		tee build/tests/$@.txt
 
-proof: env system  ## run the long tests, minutes each
+proof: env system  ## run the long tests, in two lanes; an hour and a half
 	@# pip accepts no file in which only some packages have hashes. Each of the packages below is for a few tests.
 	@sed 's/ --hash=.*//' requirements/cpu.lock > .venv/constraints.txt
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint .venv/constraints.txt "ray[serve]>=2.40" "sae-lens>=6" \
 		"kubernetes-validate>=1.31"
-	$(PYTHON) -m pytest -m long
+	@rm -rf build/tests
+	@$(MAKE) --no-print-directory --jobs --keep-going --output-sync=target $(PROOFS)
+
+proof-engines:
+	@$(PYTHON) $(LANE) long tests/rows tests/engine 2>&1 | tee build/tests/$@.txt
+
+proof-others:
+	@$(PYTHON) $(LANE) long --ignore=tests/rows --ignore=tests/engine 2>&1 | tee build/tests/$@.txt
 
 notebooks: env system  ## run the notebooks of examples/ on the demo model
 	$(PYTHON) -m tests.kit.notebooks examples/*.ipynb

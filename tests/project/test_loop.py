@@ -22,11 +22,6 @@ def recipe(target):
     return re.search(rf"^{target}:.*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)[1]
 
 
-def selections(target):
-    """Return the marker expressions that a target gives to pytest."""
-    return [expression.strip('"') for expression in re.findall(r'-m pytest (?:-q )?-m ("[^"]+"|\S+)', recipe(target))]
-
-
 def functions(path):
     """Return the tests of a file, as pytest names them."""
     names = set()
@@ -63,7 +58,12 @@ def test_every_test_runs_somewhere():
         ("engine and not long", "tests/rows $(FIRST_ROWS:%=--ignore=%)"),
         ("not (browser or engine or long)", "$(WAITING:%=--ignore=%) --ignore=tests/engine"),
     ]
-    assert selections("proof") == ["long"]
+    assert "$(PROOFS)" in recipe("proof")
+    proofs = re.search("^PROOFS := (.*)", MAKEFILE, re.MULTILINE)[1].split()
+    assert [re.findall(r"\$\(LANE\) long (.*?) 2>", recipe(each)) for each in proofs] == [
+        ["tests/rows tests/engine"],
+        ["--ignore=tests/rows --ignore=tests/engine"],
+    ]
     assert re.search('^QUICK := .* "not \\(engine or browser or long or slow\\)" ', MAKEFILE, re.MULTILINE)
     quick = [re.findall(r"\$\(QUICK\) (.*)", recipe(part)) for part in re.findall(r"check-[\w-]+", recipe("check"))]
     assert quick == [[], ["$(WAITING)"], ["$(WAITING:%=--ignore=%)"]]
