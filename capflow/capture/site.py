@@ -225,6 +225,22 @@ def hook_named(name: Any) -> str | None:
     return hook if hook in HOOKS else None
 
 
+def site_named(value: object, sites: Iterable[Site] = ()) -> Site:
+    """Return the site that a key names: `(layer, hook)`, a name as `Site.parse` takes, or a hook that one site has.
+
+    sites: those that have rows.
+
+    Raises UsageError for anything else.
+    """
+    if isinstance(value, tuple) and len(value) == 2:
+        return Site(*value)
+    if not isinstance(value, str):
+        raise UsageError(explain("site", got=value, expected='(layer, hook) or "hook:layer"'))
+    hook = hook_named(value)
+    named = [] if hook is None else [site for site in sites if site.hook == hook]
+    return named[0] if len(named) == 1 else Site.parse(value)
+
+
 def by_own_name(value: Mapping[Any, Any], where: str) -> dict[str, Any]:
     """Return a mapping keyed by hook points, with each alias replaced by the hook's own name.
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from capflow.capture.site import FORWARD_HOOKS, HOOKS, Site, by_own_name, hook_named
+from capflow.capture.site import FORWARD_HOOKS, HOOKS, Site, by_own_name, hook_named, site_named
 from capflow.capture.spec import CaptureSpec
 from capflow.errors import UsageError
 from capflow.steering.request import Steering
@@ -49,6 +49,18 @@ def test_a_site_is_read_by_either_name():
     assert Site.parse("post_mlp:3") == Site.parse("post_block:3") == SITE
     assert str(Site.parse("post_mlp:3")) == "post_block:3"
     assert site_of(3, "post_mlp") == SITE
+
+
+def test_a_key_of_rows_may_be_the_hook_alone_of_one_site():
+    sites = [SITE, Site(1, "heads"), Site(2, "heads"), Site(3, "final")]
+    for key in ("final", "ln_final.hook_normalized", "final:3", (3, "final")):
+        assert site_named(key, sites) == Site(3, "final")
+    assert site_named("post_mlp", sites) == SITE
+    for key in ("heads", "q", "loss"):
+        with pytest.raises(UsageError, match=f"^site: got {key}, expected HOOK:LAYER with HOOK one of pre_attn, "):
+            site_named(key, sites)
+    with pytest.raises(UsageError, match=r'^site: got 3, expected \(layer, hook\) or "hook:layer"$'):
+        site_named(3, sites)
 
 
 @pytest.mark.parametrize(

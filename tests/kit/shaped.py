@@ -89,6 +89,9 @@ def assert_site(
 ) -> None:
     """Assert that a site of a capture holds its rows, as wide as they are, in order, in their shape."""
     captured, positions = capture[site], positions_of(site, length, within)
+    if sum(each.hook == site.hook for each in capture.sites) == 1:
+        assert np.array_equal(capture[site.hook].positions, captured.positions)
+        assert site.hook in capture
     assert captured.positions.tolist() == positions
     assert captured.token_ids.tolist() == [token_of(name, position) for position in positions]
     expected = np.stack([row_of(name, site, position, width_of(site), dtype) for position in positions])

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from capflow.capture.frame import Weights
 from capflow.capture.intervals import Intervals
 from capflow.capture.result import joined_weights
-from capflow.capture.site import Site
+from capflow.capture.site import Site, site_named
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.text.brief import brief
 from capflow.text.tabular import Tabular
@@ -231,7 +231,7 @@ class RequestCapture(DerivedRows, Tabular, ABC):
         return {site: getattr(entry, name) for site, entry in self._entries.items()}
 
     def __contains__(self, site: object) -> bool:
-        return site_of(site) in self._entries
+        return site_named(site, self._entries) in self._entries
 
     def __getitem__(self, site: tuple[int, str] | str) -> Rows:
         """Return a site's rows, read-only. They are memory-mapped unless they are compressed or come in several parts.
@@ -253,11 +253,12 @@ class RequestCapture(DerivedRows, Tabular, ABC):
 
     def _entry(self, site: tuple[int, str] | str) -> layout.SiteFile:
         """Return a site's entry in the sidecar; raises UsageError if it has none."""
-        entry = self._entries.get(site_of(site))
+        wanted = site_named(site, self._entries)
+        entry = self._entries.get(wanted)
         if entry is None:
             have = ", ".join(map(str, self.sites)) or "none"
             problem = f"{self.path}: no rows at a site"
-            raise UsageError(explain(problem, got=str(site_of(site)), expected=f"one of {have}"))
+            raise UsageError(explain(problem, got=str(wanted), expected=f"one of {have}"))
         return entry
 
     @abstractmethod
@@ -298,7 +299,7 @@ class JoinedCapture(RequestCapture):
 
     def in_batches(self, site: tuple[int, str] | str) -> Iterator[Rows]:
         """Yield a site's rows part by part; in one piece if the positions of the parts interleave."""
-        wanted = site_of(site)
+        wanted = site_named(site, self._entries)
         ends = [(places[0], places[-1], part) for part in self._with(wanted) if len(places := part.positions(wanted))]
         ends.sort(key=itemgetter(0))
         if ends and all(last < first for (_, last, _), (first, _, _) in itertools.pairwise(ends)):
@@ -309,7 +310,7 @@ class JoinedCapture(RequestCapture):
 
     def positions(self, site: tuple[int, str] | str) -> npt.NDArray[np.int64]:
         """Return the positions `[n]` of a site's rows, without reading the rows; raises as `capture[site]` does."""
-        wanted = site_of(site)
+        wanted = site_named(site, self._entries)
         positions = [part.positions(wanted) for part in self._with(wanted)]
         return np.sort(np.concatenate(positions)) if positions else super().positions(wanted)
 
@@ -358,15 +359,6 @@ def steered_at(sidecar: layout.Sidecar, positions: npt.NDArray[Any]) -> npt.NDAr
     # A position inside a run has an odd number of edges at or before it.
     steered: npt.NDArray[np.bool_] = np.searchsorted(np.array(sidecar.steered, np.int64), positions, "right") % 2 == 1
     return steered
-
-
-def site_of(value: object) -> Site:
-    """Return the site of `(layer, hook)` or `"hook:layer"`; raises UsageError for anything else."""
-    if isinstance(value, str):
-        return Site.parse(value)
-    if isinstance(value, tuple) and len(value) == 2:
-        return Site(*value)
-    raise UsageError(explain("site", got=value, expected='(layer, hook) or "hook:layer"'))
 
 
 def damaged(file: PurePath, got: str, expected: str) -> CapflowError:

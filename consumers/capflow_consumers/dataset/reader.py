@@ -23,6 +23,7 @@ import xxhash
 
 from capflow import limits
 from capflow.capture.dtypes import DTYPES
+from capflow.capture.site import site_named
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.extras import require
 from capflow.files import open_regular, read_regular
@@ -39,7 +40,6 @@ from capflow_consumers.dataset.capture import (
     concatenated,
     damaged,
     joined,
-    site_of,
 )
 from capflow_consumers.dataset.disk import mapped
 from capflow_consumers.dataset.names import Numbered, slug, split
@@ -221,7 +221,7 @@ class Dataset(Tabular):
         """
         if rows_max < 1:
             raise UsageError(explain("rows_max", got=rows_max, expected="1 or more"))
-        wanted = site_of(site)
+        wanted = site_named(site)
         parts: list[tuple[str, Rows]] = []
         held = 0
         for capture in self:

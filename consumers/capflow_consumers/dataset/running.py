@@ -30,12 +30,12 @@ from capflow.capture.attention import AttentionForms, form_of
 from capflow.capture.dtypes import DTYPES
 from capflow.capture.model import Shape
 from capflow.capture.router import RouterForms
-from capflow.capture.site import Site
+from capflow.capture.site import Site, site_named
 from capflow.errors import UsageError, explain
 from capflow.files import create_private, open_regular, read_regular
 from capflow.text import jsontext
 from capflow_consumers.dataset import layout
-from capflow_consumers.dataset.capture import Rows, site_of
+from capflow_consumers.dataset.capture import Rows
 from capflow_consumers.dataset.derived import DerivedRows
 from capflow_consumers.dataset.disk import found_in, mapped
 from capflow_consumers.dataset.rows import Piece, TokenLog
@@ -114,7 +114,7 @@ class RunningCapture(DerivedRows):
 
         Raises UsageError when there are none, or the request has ended.
         """
-        wanted = site_of(site)
+        wanted = site_named(site, self.sites)
         lines = [line for line in self._added if str(wanted) in line.sites]
         dtype = DTYPES[self.about.dtypes.get(str(wanted), self.about.dtype)]
         spans = [span for line in lines for span in line.spans]

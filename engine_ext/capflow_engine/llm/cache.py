@@ -23,7 +23,7 @@ import capflow
 from capflow.capture.dtypes import DTYPES
 from capflow.capture.frame import mask_of
 from capflow.capture.model import ModelInfo
-from capflow.capture.site import Site, hook_named, layers_by_hook
+from capflow.capture.site import Site, hook_named, layers_by_hook, site_named
 from capflow.capture.spec import CaptureSpec, Wanted
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.text.notebook import html_table
@@ -86,7 +86,7 @@ class ActivationCache(Tabular):
         return iter(self.sites)
 
     def __contains__(self, site: object) -> bool:
-        return _site(site) in self.wanted
+        return site_named(site, self.wanted) in self.wanted
 
     def __getitem__(self, site: tuple[int, str] | str) -> npt.NDArray[Any]:
         """Return a site's rows `[prompts, rows, *shape]`, in the stored dtype; raise UsageError without rows."""
@@ -187,15 +187,14 @@ class ActivationCache(Tabular):
 
     def _rows(self, capture: Any, site: tuple[int, str] | str) -> _Rows:
         """Return the wanted rows of a prompt at a site; raise UsageError for another site."""
-        want = self.wanted.get(_site(site))
+        wanted = site_named(site, self.wanted)
+        want = self.wanted.get(wanted)
         if want is None:
-            raise UsageError(
-                explain("site", got=str(_site(site)), expected=f"one of {', '.join(map(str, self.sites))}")
-            )
-        if _site(site) not in capture:  # the prompt has none of the positions
-            nothing = np.empty((0, *self.model.shape_of(_site(site))), DTYPES[self.model.dtype])
+            raise UsageError(explain("site", got=str(wanted), expected=f"one of {', '.join(map(str, self.sites))}"))
+        if wanted not in capture:  # the prompt has none of the positions
+            nothing = np.empty((0, *self.model.shape_of(wanted)), DTYPES[self.model.dtype])
             return _Rows(nothing, np.empty(0, np.int64), np.empty(0, np.int32))
-        stored = capture[site]
+        stored = capture[wanted]
         rows = _Rows(stored.shaped, stored.positions, stored.token_ids)
         runs = want.positions.at(capture.prompt_length).runs(0, capture.computed_length)
         chosen = mask_of(tuple(itertools.chain.from_iterable(runs)), 0, capture.computed_length)[rows.positions]
@@ -287,13 +286,6 @@ def _captures(names: Sequence[str], outputs: Sequence[Any]) -> list[Any]:
             opened[root] = capflow.open(root)
         captures.append(opened[root][name])
     return captures
-
-
-def _site(value: object) -> Site:
-    """Return the site of `(layer, hook)` or of a name; raise UsageError for anything else."""
-    if isinstance(value, tuple) and len(value) == 2:
-        return Site(*value)
-    return Site.parse(str(value))
 
 
 def _listed(prompts: Any) -> list[Any]:

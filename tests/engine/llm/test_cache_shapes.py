@@ -36,6 +36,7 @@ def test_rows_have_the_shape_of_their_site(cache):
         assert np.array_equal(heads[number], expected.reshape(3, 4, 3))
     router = cache["router:2"]  # the shortest prompt has one position, the longest three
     assert router.shape == (3, 3, 5)
+    assert np.array_equal(cache["router"], router, equal_nan=True)  # the only layer with rows there
     assert np.isnan(router[2, 1:]).all()
     assert cache["post_block:0"].shape == (3, 6, 8)
     assert cache.torch("heads:1").shape == (3, 3, 4, 3)

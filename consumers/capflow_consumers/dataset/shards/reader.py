@@ -19,10 +19,11 @@ import pyarrow as pa
 import xxhash
 
 from capflow.capture.dtypes import DTYPES
+from capflow.capture.site import site_named
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.files import open_regular
 from capflow_consumers.dataset import layout
-from capflow_consumers.dataset.capture import RequestCapture, Rows, concatenated, damaged, site_of
+from capflow_consumers.dataset.capture import RequestCapture, Rows, concatenated, damaged
 from capflow_consumers.dataset.shards import seal
 from capflow_consumers.dataset.shards.seal import Entry
 from capflow_consumers.dataset.shards.stream import (
@@ -209,12 +210,12 @@ class ShardCapture(RequestCapture):
 
         Raises as `capture[site]` does.
         """
-        entry = self._entries.get(site_of(site))
+        entry = self._entries.get(site_named(site, self._entries))
         yield from (self[site],) if entry is None else self._parts(entry)
 
     def positions(self, site: tuple[int, str] | str) -> npt.NDArray[np.int64]:
         """Return the positions `[n]` of a site's rows, without decompressing; raises as `capture[site]` does."""
-        entry = self._entries.get(site_of(site))
+        entry = self._entries.get(site_named(site, self._entries))
         if entry is None:
             return super().positions(site)
         every = np.concatenate([np.zeros(0, np.int64), *(batch.positions for batch in self._decoded())])
