@@ -258,8 +258,13 @@ def _of_model(
     kept = tempfile.TemporaryDirectory(prefix="capflow-cache-", ignore_cleanup_errors=True)
     consumers = [f"{_STORE}:root={Path(kept.name)},capture=requests"]
     settings = {"sites": [f"{hook}:*" for hook in _layers(hooks)], "consumers": consumers} | engine
-    with capflow.LLM(str(capflow.demo_model()) if model == "demo" else model, **settings) as llm:
-        made = cache(llm, given, hooks=hooks, positions=positions, max_tokens=max_tokens, **fields)
+    try:
+        with capflow.LLM(str(capflow.demo_model()) if model == "demo" else model, **settings) as llm:
+            made = cache(llm, given, hooks=hooks, positions=positions, max_tokens=max_tokens, **fields)
+    except UsageError as e:
+        if "sites" in engine:
+            raise
+        raise UsageError(str(e).replace("--sites: ", "cache.hooks: ", 1)) from e
     return ActivationCache(made.model, made.wanted, made.captures, made.outputs, kept)
 
 

@@ -125,6 +125,13 @@ def test_what_fits_no_model_is_refused_before_one_is_loaded(arguments, monkeypat
         capflow.cache("nowhere", **({"prompts": [np.array([7, 8])]} | arguments))
 
 
+def test_a_hook_that_a_model_lacks_is_named_before_an_engine_starts(model):
+    with pytest.raises(UsageError, match=r"^cache\.hooks: got router:\*, expected a site of LlamaDecoderLayer"):
+        capflow.cache(model, [[7, 8]], hooks=["router"], engine={"skip_tokenizer_init": True})
+    with pytest.raises(UsageError, match=r"^--sites: got router:\*, expected a site of LlamaDecoderLayer"):
+        capflow.cache(model, [[7, 8]], engine={"skip_tokenizer_init": True, "sites": ["router:*"]})
+
+
 def test_a_site_that_is_not_in_the_cache(llm):
     cache = capflow.cache(llm, [7, 8, 9], hooks="post_block")
     with pytest.raises(UsageError, match="site: got attn_out:1, expected one of post_block:0"):
