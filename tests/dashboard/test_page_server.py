@@ -239,15 +239,16 @@ def test_a_page_that_does_not_read_stalls_nobody_and_grows_nothing(monkeypatch):
         page.until(lambda p: p.requests)
         page.select(1)
         page.until(lambda p: p.columns == 500)
-        for number in range(100):
+        number = full = 0  # rounds; those since the kernel takes no more for the page that does not read
+        while full < 50:
             begun = time.thread_time()
             consumer.on_frame(frame)
             slowest = max(slowest, time.thread_time() - begun)
             page.until(lambda p, n=number: p.merged >= n + 2)
             most = max([most, *buffered(consumer)])
+            number, full = number + 1, full + (most > 0)
         sent = page.received_bytes / page.merged
-        assert page.received_bytes > 10 * limits.MIB  # more than the kernel takes for a page that does not read
-        assert 0 < most < 2 * sent + limits.WRITE_BUFFER_BYTES
+        assert most < 2 * sent + limits.WRITE_BUFFER_BYTES
         assert slowest < 0.5
         assert len(consumer.server.connections) == 2
         assert stalled.fileno() > 0
