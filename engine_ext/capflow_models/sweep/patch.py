@@ -272,8 +272,14 @@ def plan_of(model: str, source: PairSource, options: PatchOptions) -> SweepPlan:
     ]
     receivers, frozen = _receivers(options, hooks, described.layers)
     behind = [part.site for part in receivers]
-    names = (options.named("hooks"), options.named("receivers"))
-    present, shapes = shaped(model, engine, sites, behind, strict=at_sites.strict, where=names)
+    every, named = list(dict.fromkeys([*sites, *behind])), options.named("hooks")
+    try:
+        present, shapes = shaped(model, engine, every, strict=at_sites.strict, where=named)
+    except UsageError:
+        # The error names the hooks also if a receiver is to blame.
+        shaped(model, engine, sites, strict=at_sites.strict, where=named)
+        shaped(model, engine, behind, strict=True, where=options.named("receivers"))
+        raise
     check_receivers(receivers, present, shapes, options.named("receivers"))
     chosen_sites = [site for site in present if site in sites]
     parts = list(chosen.parts(chosen_sites, shapes, options.group, options.named("index")))

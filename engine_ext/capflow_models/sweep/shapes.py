@@ -16,30 +16,16 @@ Shapes = Mapping[Site, tuple[int, ...]]
 
 
 def shaped(
-    model: str,
-    engine: Mapping[str, Any],
-    sites: Sequence[Site],
-    receivers: Sequence[Site] = (),
-    *,
-    strict: bool,
-    where: tuple[str, str] = ("--hooks", "--receivers"),
+    model: str, engine: Mapping[str, Any], sites: Sequence[Site], *, strict: bool, where: str = "--hooks"
 ) -> tuple[list[Site], Shapes]:
-    """Return the sites and receivers that a model has, and the shapes of those whose rows are not the stream's.
+    """Return the sites that a model has, and the shapes of those whose rows are not the stream's.
 
     The model is made without weights, which takes seconds; not if all rows are the stream's.
 
     strict: whether a site that the model lacks is refused. Else it is left out; a hook that no layer has is refused.
-    where: what sites and receivers are called in errors.
 
     Raises UsageError for such sites, and for a site that cannot be steered in this engine.
     """
-    if receivers:
-        every = list(dict.fromkeys([*sites, *receivers]))
-        try:
-            return shaped(model, engine, every, strict=strict, where=where)
-        except UsageError:
-            shaped(model, engine, sites, strict=strict, where=where)
-            return shaped(model, engine, receivers, strict=True, where=(where[1], where[1]))
     hooks = [hook for hook in dict.fromkeys(site.hook for site in sites) if hook in SHAPED_HOOKS]
     if not hooks:
         return list(sites), {}
@@ -48,10 +34,10 @@ def shaped(
     try:
         tapped = tapped_by(resolved_model(model), engine, patterns)
     except UsageError as e:
-        raise UsageError(str(e).replace("--sites: ", f"{where[0]}: ", 1)) from e
+        raise UsageError(str(e).replace("--sites: ", f"{where}: ", 1)) from e
     shapes = {site: shape for group in tapped.shapes or () for shape in [group.shape] for site in group.sites}
     present = [site for site in sites if site.hook not in hooks or site in tapped.sites]
     for site in present:
         if site in tapped.fixed:
-            raise UsageError(refusal_of_fixed(where[0], site, "patch"))
+            raise UsageError(refusal_of_fixed(where, site, "patch"))
     return present, shapes
