@@ -26,7 +26,8 @@ from capflow.capture.spec import CaptureSpec
 from capflow.protocol.message import ControllerSpec
 from capflow.steering.vector import SteeringVector
 from capflow_consumers.gate import GateState
-from capflow_engine.taps.plan import Planner, Scheduled, Tracked
+from capflow_engine.taps.plan import Planner, Scheduled
+from capflow_engine.taps.requests import Tracked
 from capflow_engine.worker.control.controllers import Controllers
 from capflow_engine.worker.control.view import Seen, Shown, View
 

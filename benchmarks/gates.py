@@ -115,10 +115,11 @@ def taps(batch: int, where: str, gate: str | None, rounds: int = 200) -> float:
     from capflow_engine.taps.acting import SlotRange
     from capflow_engine.taps.bank import Bank
     from capflow_engine.taps.gates import Gating
-    from capflow_engine.taps.plan import Planner, Scheduled, Tracked
+    from capflow_engine.taps.plan import Planner, Scheduled
+    from capflow_engine.taps.requests import Tracked
     from capflow_engine.taps.step import Step
-    from capflow_engine.worker.firing import Firing, GatedStep
-    from capflow_engine.worker.latches import Latches
+    from capflow_engine.worker.gates.firing import Firing, GatedStep
+    from capflow_engine.worker.gates.latches import Latches
 
     layers, width, cpu = 18, 640, torch.device("cpu")
     made = program(layers, width, where, gate)

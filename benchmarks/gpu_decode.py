@@ -29,8 +29,9 @@ from capflow.steering.program import ADD, Op, SiteOps, SteeringProgram, digest
 from capflow_engine.steering.budget import Size
 from capflow_engine.taps.acting import SlotRange
 from capflow_engine.taps.bank import Bank, Steered
-from capflow_engine.taps.kernel import launch
-from capflow_engine.taps.plan import Plan, Planner, Scheduled, Tracked
+from capflow_engine.taps.gpu.kernel import launch
+from capflow_engine.taps.plan import Plan, Planner, Scheduled
+from capflow_engine.taps.requests import Tracked
 from capflow_engine.taps.tables import Tables
 
 LAYERS, WIDTH, QKV, MLP = (3, 64, 96, 128) if SMOKE else (32, 4096, 6144, 14336)

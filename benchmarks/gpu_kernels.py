@@ -46,9 +46,11 @@ from capflow.steering.program import (  # noqa: E402
     digest,
 )
 from capflow_engine.steering.budget import Size  # noqa: E402
+from capflow_engine.taps.acting import SlotRange  # noqa: E402
 from capflow_engine.taps.bank import Bank, Steered  # noqa: E402
-from capflow_engine.taps.kernel import launch  # noqa: E402
-from capflow_engine.taps.plan import Plan, Planner, Scheduled, SlotRange, Tracked  # noqa: E402
+from capflow_engine.taps.gpu.kernel import launch  # noqa: E402
+from capflow_engine.taps.plan import Plan, Planner, Scheduled  # noqa: E402
+from capflow_engine.taps.requests import Tracked  # noqa: E402
 from capflow_engine.taps.tables import Tables  # noqa: E402
 from tests.kit import gate_cases, tap_cases  # noqa: E402
 

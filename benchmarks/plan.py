@@ -21,7 +21,8 @@ import torch
 from capflow.capture.positions import Positions
 from capflow_engine.steering.budget import Size
 from capflow_engine.taps.bank import Bank
-from capflow_engine.taps.plan import Plan, Planner, Program, Scheduled, Tracked
+from capflow_engine.taps.plan import Batch, Plan, Planner, Scheduled
+from capflow_engine.taps.requests import Program, Tracked
 from capflow_engine.taps.step import Step
 from capflow_engine.taps.tables import Tables
 
@@ -61,20 +62,35 @@ class Case:
     def _tracked(self, number: int, program: Program) -> Tracked:
         return Tracked(f"r{number}", f"r{number}", PROMPT, program, self.planner.nothing, computed=PROMPT)
 
-    def batches(self, steps: int) -> Iterator[list[Scheduled]]:
+    def batches(self, steps: int) -> Iterator[Batch]:
         """Yield the batch of each step."""
+        requests, lengths = tuple(self.tracked), np.ones(self.count, np.int64)
         for step in range(steps):
-            yield [Scheduled(request, row, PROMPT + step, 1) for row, request in enumerate(self.tracked)]
+            yield Batch(requests, lengths * (PROMPT + step), lengths)
+
+
+class Changing(Case):
+    """In each step a request takes the place of another one: nothing is as in the step before."""
+
+    def batches(self, steps: int) -> Iterator[Batch]:
+        """Yield the batch of each step."""
+        for step, batch in enumerate(super().batches(steps)):
+            requests, place = list(batch.requests), step % self.count
+            former = requests[place]
+            self.planner.drop(former)
+            requests[place] = self.tracked[place] = self._tracked(place, former.ship)
+            requests[place].computed = PROMPT + step
+            yield Batch(tuple(requests), batch.starts, batch.lengths)
 
 
 class Prefill(Case):
     """One request's prompt of `TOKENS` tokens in one step."""
 
-    def batches(self, steps: int) -> Iterator[list[Scheduled]]:
+    def batches(self, steps: int) -> Iterator[Batch]:
         """Yield the batch of each step."""
         for _ in range(steps):
             request = self.tracked[0]
-            yield [Scheduled(Tracked("r", "r", TOKENS, request.ship, self.planner.nothing), 0, 0, TOKENS)]
+            yield Batch.of([Scheduled(Tracked("r", "r", TOKENS, request.ship, self.planner.nothing), 0, 0, TOKENS)])
 
 
 EIGHT = ["all", "all_generated", {"every": 1}, *({"generated": [n, None]} for n in range(5))]
@@ -85,6 +101,7 @@ CASES = [
     Case("8 of 64 captured", 64, 1, 36, captured=8),
     Case("64 of 64 captured", 64, 1, 36, captured=64),
     Case("everything", 256, 1, 36),
+    Changing("everything, changing", 256, 1, 36),
     Case("8 sets of positions", 256, 8, 36, forms=EIGHT),
     Case("8 sets of sites", 256, 8, 8),
     Case("8 large sets of sites", 256, 8, 28),
@@ -118,18 +135,18 @@ def measure(case: Case, steps: int) -> tuple[Plan, dict[str, float]]:
     for batch in case.batches(steps):
         made: list[Plan] = []
         times["plan"].append(microseconds(lambda batch=batch, made=made: made.append(case.planner.plan(batch))))
-        times["loop"].append(microseconds(lambda batch=batch: bare(batch)))
+        times["loop"].append(microseconds(lambda parts=batch.parts: bare(parts)))
         buffer = torch.empty(made[0].rows, 1)
         times["step"].append(microseconds(lambda made=made, buffer=buffer: Step(made[0], buffer, bank)))
-        tokens = sum(part.length for part in batch)
+        tokens = made[0].tokens
         times["tables"].append(microseconds(lambda made=made, tokens=tokens: tables.load(made[0], tokens)))
         shown = made[0] if made[0].rows or shown is None else shown
     assert shown is not None
     return shown, {name: statistics.median(values) for name, values in times.items()}
 
 
-def bare(batch: list[Scheduled]) -> None:
-    for _number, (_request, _row, _start, _length) in enumerate(batch):
+def bare(parts: Sequence[Scheduled]) -> None:
+    for _number, (_request, _row, _start, _length) in enumerate(parts):
         pass
 
 

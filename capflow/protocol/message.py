@@ -155,6 +155,17 @@ class Ack(msgspec.Struct, frozen=True, tag="ack"):
 _Totals = Annotated[dict[Name, Total], msgspec.Meta(max_length=limits.REASONS_MAX)]
 
 
+class CpuTime(msgspec.Struct, frozen=True, array_like=True):
+    """Processor time of capflow in an engine's process.
+
+    ns: nanoseconds.
+    steps: the number of steps in which it was spent; 0 for a thread of capflow's own.
+    """
+
+    ns: Total = 0
+    steps: Total = 0
+
+
 class WorkerCounts(msgspec.Struct, frozen=True):
     """A worker's counts of its side of the session, since its boot.
 
@@ -167,6 +178,8 @@ class WorkerCounts(msgspec.Struct, frozen=True):
     dropped_rows: the number of dropped rows, by the reasons of `docs/backpressure.md`.
     reconnects: the number of lost connections.
     spool: the counts of its spool, by the names of `Outbox.status`; None without a spool.
+    cpu: the processor time of capflow in the worker's process. `worker` and `scheduler` are on the thread of the steps,
+        in the steps that were measured; `scheduler` is there if it is in the same process. The others are threads.
     """
 
     sent_frames: Total = 0
@@ -183,6 +196,9 @@ class WorkerCounts(msgspec.Struct, frozen=True):
     dropped_rows: _Totals = msgspec.field(default_factory=dict)
     reconnects: Total = 0
     spool: _Totals | None = None
+    cpu: Annotated[dict[Name, CpuTime], msgspec.Meta(max_length=limits.REASONS_MAX)] = msgspec.field(
+        default_factory=dict
+    )
 
 
 class ControllerCounts(msgspec.Struct, frozen=True, array_like=True):

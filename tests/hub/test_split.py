@@ -13,7 +13,8 @@ from capflow.hub.lanes.tally import Tallies, Tally
 from capflow.hub.requests.index import RequestIndex, Wish
 from capflow.hub.requests.request import KnownEngine
 from capflow_engine.scheduler.orders import Ended
-from capflow_engine.taps.plan import Planner, Scheduled, Tracked
+from capflow_engine.taps.plan import Planner, Scheduled
+from capflow_engine.taps.requests import Tracked
 from capflow_engine.worker.sender import Computed, Sender, Way
 from tests.kit.frames import BOOT, FIRST
 from tests.kit.selectors_model import meant, specs

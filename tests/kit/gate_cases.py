@@ -30,7 +30,8 @@ from capflow.steering.program import (
 from capflow_engine.steering.budget import Size
 from capflow_engine.taps.acting import SlotRange
 from capflow_engine.taps.bank import Bank
-from capflow_engine.taps.plan import Planner, Scheduled, Tracked
+from capflow_engine.taps.plan import Planner, Scheduled
+from capflow_engine.taps.requests import Tracked
 from tests.kit.tap_cases import CASES, CPU, ROUNDING, SCALES, Made, encoded, operations, start_kernel, with_pairs
 
 GATE_CASES = [*CASES, (5, 16, torch.float32, True, (1,) * 33), (6, 24, torch.float32, True, (150, 1, 1, 9))]

@@ -19,7 +19,7 @@ import torch
 import capflow
 from capflow.capture.site import DIVIDED_HOOKS, Site
 from capflow_engine.taps.step import Step
-from capflow_engine.worker.latches import Latches
+from capflow_engine.worker.gates.latches import Latches
 from tests.kit.engines import GREEDY, VOCABULARY, engine, prompts, relative_error, scheduled_ahead
 from tests.kit.entries import LLAMA_HOOKS, clamp, patch, shape_of, unit_of
 from tests.kit.sources import ROOT

@@ -15,7 +15,8 @@ from capflow_engine.steering.budget import Size
 from capflow_engine.taps.acting import SlotRange
 from capflow_engine.taps.bank import Bank
 from capflow_engine.taps.gates import Gating
-from capflow_engine.taps.plan import Plan, Planner, Scheduled, Tracked
+from capflow_engine.taps.plan import Plan, Planner, Scheduled
+from capflow_engine.taps.requests import Tracked
 from capflow_engine.taps.step import Step
 
 CASES = [  # sites, width, dtype, split, tokens of each request
@@ -244,7 +245,7 @@ def check(case, seed, start, *, truncate=False, device=CPU, relative=False, feat
 
 def start_kernel(made, rows, carried=None, received=None):
     """Start a step of the kernel, with tables full of what an earlier step left; return its tap at a site."""
-    from capflow_engine.taps.kernel import launch
+    from capflow_engine.taps.gpu.kernel import launch
     from capflow_engine.taps.tables import Tables
 
     tables = Tables(

@@ -32,7 +32,7 @@ LAYERS = {
     ),
     "capflow_engine": (
         "layer",
-        "hubs settings",
+        "hubs settings stepclock",
         "compat",
         "steering",
         "request taps",

@@ -245,8 +245,9 @@ def _workers(
         Column("its queue", 2, "queue"),
         Column("dropped", 3, "dropped"),
         Column("last", 6),
-        Column("rows", 8, "rows"),
-        Column("frames", 9),
+        Column("µs a step", 8, "µs a step"),
+        Column("rows", 9, "rows"),
+        Column("frames", 10),
     ]
     rows = []
     for session in workers:
@@ -261,10 +262,12 @@ def _workers(
             Text("?", "dim") if counts is None else _meter(counts["queued_bytes"], counts["queue_bytes_max"]),
             Text(human_count(dropped), "red" if dropped else ""),
             _ago(session["last_frame_age_s"]).removesuffix(" ago"),
+            "" if (step_us := _step_us(counts)) is None else f"{step_us:.0f}",
             human_count(session["rows"]),
             human_count(session["frames"]),
         )
         values = {
+            "µs a step": step_us,
             "name": session["engine"],
             "rows/s": None if rate is None else rate.rows,
             "queue": None if counts is None else counts["queued_bytes"] / max(1, counts["queue_bytes_max"]),
@@ -273,6 +276,12 @@ def _workers(
         }
         rows.append(TableRow(clean(name_of(session["engine"])), cells, values))
     return _fitted(columns, rows, rates, order, rows_max)
+
+
+def _step_us(counts: Status | None) -> float | None:
+    """Return the processor time of capflow on the thread of a worker's steps, for each step; None if unknown."""
+    parts = [] if counts is None else [(ns, steps) for ns, steps in counts.get("cpu", {}).values() if steps]
+    return sum(ns / steps for ns, steps in parts) / 1000 if parts else None
 
 
 def _consumers(consumers: Mapping[str, Status], rates: Rates | None, order: SortOrder | None) -> FittedTable:

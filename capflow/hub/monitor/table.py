@@ -28,6 +28,7 @@ from capflow.hub.lanes.notes import KINDS
 from capflow.hub.peers.roster import Peer
 from capflow.protocol.message import ControllerCounts, WorkerCounts
 from capflow.steering.action import FROZEN_TROUBLE
+from capflow.system.cpu import thread_times_ns
 
 Labels = tuple[str, ...]
 Value = float | Mapping[Any, float] | None
@@ -102,6 +103,11 @@ def _limited(hub: Hub) -> Value:
     return dict(hub.limited_actions)
 
 
+def _threads(hub: Hub) -> Value:
+    del hub  # one in a process
+    return {thread: spent / 1e9 for thread, spent in thread_times_ns().items()}
+
+
 HUB = (
     gauge("build_info", "Always 1; the version of capflow.", lambda _: {capflow.__version__: 1}, "version"),
     gauge("ready", "1 when `/readyz` says so, else 0.", lambda hub: not problems(hub, time.monotonic())),
@@ -161,6 +167,12 @@ HUB = (
     gauge("credit_limit_bytes", "The bound of that.", "roster.pool.bytes_max"),
     gauge("memory_bytes", "Estimated memory for what peers send, by part of the budget.", _memory("bytes"), "part"),
     gauge("memory_limit_bytes", "The bound of that: parts of `--memory-bytes-max`.", _memory("bytes_max"), "part"),
+    counter(
+        "thread_cpu_seconds",
+        "Processor time of the hub's threads; that of a consumer has its name.",
+        _threads,
+        "thread",
+    ),
     gauge("taps", "Hubs that tap this one.", lambda hub: len(hub.watchers)),
     counter("tap_frames", "Copies of frames that were sent to taps.", "watchers.frames"),
     counter("tap_bytes", "Bytes of these copies.", "watchers.bytes"),
@@ -278,6 +290,27 @@ WORKER_COUNTS = (
     counter("worker_reconnects", "Connections to a hub that it lost.", "reconnects"),
 )
 
+WORKER_CPU = (
+    counter(
+        "worker_measured_steps",
+        "Steps in which the time of capflow's code on the thread of the steps was measured: one in 16.",
+        lambda counts: {part: spent.steps for part, spent in counts.cpu.items() if spent.steps},
+        "part",
+    ),
+    counter(
+        "worker_step_cpu_seconds",
+        "Processor time of that code in these steps, in the worker and in the scheduler of its process.",
+        lambda counts: {part: spent.ns / 1e9 for part, spent in counts.cpu.items() if spent.steps},
+        "part",
+    ),
+    counter(
+        "worker_thread_cpu_seconds",
+        "Processor time of capflow's threads in the worker's process.",
+        lambda counts: {thread: spent.ns / 1e9 for thread, spent in counts.cpu.items() if not spent.steps},
+        "thread",
+    ),
+)
+
 WORKER_SPOOL = (
     gauge("worker_spool_frames", "Frames in its spool that no hub has acknowledged.", _key("records")),
     gauge("worker_spool_bytes", "The size of its spool on disk.", _key("bytes")),
@@ -344,6 +377,7 @@ TABLE = (
     Part(_CONSUMER, _durable, DURABLE),
     Part(_WORKER, _workers, WORKER),
     Part(_WORKER, _worker_counts, WORKER_COUNTS),
+    Part(_WORKER, _worker_counts, WORKER_CPU),
     Part(_WORKER, _worker_spools, WORKER_SPOOL),
     Part((*_WORKER, "controller"), _controllers, CONTROLLER),
 )

@@ -14,7 +14,7 @@ from capflow.buffers.policy import POLICY_DEFAULT, WhenFull
 from capflow.buffers.queue import ByteQueue
 from capflow.capture.frame import Frame, FrameHeader
 from capflow.errors import CapflowError
-from capflow.protocol.message import Beat, ControllerCounts, Determinism, Hello, Message, Welcome, WorkerCounts
+from capflow.protocol.message import Beat, ControllerCounts, CpuTime, Determinism, Hello, Message, Welcome, WorkerCounts
 from capflow.protocol.session import Parts, State
 from capflow.transport.links.link import Link
 from capflow.transport.outbox import Outbox
@@ -38,6 +38,7 @@ class Staged(NamedTuple):
     troubles: the reasons why the worker does not capture everything that was asked for.
     controllers: the counts of its controllers, by name.
     determinism: whether the ranks of the engine steer alike.
+    cpu: as in `WorkerCounts`.
     """
 
     nbytes: int = 0
@@ -46,6 +47,7 @@ class Staged(NamedTuple):
     troubles: tuple[str, ...] = ()
     controllers: Mapping[str, ControllerCounts] = MappingProxyType({})
     determinism: Determinism | None = None
+    cpu: Mapping[str, CpuTime] = MappingProxyType({})
 
 
 class WorkerLink(Link):
@@ -315,6 +317,7 @@ class WorkerLink(Link):
             dropped_rows=dict(staged.dropped_rows),
             reconnects=self.reconnects,
             spool=self._spool_status(),
+            cpu=dict(staged.cpu),
         )
 
     def _spool_status(self) -> dict[str, Any] | None:

@@ -1,38 +1,49 @@
 """The content of a step in vLLM's schedulers and model runners.
 
-A batch is a list of `(vLLM's request id, first row in the model's tensors, first position, number of tokens)`. Verified
-with vLLM 0.32.0.
+Verified with vLLM 0.32.0.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from capflow_engine.compat.engine import prompt_length
 
-Batch = list[tuple[str, int, int, int]]
+
+class RunnerBatch(NamedTuple):
+    """The requests of a step in the runner's order: their tokens follow one another in the model's tensors.
+
+    keys: vLLM's ids. The list is the runner's own.
+    starts: the first position of each request.
+    lengths: the number of its tokens.
+    """
+
+    keys: Sequence[str]
+    starts: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
 
 
 # --- the worker ---
 
 
-def scheduled_batch(runner: Any, num_scheduled_tokens: Any) -> Batch:
+def scheduled_batch(runner: Any, num_scheduled_tokens: Any) -> RunnerBatch:
     """Return the V1 runner's batch; valid after it prepared its inputs, when its batch is in the step's order."""
     batch = runner.input_batch
-    lengths = num_scheduled_tokens[: batch.num_reqs].tolist()
-    starts = batch.num_computed_tokens_cpu[: batch.num_reqs].tolist()
-    rows = itertools.accumulate(lengths, initial=0)
-    return list(zip(batch.req_ids, rows, starts, lengths, strict=False))
+    lengths = num_scheduled_tokens[: batch.num_reqs].astype(np.int64)
+    starts = batch.num_computed_tokens_cpu[: batch.num_reqs].astype(np.int64)
+    return RunnerBatch(batch.req_ids, starts, lengths)
 
 
-def prepared_batch(batch: Any) -> Batch:
+def prepared_batch(batch: Any) -> RunnerBatch:
     """Return the batch that the V2 runner prepared, in the runner's order."""
-    parts = (batch.query_start_loc_np, batch.num_computed_tokens_np, batch.num_scheduled_tokens)
-    return list(zip(batch.req_ids, *(part[: batch.num_reqs].tolist() for part in parts), strict=True))
+    parts = (batch.num_computed_tokens_np, batch.num_scheduled_tokens)
+    return RunnerBatch(batch.req_ids, *(part[: batch.num_reqs].astype(np.int64) for part in parts))
 
 
 def step_token_ids(runner: Any, tokens: int) -> Any:

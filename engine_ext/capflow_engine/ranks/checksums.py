@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,8 +24,7 @@ import numpy.typing as npt
 import xxhash
 
 from capflow import limits
-from capflow_engine.taps.acting import SlotRange
-from capflow_engine.taps.plan import Plan, Scheduled, Slotted, Tracked
+from capflow_engine.taps.plan import Plan
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -53,38 +52,17 @@ class StepLog(msgspec.Struct, frozen=True, array_like=True):
     folded: tuple[Folded, ...]
 
 
-class _Batch(NamedTuple):
-    """The steered part of a step's batch, from one change of it to the next.
-
-    held: what steers each request; it holds at all its positions of the step.
-    firsts: the position from which each of `held` holds.
-    shared: the indices of the requests that are steered in all stages.
-    head, shared_head: what is folded of each step beside its number and positions.
-    """
-
-    requests: tuple[Tracked, ...]
-    lengths: tuple[int, ...]
-    held: list[SlotRange]
-    slots: tuple[Slotted, ...]
-    firsts: Indices
-    shared: Indices
-    head: bytes
-    shared_head: bytes
-
-
 class _Recent(NamedTuple):
     """A folded step, for `Checksums.requests`."""
 
     step: int
-    parts: Sequence[Scheduled]
-    held: list[SlotRange]
-    slots: tuple[Slotted, ...]
+    plan: Plan
 
 
 class Checksums:
     """The sums of one rank. The step's thread folds; any thread takes the log.
 
-    A batch that goes on as in the step before costs only its positions: the rest is hashed when it changes.
+    Each request was hashed with what steers it when that changed, so a step costs the hash of some numbers for each.
     """
 
     def __init__(self) -> None:
@@ -95,43 +73,31 @@ class Checksums:
         self._shared = self._stage = 0
         # The last folded step that is no longer in the log.
         self._before = Folded(0, 0, 0)
-        self._batch: _Batch | None = None
         # The gates of the steps that are not settled, oldest first.
         self._gates: deque[tuple[int, npt.NDArray[Any], Callable[[], None]]] = deque()
         self._lock = threading.Lock()
 
     def fold(self, step: int, plan: Plan) -> None:
         """Fold a planned step."""
-        if not plan.steers:
+        if plan.steering is None:
             self.last = step
             return
-        parts = [part for part in plan.batch if part[0].steered is not None]
-        requests, _, starts, lengths = zip(*parts, strict=True)
-        held = [request.steered[-1] for request in requests]
-        begins = np.array(starts, np.int64)
-        batch = self._batch
-        if (
-            batch is None
-            or requests != batch.requests
-            or lengths != batch.lengths
-            or held != batch.held
-            or plan.steered != batch.slots
-            or (begins < batch.firsts).any()
-        ):
-            batch = _batch(parts, held, plan.steered)
-            self._batch = batch if (begins >= batch.firsts).all() else None
         number = step.to_bytes(8, "little")
-        if batch.shared_head:
-            shared = begins if len(batch.shared) == len(begins) else begins[batch.shared]
-            self._shared = xxhash.xxh3_64_intdigest(number + batch.shared_head + shared.tobytes(), self._shared)
-        here = number + batch.head + begins.tobytes()
-        self._stage = xxhash.xxh3_64_intdigest(here, self._stage ^ self._shared)
+        _, starts, lengths, _, _, whole, shared = plan.steering
+        if shared.any():
+            here = shared != 0
+            every = np.concatenate((shared[here].view(np.int64), starts[here], lengths[here]))
+            self._shared = xxhash.xxh3_64_intdigest(number + every.tobytes(), self._shared)
+        every = np.concatenate((whole.view(np.int64), starts, lengths))
+        self._stage = xxhash.xxh3_64_intdigest(
+            number + every.tobytes() + plan.steered.packed, self._stage ^ self._shared
+        )
         with self._lock:
             if len(self._folded) == self._folded.maxlen:
                 self._before = self._folded[0]
             self.folds += 1
             self._folded.append(Folded(step, self._shared, self._stage))
-            self._recent.append(_Recent(step, parts, held, plan.steered))
+            self._recent.append(_Recent(step, plan))
             self.last = step
 
     def add_gates(self, step: int, margins: npt.NDArray[Any], ready: Callable[[], None]) -> None:
@@ -164,53 +130,16 @@ class Checksums:
             recent = next((each for each in self._recent if each.step == step), None)
         if recent is None:
             return None
+        plan = recent.plan
+        assert plan.steering is not None
         sums = {}
-        for (request, row, start, length), held in zip(recent.parts, recent.held, strict=True):
-            slots = [(max(s, row) - row, min(s + n, row + length) - row, slot) for s, n, slot in recent.slots]
-            mine = (start, length, held.first, held.key, [each for each in slots if each[0] < each[1]])
+        each = zip(*(column.tolist() for column in plan.steering[:5]), strict=True)
+        for number, start, length, first, key in each:
+            request, row, _, _ = plan.batch[number]
+            slots = [(max(s, row) - row, min(s + n, row + length) - row, slot) for s, n, slot in plan.steered]
+            mine = (start, length, first, key, [each for each in slots if each[0] < each[1]])
             sums[request.key] = xxhash.xxh3_64_intdigest(_encoder.encode(mine))
         return sums
-
-
-def _batch(parts: Sequence[Scheduled], held: list[SlotRange], slots: tuple[Slotted, ...]) -> _Batch:
-    every = [(part.request.key, part.length, _programs(part)) for part in parts]
-    shared = [(key, length, _shared(programs)) for key, length, programs in every]
-    places = [n for n, (_, _, programs) in enumerate(shared) if any(program for _, program in programs)]
-    head = _encoder.encode(every) + np.array(slots, np.int64).tobytes()
-    return _Batch(
-        tuple(part.request for part in parts),
-        tuple(part.length for part in parts),
-        held,
-        slots,
-        np.array([each.first for each in held], np.int64),
-        np.array(places, np.int64),
-        xxhash.xxh3_64_digest(head),
-        xxhash.xxh3_64_digest(_encoder.encode([shared[n] for n in places])) if places else b"",
-    )
-
-
-def _programs(part: Scheduled) -> list[tuple[int, int, int]]:
-    """Return which programs apply to a request's part of a step, each from which of its positions on.
-
-    Indices are counted from the part's first. A program has two keys: its own, and that of the part of it that all
-    stages share.
-    """
-    request, _, start, length = part
-    history = request.steered or []
-    if history[-1].first <= start:  # nearly always true
-        return [(0, history[-1].key, history[-1].shared_key)]
-    ranges = zip(history, [*(each.first for each in history[1:]), start + length], strict=True)
-    programs = [(max(each.first - start, 0), each.key, each.shared_key) for each, end in ranges if end > start]
-    return [each for each in programs if each[0] < length]
-
-
-def _shared(programs: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
-    """Return the programs as all stages have them: a controller's action begins no program there."""
-    shared: list[tuple[int, int]] = []
-    for first, _, program in programs:
-        if not shared or shared[-1][1] != program:
-            shared.append((first, program))
-    return shared
 
 
 class Difference(NamedTuple):

@@ -203,8 +203,9 @@ class EngineActions:
     def begin(self, running: Callable[[], Iterable[tuple[str, RunningRequest]]]) -> None:
         """Begin a step: take what was answered while the engine was idle, and end leases."""
         with self._lock:
-            self._taking = True
-        self.catch_up(running)
+            self._taking, latched = True, bool(self._latched)
+        if latched:
+            self.catch_up(running)
         if self._leases:
             self._end_leases(dict(running()))
 

@@ -59,6 +59,8 @@ class CertainAnswers:
 
         under_way: by number.
         """
+        if not self._waiting:
+            return
         waiting, self._waiting = self._waiting, []
         for key, applied in waiting:
             if any(number < applied.step and key in step.drafts for number, step in under_way.items()):

@@ -45,7 +45,11 @@ class Decisions:
         requests: of the scheduler.
         frozen: whether nothing may steer. Aborts and events alone still count: they change no position.
         """
-        answer = StepAnswer.decode(compat_step.decisions_of(model_runner_output))
+        data = compat_step.decisions_of(model_runner_output)
+        if not data:
+            self._taken, self._diverged = [], None
+            return
+        answer = StepAnswer.decode(data)
         decided = [_placed(requests.get(each.key), each) for each in answer.decided]
         self._taken = [each for each in decided if not _dropped(requests.get(each.key), each)]
         self._marked += answer.marked
@@ -57,6 +61,11 @@ class Decisions:
                 first = self._aborts.setdefault(each.key, each)
                 if _fired_at(each) < _fired_at(first):
                     self._aborts[each.key] = each
+
+    @property
+    def aborting(self) -> bool:
+        """Whether a decision ends a running request."""
+        return bool(self._aborts)
 
     def kept(self, request: Any, tokens: list[int]) -> list[int]:
         """Return a step's tokens of a request without those behind the token that a firing row computed."""
@@ -87,6 +96,8 @@ class Decisions:
 
         outputs: for the front ends.
         """
+        if not (self._taken or self._stopped or self._aborts):
+            return []
         taken, self._taken = self._taken, []
         if self._stopped:
             compat.end_after_tokens(outputs, self._stopped)

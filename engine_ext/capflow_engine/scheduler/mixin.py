@@ -16,6 +16,7 @@ from capflow_engine.compat import weights as compat_weights
 from capflow_engine.compat.waiting import holding_back
 from capflow_engine.scheduler.admission import Admission
 from capflow_engine.scheduler.calls import answer
+from capflow_engine.stepclock import SCHEDULER
 
 
 class Captured:
@@ -46,10 +47,14 @@ class Captured:
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule a step and put its orders on it."""
+        begun = SCHEDULER.begin_step(self.capflow.step + 1)
         self.capflow.take_actions(self)
         self.capflow.holding_back = False
+        SCHEDULER.end(begun)
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        begun = SCHEDULER.begin()
         self.capflow.order(output, self.requests)  # type: ignore[attr-defined]
+        SCHEDULER.end(begun)
         return output
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
@@ -62,10 +67,21 @@ class Captured:
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         """Take a step's output; requests that actions aborted are reported with it."""
+        begun = SCHEDULER.begin()
         update = super().update_from_output  # type: ignore[misc]
         requests = self.requests  # type: ignore[attr-defined]
         self.capflow.decisions.read(model_runner_output, requests, frozen=self.capflow.actions.frozen)
-        outputs: dict[int, Any] = update(scheduler_output, model_runner_output)
+        # vLLM calls this for each request. A call of ours costs a microsecond, so there is one only if it may matter.
+        looks = self.capflow.decisions.aborting or self.capflow.stops.watching
+        if looks:
+            self._update_request_with_output = self._update_tokens
+        SCHEDULER.end(begun)
+        try:
+            outputs: dict[int, Any] = update(scheduler_output, model_runner_output)
+        finally:
+            if looks:
+                del self._update_request_with_output
+        begun = SCHEDULER.begin()
         self.capflow.settle(scheduler_output, model_runner_output)
         self.capflow.aborted += self.capflow.decisions.apply(self, outputs)
         self.capflow.aborted += self.capflow.react(self)
@@ -73,9 +89,11 @@ class Captured:
             compat.add_finished_outputs(outputs, self.capflow.aborted)
             self.capflow.aborted.clear()
         self.capflow.reports.attach(outputs, self.capflow.stops.limits)
+        SCHEDULER.end(begun)
         return outputs
 
-    def _update_request_with_output(self, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
+    def _update_tokens(self, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
+        """Do what vLLM's `_update_request_with_output` does, with an eye on stop strings and on decided ends."""
         kept = self.capflow.decisions.kept(request, new_token_ids)
         update = super()._update_request_with_output  # type: ignore[misc]
         tokens, stopped = update(request, kept, *args, **kwargs)

@@ -253,6 +253,23 @@ class Orders:
     freezes: list[FreezeOrder] = field(default_factory=list)
     weights: Weights = FIRST_WEIGHTS
 
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing came, ended or changed: the orders only number a step and settle earlier ones."""
+        return not (
+            self.cuts
+            or self.rejected
+            or self.admitted
+            or self.wants
+            or self.ended
+            or self.unscheduled
+            or self.actions
+            or self.decided
+            or self.marked
+            or self.leases
+            or self.freezes
+        )
+
     def attach(self, scheduler_output: Any) -> None:
         """Put the orders on a step's scheduler output."""
         setattr(scheduler_output, _ATTRIBUTE, self)

@@ -32,6 +32,11 @@ class Stops:
         """The position after the last row of each request that stopped and has not ended, by vLLM's id."""
         return self._limits
 
+    @property
+    def watching(self) -> bool:
+        """Whether any answer is searched."""
+        return bool(self._watched)
+
     def watch(self, request: Any) -> None:
         """Search the answer of a new request from now on, if it has stop strings and they apply.
 

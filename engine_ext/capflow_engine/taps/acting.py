@@ -123,3 +123,15 @@ def steered_runs(history: Sequence[SlotRange], first: int, end: int, opened: Ope
                 break
             stop = begin
     return runs_of(mask, first)
+
+
+def programs_of(history: Sequence[SlotRange], start: int, length: int) -> list[tuple[int, int, int]]:
+    """Return which programs steer positions `start .. start + length` of a request, each from which of them on.
+
+    Indices are counted from `start`. A program has two keys: its own, and that of the part of it that all stages share.
+    """
+    if history[-1].first <= start:  # nearly always true
+        return [(0, history[-1].key, history[-1].shared_key)]
+    ranges = zip(history, [*(each.first for each in history[1:]), start + length], strict=True)
+    programs = [(max(each.first - start, 0), each.key, each.shared_key) for each, end in ranges if end > start]
+    return [each for each in programs if each[0] < length]

@@ -13,8 +13,9 @@ controller reads (`VIEW`) follow them and never leave the worker.
 Each width class (`capflow_engine.taps.widths`) has a buffer of its own. Sites that are wanted together and are of
 several classes are in a block for each. Controllers read rows of class 0 alone.
 
-For each channel, a request has a `RequestProgress`: the sites that want its next positions, and the position where that
-set of sites changes. Mostly the set never changes again; planning the request is then one comparison and one span.
+The planner works on arrays with an entry for each request of the batch (`capflow_engine.taps.requests`). It looks at a
+request by itself only if something changes in the step: the set of sites that want its positions, or what steers it.
+What only other threads read of a plan, such as its spans, is kept in arrays until it is asked for.
 
 A row of a request is planned once. After a preemption vLLM computes positions below `Tracked.computed` again; their
 rows are not planned again. Planning changes `Tracked.computed` and each `RequestProgress`, and nothing else.
@@ -29,179 +30,28 @@ import functools
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from capflow.capture.frame import Block, Span
+from capflow.capture.places import FOREVER
 from capflow.capture.positions import Positions
 from capflow.capture.site import Site
-from capflow.capture.spec import Capture
-from capflow.steering.program import ProgramGate
-from capflow_engine.taps.acting import SlotRange
-
-SHIP, VIEW = 0, 1
-
-Indices = npt.NDArray[np.int64]
-
-
-class SiteSet:
-    """A set of sites that requests of one hub want, by index in ascending order; compared by identity.
-
-    Within a program, equal sets are one object; programs of one hub share most of them.
-
-    classes: the sites of each width class, by class.
-    """
-
-    __slots__ = ("classes", "hub", "sites")
-
-    def __init__(self, sites: tuple[int, ...], hub: int, of_site: Sequence[int]) -> None:
-        self.sites = sites
-        self.hub = hub
-        self.classes = tuple(
-            (number, tuple(site for site in sites if of_site[site] == number))
-            for number in sorted({of_site[site] for site in sites})
-        )
-
-
-class SiteSets:
-    """The sets of sites of one hub.
-
-    of_site: the width class of each site.
-    """
-
-    __slots__ = ("_of_site", "_sets", "hub")
-
-    def __init__(self, hub: int, of_site: Sequence[int]) -> None:
-        self.hub, self._of_site = hub, of_site
-        self._sets: dict[tuple[int, ...], SiteSet] = {}
-
-    def of(self, sites: tuple[int, ...]) -> SiteSet:
-        """Return the set of these sites."""
-        site_set = self._sets.get(sites)
-        if site_set is None:
-            site_set = self._sets[sites] = SiteSet(sites, self.hub, self._of_site)
-        return site_set
-
-    def trim(self) -> None:
-        """Forget the sets if they are many; running programs keep those that they use."""
-        if len(self._sets) >= _SITE_SETS_KEPT_MAX:
-            self._sets.clear()
-
-
-class Program:
-    """The positions that a request wants at each site; compared by identity.
-
-    parts: each different set of positions, with the indices of the sites that want it.
-    site_sets: the planner's sets of sites, shared by all programs of the hub.
-    """
-
-    def __init__(self, parts: tuple[tuple[Positions, tuple[int, ...]], ...], site_sets: SiteSets) -> None:
-        self.parts = parts
-        self.hub = site_sets.hub
-        self.any = bool(parts)
-        self._site_sets = site_sets
-        # The sites by chosen parts: at most 2 to the power of the number of parts; in practice, few.
-        self._chosen: dict[tuple[bool, ...], SiteSet] = {}
-        self.all_sites = self.sites((True,) * len(parts))
-
-    def sites(self, chosen: tuple[bool, ...]) -> SiteSet | None:
-        """Return the sites of the chosen parts; None if no part is chosen."""
-        site_set = self._chosen.get(chosen)
-        if site_set is None and any(chosen):
-            sites = tuple(
-                sorted(site for (_, part), use in zip(self.parts, chosen, strict=True) if use for site in part)
-            )
-            site_set = self._chosen[chosen] = self._site_sets.of(sites)
-        return site_set
-
-
-class RequestProgress:
-    """The progress of one request in its program: all of `sites` want each position in `first .. stop`."""
-
-    __slots__ = ("_places", "_program", "first", "sites", "stop")
-
-    def __init__(self, program: Program, prompt_length: int) -> None:
-        self._program = program
-        self._places = [positions.at(prompt_length) for positions, _ in program.parts]
-        self.first = self.stop = 0
-        self.sites: SiteSet | None = None
-
-    def move(self, position: int) -> None:
-        """Move to a position, forwards or backwards."""
-        self.first = position
-        if len(self._places) == 1:
-            inside, self.stop = self._places[0].stretch(position)
-            self.sites = self._program.all_sites if inside else None
-            return
-        stretches = [places.stretch(position) for places in self._places]
-        self.stop = min(stop for _, stop in stretches)
-        self.sites = self._program.sites(tuple(inside for inside, _ in stretches))
-
-    def runs(self, first: int, end: int) -> Iterator[tuple[int, int, SiteSet]]:
-        """Yield the wanted parts of positions `first .. end`, each with the sites that want it."""
-        if len(self._places) == 1 and end - first > _STEPS_MAX:
-            assert self._program.all_sites is not None
-            for begin, stop in self._places[0].runs(first, end):
-                yield begin, stop, self._program.all_sites
-            return
-        while first < end:
-            if not self.first <= first < self.stop:
-                self.move(first)
-            stop = min(end, self.stop)
-            if self.sites is not None:
-                yield first, stop, self.sites
-            first = stop
-
-
-@dataclass(eq=False, slots=True)
-class Tracked:
-    """A running request in one worker.
-
-    key: vLLM's id of the request.
-    id: the id that users and consumers see.
-    ship: the program of rows for consumers.
-    view: the program of rows for controllers.
-    generated: how many of the prompt's last tokens are steered like generated ones.
-    computed: positions below this one were planned.
-    steered: the slots that steer the request, in order of position; None if nothing ever steered it.
-    hub: the index of the request's hub.
-    incarnation: differs between requests that use the same id one after another.
-    watched: whether any pipeline stage ships rows of it. Then every stage reports its end.
-    noted: whether consumers get the events of its steering.
-    gates: the gates of its program.
-    latched: whether one of them is latched.
-    adapter: the name of the LoRA adapter that it runs with; empty for none.
-    """
-
-    key: str
-    id: str
-    prompt_length: int
-    ship: Program
-    view: Program
-    capture: Capture | None = None
-    generated: int = 0
-    computed: int = 0
-    steered: list[SlotRange] | None = None
-    hub: int = 0
-    incarnation: str = ""
-    watched: bool = True
-    noted: bool = False
-    gates: tuple[ProgramGate, ...] = ()
-    latched: bool = False
-    adapter: str = ""
-    ship_progress: RequestProgress | None = field(init=False, repr=False)
-    view_progress: RequestProgress | None = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self.ship_progress = RequestProgress(self.ship, self.prompt_length) if self.ship.any else None
-        self.view_progress = RequestProgress(self.view, self.prompt_length) if self.view.any else None
-
-    @property
-    def steered_from(self) -> int:
-        """The first position that is steered like generated ones."""
-        return self.prompt_length - self.generated
+from capflow_engine.taps.acting import SlotRange, programs_of
+from capflow_engine.taps.requests import (
+    SHIP,
+    VIEW,
+    Hashes,
+    Indices,
+    Program,
+    RequestTable,
+    SiteSet,
+    SiteSets,
+    Tracked,
+    hashes_of,
+)
 
 
 class Scheduled(NamedTuple):
@@ -214,6 +64,138 @@ class Scheduled(NamedTuple):
     row: int
     start: int
     length: int
+
+
+class Batch(Sequence[Scheduled]):
+    """The requests of a step, in the order of their tokens.
+
+    starts, lengths: the fields of `Scheduled`, as arrays.
+    rows: the field `row`; None if the tokens of the requests follow one another from row 0 on.
+    """
+
+    __slots__ = ("_parts", "_rows", "lengths", "requests", "starts")
+
+    def __init__(
+        self, requests: tuple[Tracked, ...], starts: Indices, lengths: Indices, rows: Indices | None = None
+    ) -> None:
+        self.requests, self.starts, self.lengths = requests, starts, lengths
+        self._rows = rows
+        self._parts: tuple[Scheduled, ...] | None = None
+
+    @property
+    def rows(self) -> Indices:
+        """The first token row of each request."""
+        if self._rows is None:
+            self._rows = np.cumsum(self.lengths) - self.lengths
+        return self._rows
+
+    def lies_as(self, other: Batch) -> bool:
+        """Return whether the tokens of both batches are in the same rows."""
+        if not np.array_equal(self.lengths, other.lengths):
+            return False
+        return (self._rows is None and other._rows is None) or np.array_equal(self.rows, other.rows)
+
+    def later(self, starts: Indices) -> Batch:
+        """Return the batch with other positions."""
+        return Batch(self.requests, starts, self.lengths, self._rows)
+
+    @classmethod
+    def of(cls, parts: Sequence[Scheduled]) -> Batch:
+        """Return the batch of these parts."""
+        if isinstance(parts, Batch):
+            return parts
+        requests, *columns = zip(*parts, strict=True) if parts else ((),) * 4
+        rows, starts, lengths = (np.array(column, np.int64) for column in columns)
+        return cls(requests, starts, lengths, rows)
+
+    @property
+    def parts(self) -> tuple[Scheduled, ...]:
+        """Each request's part."""
+        if self._parts is None:
+            columns = (each.tolist() for each in (self.rows, self.starts, self.lengths))
+            self._parts = tuple(map(_scheduled, zip(self.requests, *columns, strict=True)))
+        return self._parts
+
+    def part(self, number: int) -> Scheduled:
+        """Return the part of one request, without making those of the others."""
+        return Scheduled(
+            self.requests[number], int(self.rows[number]), int(self.starts[number]), int(self.lengths[number])
+        )
+
+    @property
+    def end(self) -> int:
+        """The end of the rows in the model's tensors that belong to the requests; 0 without requests."""
+        if self._rows is None:
+            return int(self.lengths.sum())
+        return int((self._rows + self.lengths).max(initial=0))
+
+    @overload
+    def __getitem__(self, number: int) -> Scheduled: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[Scheduled]: ...
+
+    def __getitem__(self, number: int | slice) -> Scheduled | Sequence[Scheduled]:
+        return self.parts[number]
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __iter__(self) -> Iterator[Scheduled]:
+        return iter(self.parts)
+
+    def __eq__(self, other: object) -> bool:
+        return self.parts == (other.parts if isinstance(other, Batch) else other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Spans(Sequence[Span]):
+    """The spans of a block. They are made when they are first asked for, mostly in the sender's thread."""
+
+    __slots__ = ("_batch", "_begin", "_columns", "_end", "_spans")
+
+    def __init__(self, columns: tuple[Indices, ...], begin: int, end: int, batch: Batch | None = None) -> None:
+        """Take entries `begin .. end` of the columns, which are the fields of `Span`.
+
+        batch: the positions begin where those of its requests do; None: where the columns say.
+        """
+        self._columns, self._begin, self._end, self._batch = columns, begin, end, batch
+        self._spans: tuple[Span, ...] | None = None
+
+    def moved(self, batch: Batch) -> Spans:
+        """Return the spans of a later step that has whole parts of the same requests in the same order."""
+        return Spans(self._columns, self._begin, self._end, batch)
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The spans."""
+        if self._spans is None:
+            numbers, starts, lengths, rows = (column[self._begin : self._end] for column in self._columns)
+            starts = starts if self._batch is None else self._batch.starts[numbers]
+            columns = (each.tolist() for each in (numbers, starts, lengths, rows))
+            self._spans = tuple(map(_span, zip(*columns, strict=True)))
+        return self._spans
+
+    @overload
+    def __getitem__(self, number: int) -> Span: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[Span]: ...
+
+    def __getitem__(self, number: int | slice) -> Span | Sequence[Span]:
+        return self.spans[number]
+
+    def __len__(self) -> int:
+        return self._end - self._begin
+
+    def __iter__(self) -> Iterator[Span]:
+        return iter(self.spans)
+
+    def __eq__(self, other: object) -> bool:
+        return self.spans == (other.spans if isinstance(other, Spans) else other)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class Run(NamedTuple):
@@ -240,7 +222,7 @@ class PlannedBlock(NamedTuple):
     rows: int
     base: int
     runs: tuple[Run, ...]
-    spans: tuple[Span, ...]
+    spans: Sequence[Span]
     hub: int = 0
     width_class: int = 0
 
@@ -270,6 +252,81 @@ class Slotted(NamedTuple):
     slot: int
 
 
+class Slots(Sequence[Slotted]):
+    """The token rows that are steered; if two entries name the same row, the later one applies.
+
+    sources, lengths, slots: the fields of `Slotted`, as arrays.
+    """
+
+    __slots__ = ("lengths", "slots", "sources")
+
+    def __init__(self, sources: Indices, lengths: Indices, slots: Indices) -> None:
+        self.sources, self.lengths, self.slots = sources, lengths, slots
+
+    @property
+    def end(self) -> int:
+        """The end of the steered token rows; 0 if there are none."""
+        return int((self.sources + self.lengths).max(initial=0))
+
+    @property
+    def packed(self) -> bytes:
+        """Everything as bytes."""
+        return np.concatenate((self.sources, self.lengths, self.slots)).tobytes()
+
+    def by_token(self, tokens: int) -> npt.NDArray[np.int32]:
+        """Return the slot that steers each of `tokens` token rows; -1: none."""
+        slots = np.full(tokens, -1, np.int32)
+        if not len(self.slots):
+            return slots
+        if (self.lengths == 1).all():
+            slots[self.sources] = self.slots
+        else:
+            slots[np.repeat(self.sources, self.lengths) + counted(self.lengths)] = np.repeat(self.slots, self.lengths)
+        return slots
+
+    @overload
+    def __getitem__(self, number: int) -> Slotted: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[Slotted]: ...
+
+    def __getitem__(self, number: int | slice) -> Slotted | Sequence[Slotted]:
+        return tuple(self)[number]
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __iter__(self) -> Iterator[Slotted]:
+        return map(_slotted_run, zip(self.sources.tolist(), self.lengths.tolist(), self.slots.tolist(), strict=True))
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == (tuple(other) if isinstance(other, Slots) else other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+_NO_INDICES = np.empty(0, np.int64)
+NO_SLOTS = Slots(_NO_INDICES, _NO_INDICES, _NO_INDICES)
+
+
+class SteeredParts(NamedTuple):
+    """The requests of a step that were ever steered, each array in the order of the batch.
+
+    numbers: their indices in the batch.
+    starts, lengths: their positions in the step.
+    held, key: as in `RequestTable`.
+    whole, shared: hashes of each request with what steers it in the step, as in `RequestTable`.
+    """
+
+    numbers: Indices
+    starts: Indices
+    lengths: Indices
+    held: Indices
+    key: Hashes
+    whole: Hashes
+    shared: Hashes
+
+
 @dataclass(frozen=True)
 class Plan:
     """The plan of one step.
@@ -278,31 +335,40 @@ class Plan:
     rows: the number of rows of the buffer of class 0.
     ship_rows: the number of rows for consumers in it, which come first.
     shaped: the number of rows of each further class; all are for consumers. Empty if there are none.
-    steered: the token rows that are steered; if two entries name the same row, the later one applies.
+    steered: the token rows that are steered.
     gated: the requests with gates, by their index in `batch`.
     latched: those with a latched gate.
     gates: the largest number of gates of a request; 0 if none has a gate.
     histories: the steering of each request that consumers want rows of, by index in `batch`, if it was ever steered.
-    steers: whether a request was ever steered, be it on another pipeline stage.
+    steering: the requests that were ever steered, be it on another pipeline stage; None if there are none.
     """
 
-    batch: tuple[Scheduled, ...]
+    batch: Batch
     blocks: tuple[PlannedBlock, ...]
     rows: int
     ship_rows: int
-    steered: tuple[Slotted, ...]
-    tokens: int
+    steered: Slots
     gated: tuple[int, ...] = ()
     latched: tuple[int, ...] = ()
     gates: int = 0
     histories: Mapping[int, tuple[SlotRange, ...]] = field(default_factory=dict)
-    steers: bool = False
+    steering: SteeredParts | None = None
     shaped: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of the step."""
+        return int(self.batch.lengths.sum())
 
     @property
     def ships(self) -> bool:
         """Whether there are rows for consumers."""
         return bool(self.ship_rows or self.shaped)
+
+    @property
+    def steers(self) -> bool:
+        """Whether a request was ever steered, be it on another pipeline stage."""
+        return self.steering is not None
 
     @property
     def idle(self) -> bool:
@@ -311,10 +377,7 @@ class Plan:
 
     def slots(self, tokens: int) -> npt.NDArray[np.int32]:
         """Return the slot that steers each of `tokens` token rows; -1: none."""
-        slots = np.full(tokens, -1, np.int32)
-        for source, length, slot in self.steered:
-            slots[source : source + length] = slot
-        return slots
+        return self.steered.by_token(tokens)
 
     def unsent(self, kept: Collection[int] = ()) -> Plan:
         """Return the plan without rows for consumers.
@@ -335,7 +398,10 @@ def block_of(block: PlannedBlock, sites: Sequence[Site]) -> Block:
 
     sites: the tapped sites, in the order of their indices.
     """
-    return Block(tuple(sites[i] for i in block.sites), block.rows, block.spans)
+    return Block(tuple(sites[i] for i in block.sites), block.rows, tuple(block.spans))
+
+
+EMPTY_PLAN = Plan(Batch.of(()), (), 0, 0, NO_SLOTS)
 
 
 class Planner:
@@ -353,6 +419,9 @@ class Planner:
         self._classes = max(classes, default=0) + 1
         self._site_sets = [SiteSets(hub, classes) for hub in range(hubs)]
         self.nothing = Program((), self._site_sets[0])
+        self._table = RequestTable()
+        # The last step, if the next one may go on as it did.
+        self._steady: _Steady | None = None
 
     def program(self, wanted: Mapping[int, Positions], hub: int = 0) -> Program:
         """Return a request's program.
@@ -370,101 +439,271 @@ class Planner:
         site_sets.trim()
         return Program(tuple((positions, tuple(sites)) for positions, sites in parts.items()), site_sets)
 
-    def plan(self, batch: Sequence[Scheduled]) -> Plan:
+    def plan(self, parts: Sequence[Scheduled]) -> Plan:
         """Return the plan of a step and mark its positions as computed."""
-        ship: _Taken = {}
-        view: _Taken = {}
-        tokens = 0
-        steered = False
-        gated: list[int] = []
-        for number, (request, row, start, length) in enumerate(batch):
-            tokens += length
-            if request.steered is not None:
-                steered = True
-                if request.gates:
-                    gated.append(number)
-            end = start + length
-            computed = request.computed
-            if computed >= end:
-                continue
-            request.computed = end
-            first = max(start, computed)
-            source = row + first - start
-            progress = request.ship_progress
-            if progress is not None:
-                # Nearly always true while a request decodes.
-                if progress.first <= first and end <= progress.stop:
-                    if progress.sites is not None:
-                        ship.setdefault(progress.sites, []).append((number, first, end - first, source))
-                else:
-                    _take(ship, progress, number, first, end, source)
-            if request.view_progress is not None:
-                _take(view, request.view_progress, number, first, end, source)
-        if self.hubs > 1:  # the rows of one hub are contiguous
-            ship = dict(sorted(ship.items(), key=lambda taken: taken[0].hub))
-        ends = [0] * self._classes
-        shipped = _blocks(ship, SHIP, ends)
-        ship_rows = ends[0]
-        viewed = _blocks(view, VIEW, ends)
+        batch, table = Batch.of(parts), self._table
+        if not len(batch):
+            return EMPTY_PLAN
+        ends = batch.starts + batch.lengths
+        steady, self._steady = self._steady, None
+        if steady is not None and steady.goes_on(batch, ends, table.version):
+            table.computed[steady.places] = ends
+            self._steady = steady.after(batch, ends)
+            return self._steady.plan
+        places = table.places(batch.requests)
+        computed = table.computed[places]
+        table.computed[places] = np.maximum(ends, computed)
+        ships, views, steers = table.counts
+        if not (ships or views or steers):
+            return Plan(batch, (), 0, 0, NO_SLOTS)
+        version = table.version
+        plan = self._plan(batch, places, np.maximum(batch.starts, computed), ends)
+        if version == table.version and (computed == batch.starts).all():
+            stops = np.where(table.asks[:, places], table.stop[:, places], FOREVER).min(axis=0)
+            if plan.steering is None or (plan.steering.starts >= table.steady[places[plan.steering.numbers]]).all():
+                self._steady = _Steady(batch, places, ends, stops, version, plan)
+        return plan
+
+    def _plan(self, batch: Batch, places: Indices, firsts: Indices, ends: Indices) -> Plan:
+        """Return the plan of a step of which anything is wanted.
+
+        firsts, ends: the positions of each request that are computed for the first time.
+        """
+        table = self._table
+        ships, views, steers = table.counts
+        rows = [0] * self._classes
+        shipped = self._blocks(SHIP, batch, places, firsts, ends, rows) if ships else []
+        ship_rows = rows[0]
+        viewed = self._blocks(VIEW, batch, places, firsts, ends, rows) if views else []
         blocks = (*shipped, *viewed) if self._classes == 1 else tuple(sorted((*shipped, *viewed), key=_class_of))
-        slotted = _slotted(batch) if steered else ()
-        shaped = tuple(ends[1:]) if any(ends[1:]) else ()
-        plan = Plan(tuple(batch), blocks, ends[0], ship_rows, slotted, tokens, shaped=shaped)
-        if steered:
-            plan = replace(plan, histories=_histories(batch), steers=True)
-        return _with_gates(plan, gated) if gated else plan
+        shaped = tuple(rows[1:]) if any(rows[1:]) else ()
+        plan = Plan(batch, blocks, rows[0], ship_rows, NO_SLOTS, shaped=shaped)
+        numbers = np.flatnonzero(table.steered[places]) if steers else _NO_INDICES
+        return self._steer(plan, places, numbers) if len(numbers) else plan
+
+    def drop(self, request: Tracked) -> None:
+        """Forget a request that ended, or that another one replaces."""
+        self._table.drop(request)
+
+    def _blocks(
+        self, channel: int, batch: Batch, places: Indices, firsts: Indices, ends: Indices, rows: list[int]
+    ) -> list[PlannedBlock]:
+        """Return the blocks of a channel.
+
+        firsts, ends: the positions of each request that are computed for the first time.
+        rows: the rows of each class's buffer that are taken; those of the blocks are added.
+        """
+        table = self._table
+        asks = table.asks[channel, places] & (firsts < ends)
+        stays = (table.first[channel, places] <= firsts) & (ends <= table.stop[channel, places])
+        numbers = np.flatnonzero(asks & stays & (table.sites[channel, places] != 0))
+        here = places[numbers]
+        lengths = ends[numbers] - firsts[numbers]
+        sources = batch.rows[numbers] + firsts[numbers] - batch.starts[numbers]
+        parts = _Parts(numbers, firsts[numbers], lengths, sources, table.sites[channel, here])
+        moving = np.flatnonzero(asks & ~stays)
+        moved: dict[int, SiteSet] = {}
+        if len(moving):
+            parts = parts.with_others(self._move(channel, batch, moving.tolist(), firsts, ends, moved))
+        if not len(parts.numbers):
+            return []
+        groups = _grouped(parts.sites)
+        sets = [
+            moved.get(int(parts.sites[first])) or table.site_set(channel, int(places[parts.numbers[first]]))
+            for first in groups.firsts
+        ]
+        order = groups.order
+        if self.hubs > 1 and channel == SHIP:  # the rows of one hub are contiguous
+            by_hub = sorted(range(len(sets)), key=lambda number: sets[number].hub)
+            sets = [sets[number] for number in by_hub]
+            order = [order[number] for number in by_hub]
+        return _laid_out(parts, sets, order, channel, rows)
+
+    def _move(
+        self,
+        channel: int,
+        batch: Batch,
+        numbers: Sequence[int],
+        firsts: Indices,
+        ends: Indices,
+        moved: dict[int, SiteSet],
+    ) -> list[tuple[int, int, int, int, int]]:
+        """Return the parts of requests for which the wanted sites change, as the entries of `_Parts`.
+
+        moved: the sets of sites are added, by `id`.
+        """
+        parts = []
+        for number in numbers:
+            request, row, start, _ = batch.part(number)
+            progress = request.ship_progress if channel == SHIP else request.view_progress
+            assert progress is not None
+            for begin, stop, sites in progress.runs(int(firsts[number]), int(ends[number])):
+                moved[id(sites)] = sites
+                parts.append((number, begin, stop - begin, row + begin - start, id(sites)))
+            self._table.move(request, channel)
+        return parts
+
+    def _steer(self, plan: Plan, places: Indices, numbers: Indices) -> Plan:
+        """Return a plan with what steers its requests.
+
+        numbers: the requests that were ever steered.
+        """
+        table, batch = self._table, plan.batch
+        here = places[numbers]
+        starts, lengths = batch.starts[numbers], batch.lengths[numbers]
+        whole, shared = table.whole[here], table.shared[here]
+        steady, slots = starts >= table.steady[here], table.decode[here]
+        chosen = steady & (slots >= 0)
+        entries = np.stack((numbers, batch.rows[numbers], lengths, slots))[:, chosen]
+        if not steady.all():
+            others = []
+            for n in np.flatnonzero(~steady).tolist():
+                part = batch.part(int(numbers[n]))
+                others += [(int(numbers[n]), *each) for each in _slotted(part)]
+                assert part.request.steered is not None
+                programs = programs_of(part.request.steered, part.start, part.length)
+                whole[n], shared[n] = hashes_of(part.request, programs)
+            if others:
+                entries = np.concatenate((entries, np.array(others, np.int64).T), axis=1)
+                entries = entries[:, np.argsort(entries[0], kind="stable")]
+        gated = numbers[table.gated[here]].tolist()
+        requests = [batch.requests[number] for number in gated]
+        shipping = numbers[table.asks[SHIP, here]].tolist()
+        return replace(
+            plan,
+            steered=Slots(*entries[1:]),
+            gated=tuple(gated),
+            latched=tuple(number for number, request in zip(gated, requests, strict=True) if request.latched),
+            gates=max((len(request.gates) for request in requests), default=0),
+            histories={number: batch.requests[number].steered or () for number in shipping},
+            steering=SteeredParts(numbers, starts, lengths, table.held[here], table.key[here], whole, shared),
+        )
 
 
-def _histories(batch: Sequence[Scheduled]) -> dict[int, tuple[SlotRange, ...]]:
-    return {
-        number: tuple(request.steered)
-        for number, (request, _, _, _) in enumerate(batch)
-        if request.steered is not None and request.ship_progress is not None
-    }
+class _Steady(NamedTuple):
+    """A step, and what makes the next one the same with later positions.
 
-
-def _with_gates(plan: Plan, gated: Sequence[int]) -> Plan:
-    latched = tuple(number for number in gated if plan.batch[number].request.latched)
-    gates = max(len(plan.batch[number].request.gates) for number in gated)
-    return replace(plan, gated=tuple(gated), latched=latched, gates=gates)
-
-
-_Taken = dict[SiteSet, list[tuple[int, int, int, int]]]
-"""The spans that are wanted at each set of sites: the request's index, first position, length and first token row."""
-
-
-def _take(taken: _Taken, progress: RequestProgress, number: int, first: int, end: int, source: int) -> None:
-    """Add the wanted positions of `first .. end` of a request to `taken`; `source` is the token row of `first`."""
-    for begin, stop, sites in progress.runs(first, end):
-        taken.setdefault(sites, []).append((number, begin, stop - begin, source + begin - first))
-
-
-def _blocks(taken: _Taken, channel: int, ends: list[int]) -> list[PlannedBlock]:
-    """Return the blocks.
-
-    ends: the rows of each class's buffer that are taken; those of the blocks are added.
+    places: of the requests in the table.
+    ends: the positions after those of the step.
+    stops: the position of each request from which on other sites want it.
+    version: of the table.
     """
+
+    batch: Batch
+    places: Indices
+    ends: Indices
+    stops: Indices
+    version: int
+    plan: Plan
+
+    def goes_on(self, batch: Batch, ends: Indices, version: int) -> bool:
+        """Return whether a step computes the next positions of the same requests, wanted and steered as before."""
+        last = self.batch
+        return (
+            batch.requests is last.requests
+            and version == self.version
+            and np.array_equal(batch.starts, self.ends)
+            and batch.lies_as(last)
+            and bool((ends <= self.stops).all())
+        )
+
+    def after(self, batch: Batch, ends: Indices) -> _Steady:
+        """Return the step that goes on."""
+        plan = self.plan
+        steering = plan.steering
+        if steering is not None:
+            steering = steering._replace(starts=batch.starts[steering.numbers])
+        blocks = tuple(block._replace(spans=_moved(block.spans, batch)) for block in plan.blocks)
+        plan = replace(plan, batch=batch, blocks=blocks, steering=steering)
+        return self._replace(batch=batch, ends=ends, plan=plan)
+
+
+def _moved(spans: Sequence[Span], batch: Batch) -> Spans:
+    assert isinstance(spans, Spans)
+    return spans.moved(batch)
+
+
+class _Parts(NamedTuple):
+    """The wanted parts of the requests of a step, in the order of the batch.
+
+    numbers: the request's index in the batch.
+    firsts, lengths: its positions.
+    sources: the token row of its first position.
+    sites: the set of sites that wants them, as its `id`.
+    """
+
+    numbers: Indices
+    firsts: Indices
+    lengths: Indices
+    sources: Indices
+    sites: Indices
+
+    def with_others(self, others: Sequence[tuple[int, int, int, int, int]]) -> _Parts:
+        """Return these parts and others."""
+        if not others:
+            return self
+        columns = np.concatenate((np.stack(self), np.array(others, np.int64).T), axis=1)
+        return _Parts(*columns[:, np.argsort(columns[0], kind="stable")])
+
+
+class _Groups(NamedTuple):
+    """Parts by their set of sites, in the order in which the sets first occur.
+
+    firsts: the index of each set's first part.
+    order: the indices of each set's parts; one slice if all parts have the same set.
+    """
+
+    firsts: Sequence[int]
+    order: list[Indices | slice]
+
+
+def _grouped(sites: Indices) -> _Groups:
+    if (sites == sites[0]).all():
+        return _Groups((0,), [slice(0, len(sites))])
+    _, firsts, numbers = np.unique(sites, return_index=True, return_inverse=True)
+    by_set = np.argsort(numbers, kind="stable")
+    bounds = np.cumsum(np.bincount(numbers))[:-1]
+    order = np.split(by_set, bounds)
+    ranked = np.argsort(firsts, kind="stable").tolist()
+    return _Groups([int(firsts[rank]) for rank in ranked], [order[rank] for rank in ranked])
+
+
+def _laid_out(
+    parts: _Parts, sets: Sequence[SiteSet], order: Sequence[Indices | slice], channel: int, rows: list[int]
+) -> list[PlannedBlock]:
+    """Return the blocks of groups of parts.
+
+    order: the indices of the parts of each set.
+    rows: the rows of each class's buffer that are taken; those of the blocks are added.
+    """
+    if len(order) > 1:
+        counts = [len(group) for group in order]  # type: ignore[arg-type]
+        sorted_parts = np.stack(parts[:4])[:, np.concatenate(order)]  # type: ignore[arg-type,index]
+    else:
+        counts, sorted_parts = [len(parts.numbers)], np.stack(parts[:4])
+    numbers, firsts, lengths, sources = sorted_parts
+    bounds = [0, *np.cumsum(counts).tolist()]
+    ends = np.cumsum(lengths)
+    before = ends - lengths
+    begins = before[bounds[:-1]]
+    targets = before - (begins[0] if len(counts) == 1 else np.repeat(begins, counts))
+    # Runs begin where a group does, and where token rows are not adjacent.
+    new = np.empty(len(numbers), np.bool_)
+    new[1:] = sources[1:] != sources[:-1] + lengths[:-1]
+    new[bounds[:-1]] = True
+    at = np.flatnonzero(new)
+    run_lengths = np.diff(before[at], append=ends[-1]).tolist()
+    every_run = tuple(map(_run, zip(sources[at].tolist(), targets[at].tolist(), run_lengths, strict=True)))
+    run_bounds = np.searchsorted(at, bounds).tolist()
+    totals = np.diff(begins, append=ends[-1]).tolist()
+    columns = (numbers, firsts, lengths, targets)
     blocks = []
-    for sites, parts in taken.items():
-        spans: list[Span] = []
-        runs: list[Run] = []
-        rows = 0
-        # Of the run that is being built; adjacent runs are merged.
-        begin = target = 0
-        expected = -1
-        for number, first, length, source in parts:
-            spans.append(_span((number, first, length, rows)))
-            if source != expected:
-                if rows:
-                    runs.append(_run((begin, target, rows - target)))
-                begin, target = source, rows
-            expected = source + length
-            rows += length
-        runs.append(_run((begin, target, rows - target)))
+    for n, sites in enumerate(sets):
+        runs, spans = every_run[run_bounds[n] : run_bounds[n + 1]], Spans(columns, bounds[n], bounds[n + 1])
         for number, members in sites.classes:
-            block = PlannedBlock(channel, members, rows, ends[number], tuple(runs), tuple(spans), sites.hub, number)
+            block = PlannedBlock(channel, members, totals[n], rows[number], runs, spans, sites.hub, number)
             blocks.append(block)
-            ends[number] = block.end
+            rows[number] = block.end
     return blocks
 
 
@@ -472,40 +711,23 @@ _class_of = operator.attrgetter("width_class")
 _span = functools.partial(tuple.__new__, Span)
 _run = functools.partial(tuple.__new__, Run)
 _slotted_run = functools.partial(tuple.__new__, Slotted)
+_scheduled = functools.partial(tuple.__new__, Scheduled)
 """These build the tuples in a third of the time that calling the class takes: every step makes one per request."""
 
-_SITE_SETS_KEPT_MAX = 4096
-# For at most this many positions, `RequestProgress.runs` goes stretch by stretch.
-_STEPS_MAX = 8
 
-
-def _slotted(batch: Sequence[Scheduled]) -> tuple[Slotted, ...]:
-    """Return the slot that steers each token row: the one that applied when its position was first computed."""
+def _slotted(part: Scheduled) -> list[Slotted]:
+    """Return the slots that steer a request's token rows: those that applied when its positions were first computed."""
     slotted: list[Slotted] = []
-    for request, row, start, length in batch:
-        history = request.steered
-        if history is None:
-            continue
-        first, from_here, steered = history[-1][:3]
-        if first <= start and steered.patched_last < start:  # nearly always true
-            split = from_here - start
-            if split <= 0:
-                if steered.decode >= 0:
-                    slotted.append(_slotted_run((row, length, steered.decode)))
-                continue
-            if split >= length:
-                if steered.prefill >= 0:
-                    slotted.append(_slotted_run((row, length, steered.prefill)))
-                continue
-        stop = start + length
-        for held in reversed(history):
-            if held.first < stop:
-                first = max(held.first, start)
-                _slot(slotted, held, row + first - start, first, stop)
-                if held.first <= start:
-                    break
-                stop = first
-    return tuple(slotted)
+    request, row, start, length = part
+    stop = start + length
+    for held in reversed(request.steered or ()):
+        if held.first < stop:
+            first = max(held.first, start)
+            _slot(slotted, held, row + first - start, first, stop)
+            if held.first <= start:
+                break
+            stop = first
+    return slotted
 
 
 def _slot(slotted: list[Slotted], held: SlotRange, row: int, first: int, stop: int) -> None:

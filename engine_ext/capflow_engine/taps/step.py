@@ -42,7 +42,7 @@ class Step:
         self.gating = gating
         self.ways: Ways | None = None
         if plan.steered:
-            slots = plan.slots(max(source + length for source, length, _ in plan.steered))
+            slots = plan.slots(plan.steered.end)
             gated = gating is not None
             same = ways is not None and ways.hold(slots, bank, gated=gated)
             self.ways = ways if same else Ways(slots, bank, gated=gated)
@@ -52,9 +52,9 @@ class Step:
         for block in plan.blocks:
             source, here = _source(block.runs), buffers[block.width_class]
             assert here is not None
-            for number, site in enumerate(block.sites):
-                base = block.base + number * block.rows
-                self._copies.setdefault(site, []).append((source, here[base : base + block.rows]))
+            rows = here[block.base : block.end].view(len(block.sites), block.rows, here.shape[1])
+            for site, each in zip(block.sites, rows.unbind(0), strict=True):
+                self._copies.setdefault(site, []).append((source, each))
 
     def tap(self, site: int, hidden: torch.Tensor, residual: torch.Tensor | None, scale: float = 1.0) -> None:
         """Copy the site's wanted rows, then steer the site.

@@ -30,7 +30,7 @@ import numpy.typing as npt
 import torch
 
 from capflow import limits
-from capflow_engine.taps.plan import Plan, PlannedBlock, counted, token_rows
+from capflow_engine.taps.plan import Plan, PlannedBlock, Slots, counted, token_rows
 
 CHANNELS = 2
 
@@ -86,6 +86,9 @@ class Tables:
         self._written: dict[str, npt.NDArray[np.int32]] = {}
         # Whether the uploaded tables are those of an idle plan.
         self._idle = True
+        # The blocks of the uploaded tables without their spans, and the number of rows that the tables are for.
+        self._layout: tuple[int, list[PlannedBlock]] | None = None
+        self._slots: Slots | None = None
         # Whether the uploaded `token_steer` names a slot.
         self._steering = False
 
@@ -128,6 +131,20 @@ class Tables:
         if plan.idle and self._idle:
             return
         self._idle = plan.idle
+        # While a batch decodes, only the positions of its rows change, which no table has.
+        layout = (padded_tokens, [block._replace(spans=()) for block in plan.blocks])
+        if layout != self._layout:
+            self._load_rows(plan, padded_tokens)
+            self._layout = layout
+        if plan.steered is not self._slots:
+            self._load_steering(plan)
+            self._slots = plan.steered
+        if self._fence.is_cuda:
+            # A tap reads the tables while the kernel before it still runs. That must never be one that writes them, and
+            # a tap may be the first kernel of a later pipeline stage.
+            self._fence.add_(1)
+
+    def _load_rows(self, plan: Plan, padded_tokens: int) -> None:
         line_of = np.full((CHANNELS, self.sites), -1, np.int32)
         base_of = np.zeros((CHANNELS, self.sites), np.int32)
         for channel in range(CHANNELS):
@@ -137,11 +154,6 @@ class Tables:
                 self._write(f"token_row {channel}", self.token_row[channel, : len(lines), :padded_tokens], lines)
         self._write("site_line", self.site_line, line_of)
         self._write("site_base", self.site_base, base_of)
-        self._load_steering(plan)
-        if self._fence.is_cuda:
-            # A tap reads the tables while the kernel before it still runs. That must never be one that writes them, and
-            # a tap may be the first kernel of a later pipeline stage.
-            self._fence.add_(1)
 
     def _load_gates(
         self, plan: Plan, padded_tokens: int, carried: torch.Tensor | None, received: torch.Tensor | None

@@ -69,7 +69,7 @@ def tap(
 
 @functools.wraps(tap)
 def _tap_gpu(hidden: torch.Tensor, residual: torch.Tensor | None, site: torch.Tensor, *tables_and_scale: Any) -> None:
-    from capflow_engine.taps.kernel import launch
+    from capflow_engine.taps.gpu.kernel import launch
 
     hidden = hidden.view(-1, hidden.shape[-1])
     height.check(hidden, site)

@@ -20,7 +20,7 @@ from capflow.steering.compose import without_controllers
 from capflow.steering.program import SteeringProgram
 from capflow_engine.scheduler.orders import Decided, Ended, FreezeOrder, LeaseEnd, Ordered, Orders
 from capflow_engine.steering.timeline import ENGINE, hub_owner
-from capflow_engine.taps.plan import Tracked
+from capflow_engine.taps.requests import Tracked
 from capflow_engine.worker.control.controllers import Controllers
 from capflow_engine.worker.events import Events
 from capflow_engine.worker.history import Histories

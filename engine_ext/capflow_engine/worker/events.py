@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from capflow.capture.frame import Acted
 from capflow.capture.site import Site
 from capflow.steering.compose import gate_owner
-from capflow_engine.taps.plan import Tracked
-from capflow_engine.worker.firing import Firing
+from capflow_engine.taps.requests import Tracked
+from capflow_engine.worker.gates.firing import Firing
 from capflow_engine.worker.pending import Pending, bare
 from capflow_engine.worker.sender import Computed, Noted
 
@@ -23,7 +23,8 @@ class Events:
     def __init__(self, pending: Pending) -> None:
         self.number = 0
         self._pending = pending
-        self._step = bare(0)
+        # The step that begins or runs; None if it has no events.
+        self._step: Computed | None = None
 
     def note(
         self,
@@ -50,7 +51,10 @@ class Events:
             event = Acted(by, kind, sites, number, time.time_ns(), position, score, threshold, label, target, scale)
             # A gate is decided by the row of its position, everything else by the rows before it.
             noted = Noted(tracked, event, position + (kind == "gate"))
-            ((self._pending.step(number) if step is not None else None) or self._step).note(noted)
+            of = self._pending.step(number) if step is not None else None
+            if of is None:
+                of = self._step = self._step or bare(self.number)
+            of.note(noted)
 
     def note_gates(self, firing: Firing, settled: int, requests: Mapping[str, Tracked]) -> None:
         """Record where gates of running requests opened and closed in the steps up to number `settled`."""
@@ -70,11 +74,17 @@ class Events:
 
     def keep(self) -> None:
         """Keep the events of a step without a forward pass until it is settled."""
-        step = self.take()
-        if step.events:
+        step, self._step = self._step, None
+        if step is not None and step.events:
             self._pending.add(step)
 
-    def take(self) -> Computed:
-        """Return a step with the events so far, and begin anew."""
-        step, self._step = self._step, bare(self.number)
-        return step
+    @property
+    def any(self) -> bool:
+        """Whether the step has events."""
+        return self._step is not None and bool(self._step.events)
+
+    def move(self, step: Computed) -> None:
+        """Give the events so far to a step, and begin anew."""
+        if self._step is not None:
+            step.events, step.events_lost = self._step.events, self._step.events_lost
+            self._step = None

@@ -47,7 +47,7 @@ from capflow_engine.steering.timeline import (
 )
 from capflow_engine.taps.acting import SlotRange
 from capflow_engine.taps.bank import NOTHING, Bank
-from capflow_engine.taps.plan import Tracked
+from capflow_engine.taps.requests import Tracked
 
 logger = logging.getLogger("vllm.capflow.worker")
 

@@ -13,7 +13,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from capflow import limits
@@ -21,7 +21,7 @@ from capflow.buffers.spool import default_root
 from capflow.capture.frame import Rank
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site
-from capflow.protocol.message import ControllerCounts, Determinism, Hello
+from capflow.protocol.message import ControllerCounts, CpuTime, Determinism, Hello
 from capflow.transport.address import without_key
 from capflow.transport.links.former import FormerLink
 from capflow.transport.links.worker import Staged, WorkerLink
@@ -45,6 +45,7 @@ class Outlets:
     text_of: returns the text of a token id; None without a tokenizer.
     reports: returns the troubles and the counts of a hub's controllers, by the hub's index; called on any thread.
     determinism: returns whether the engine's ranks steer alike; called on any thread.
+    cpu: returns the processor time of capflow in this process; called on any thread.
     widths: the width classes of the rows; without them, all are of the stream's width.
     """
 
@@ -59,11 +60,13 @@ class Outlets:
         text_of: Callable[[int], str] | None,
         reports: Callable[[int], tuple[tuple[str, ...], dict[str, ControllerCounts]]] = lambda _: ((), {}),
         determinism: Callable[[], Determinism | None] = lambda: None,
+        cpu: Callable[[], Mapping[str, CpuTime]] = dict,
         widths: Sequence[Width] = (),
     ) -> None:
         self._settings = settings
         self._reports = reports
         self._determinism = determinism
+        self._cpu = cpu
         self._ring = ring
         # They send the frames that former workers left on disk.
         self.former: list[FormerLink] = []
@@ -175,7 +178,8 @@ class Outlets:
     def _staged(self, number: int) -> Staged:
         dropped = dict(self._sender.dropped[number])
         troubles, controllers = self._reports(number)
-        return Staged(self._ring.bytes_lent, self._ring.bytes_max, dropped, troubles, controllers, self._determinism())
+        lent, lent_max = self._ring.bytes_lent, self._ring.bytes_max
+        return Staged(lent, lent_max, dropped, troubles, controllers, self._determinism(), self._cpu())
 
 
 def _leave(links: Sequence[FormerLink | WorkerLink]) -> None:

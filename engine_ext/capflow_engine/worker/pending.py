@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from capflow_engine.scheduler.orders import Ended, Marked, Rejection
-from capflow_engine.taps.plan import Plan, Tracked
+from capflow_engine.taps.plan import EMPTY_PLAN
+from capflow_engine.taps.requests import Tracked
 from capflow_engine.worker.marks import merged
 from capflow_engine.worker.sender import Computed
 
-EMPTY_PLAN = Plan((), (), 0, 0, (), 0)
 READY: Callable[[], None] = lambda: None  # noqa: E731
 
 

@@ -8,7 +8,6 @@ arrived.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from capflow_engine.compat import step as compat_step
@@ -18,7 +17,7 @@ from capflow_engine.worker.marks import StageMarks
 class StepCapture(Protocol):
     """The interface that a runner calls; `WorkerCapture` implements it."""
 
-    def prepare(self, parts: Sequence[tuple[str, int, int, int]]) -> None:
+    def prepare(self, batch: compat_step.RunnerBatch) -> None:
         """Plan a step for its batch."""
 
     @property
@@ -36,6 +35,16 @@ class StepCapture(Protocol):
     def marks(self) -> StageMarks | None:
         """What controllers of one pipeline stage steer in the step that was prepared last; None if no stage has one."""
 
+    @property
+    def rests(self) -> bool:
+        """Whether no tap has anything to do in the forward pass that begins; then `rest` is called, not `forward`."""
+
+    def rest(self) -> None:
+        """Begin a forward pass in which the taps are idle."""
+
+    def interrupt(self) -> None:
+        """Note that a step failed. One with a forward pass in `forward` has noted that itself."""
+
     def forward(self, tokens: int) -> contextlib.AbstractContextManager[None]:
         """Bracket a forward pass over tensors of `tokens` rows."""
 
@@ -52,16 +61,21 @@ class _StagedRunner:
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Run a step."""
         self._capflow_received = intermediate_tensors
-        with contextlib.ExitStack() as self._capflow_step:
-            output = super().execute_model(  # type: ignore[misc]
-                scheduler_output, intermediate_tensors, *args, **kwargs
-            )
-        marks = self.capflow.marks
-        return compat_step.with_marks(
-            compat_step.with_margins(output, self.capflow.margins), b"" if marks is None else marks.data
-        )
+        try:
+            with contextlib.ExitStack() as self._capflow_step:
+                output = super().execute_model(  # type: ignore[misc]
+                    scheduler_output, intermediate_tensors, *args, **kwargs
+                )
+        except BaseException:
+            self.capflow.interrupt()
+            raise
+        if (margins := self.capflow.margins) is not None:
+            output = compat_step.with_margins(output, margins)
+        if (marks := self.capflow.marks) is not None:
+            output = compat_step.with_marks(output, marks.data)
+        return output
 
-    def _capflow_prepare(self, batch: compat_step.Batch) -> None:
+    def _capflow_prepare(self, batch: compat_step.RunnerBatch) -> None:
         """Plan the step; take the margins before the runner copies the other tensors to its buffers."""
         self.capflow.prepare(batch)
         received, self._capflow_received = self._capflow_received, None
@@ -80,8 +94,12 @@ class StepRunner(_StagedRunner):
         return prepared
 
     def _model_forward(self, input_ids: Any = None, *args: Any, **kwargs: Any) -> Any:
+        forward = super()._model_forward  # type: ignore[misc]
+        if self.capflow.rests:
+            self.capflow.rest()
+            return forward(input_ids, *args, **kwargs)
         with self.capflow.forward(compat_step.forward_tokens(input_ids, kwargs)):
-            return super()._model_forward(input_ids, *args, **kwargs)  # type: ignore[misc]
+            return forward(input_ids, *args, **kwargs)
 
 
 class StepRunnerV2(_StagedRunner):
@@ -95,7 +113,10 @@ class StepRunnerV2(_StagedRunner):
         """Prepare a step's batch."""
         batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
         self._capflow_prepare(compat_step.prepared_batch(batch))
-        self._capflow_step.enter_context(self.capflow.forward(batch.num_tokens_after_padding))
+        if self.capflow.rests:
+            self.capflow.rest()
+        else:
+            self._capflow_step.enter_context(self.capflow.forward(batch.num_tokens_after_padding))
         return batch
 
 

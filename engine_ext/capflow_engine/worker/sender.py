@@ -34,7 +34,8 @@ from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site
 from capflow_engine.scheduler.orders import Ended
 from capflow_engine.taps.acting import Opened, steered_runs
-from capflow_engine.taps.plan import Plan, PlannedBlock, Tracked, block_of
+from capflow_engine.taps.plan import Plan, PlannedBlock, block_of
+from capflow_engine.taps.requests import Tracked
 from capflow_engine.taps.widths import Width, Widths
 from capflow_engine.worker.marks import clipped, merged
 
@@ -121,10 +122,8 @@ class Computed:
         if not self.shifts:
             return
         by, self.shifts = self.shifts, {}
-        lower = [by.get(part.request.key, 0) for part in self.plan.batch]
-        batch = tuple(
-            part._replace(start=part.start - count) for part, count in zip(self.plan.batch, lower, strict=True)
-        )
+        lower = [by.get(request.key, 0) for request in self.plan.batch.requests]
+        batch = self.plan.batch.later(self.plan.batch.starts - np.array(lower, np.int64))
         blocks = tuple(
             block._replace(spans=tuple(s._replace(start=s.start - lower[s.request]) for s in block.spans))
             for block in self.plan.blocks
@@ -139,7 +138,7 @@ class Computed:
 
     def holds(self, key: str) -> bool:
         """Return whether a request has a part in the step."""
-        batch = any(part.request.key == key for part in self.plan.batch)
+        batch = any(request.key == key for request in self.plan.batch.requests)
         return batch or any(noted.request.key == key for noted in self.events)
 
     @property
@@ -305,15 +304,16 @@ class Sender:
             header = self._header(hub, step, requests, blocks, ended, part.counts, events)
             reason = self.ways[hub].link.send(header, self._payload(step, step.rows, part.blocks))
         if reason is None and step.rows is not None:
+            sent = self._sent
             for key, rows in part.counts.items():
-                self._sent[key] = self._sent.get(key, 0) + rows
+                sent[key] = sent.get(key, 0) + rows
             return True
         if reason is not None:
             self.dropped[hub][reason] += sum(part.counts.values())
             self._lose(step.plan, part.blocks, part.spans, reason)
         return False
 
-    def _note_weights(self, step: Computed, keys: Iterable[str], trimmed: Sequence[tuple[Span, ...]]) -> None:
+    def _note_weights(self, step: Computed, keys: Iterable[str], trimmed: Sequence[Sequence[Span]]) -> None:
         """Note the weights of a step that is sent, for each request with rows in it."""
         weights = step.weights
         if weights is None or step.rows is None:
@@ -332,7 +332,7 @@ class Sender:
             used[key] = every if len(every) <= limits.WEIGHTS_TOLD_MAX else (every[0], *every[2:])
 
     def _lose(
-        self, plan: Plan, shipped: Sequence[PlannedBlock], trimmed: Sequence[tuple[Span, ...]], reason: str
+        self, plan: Plan, shipped: Sequence[PlannedBlock], trimmed: Sequence[Sequence[Span]], reason: str
     ) -> None:
         """Count the rows of a step that are not sent."""
         for block, spans in zip(shipped, trimmed, strict=True):
@@ -362,45 +362,58 @@ class Sender:
         return part if len(self.ways) == 1 else part.copy()
 
     def _describe(
-        self, step: Computed, shipped: Sequence[PlannedBlock], trimmed: Sequence[tuple[Span, ...]]
+        self, step: Computed, shipped: Sequence[PlannedBlock], trimmed: Sequence[Sequence[Span]]
     ) -> tuple[tuple[Block, ...], tuple[RequestRows, ...]]:
         """Return the frame's blocks and requests; a block's spans name a request by its index in the requests."""
         first: dict[int, int] = {}
         end: dict[int, int] = {}
         for spans in trimmed:
             for number, start, length, _ in spans:
-                first[number] = min(first.get(number, start), start)
-                end[number] = max(end.get(number, 0), start + length)
+                if number not in first:
+                    first[number], end[number] = start, start + length
+                else:
+                    first[number] = min(first[number], start)
+                    end[number] = max(end[number], start + length)
+        requests = tuple(self._requests(step, first, end))
         index = {number: n for n, number in enumerate(first)}
-        requests = tuple(self._request(step, number, first[number], end[number]) for number in first)
+        same = all(number == n for number, n in index.items())
         blocks = tuple(
             block_of(block, self.sites)._replace(
-                spans=tuple(span._replace(request=index[span.request]) for span in spans)
+                spans=tuple(spans)
+                if same
+                else tuple(_span((index[number], start, length, row)) for number, start, length, row in spans)
             )
             for block, spans in zip(shipped, trimmed, strict=True)
         )
         return blocks, requests
 
-    def _request(self, step: Computed, number: int, first: int, end: int) -> RequestRows:
-        request, row, start, _ = step.plan.batch[number]
-        ids = tuple(step.token_ids[row + first - start : row + end - start].tolist())
-        texts = tuple(map(self.text_of, ids)) if self.text_of is not None else ()
-        history = step.plan.histories.get(number)
-        opened = None if step.opened is None else step.opened(request)
-        runs = () if history is None else steered_runs(history, first, end, opened)
-        if (marks := step.marks.get(request.key)) is not None:
-            runs = merged(runs, clipped([start + edge for edge in marks], first, end))
-        return RequestRows(
-            request.id,
-            request.prompt_length,
-            first,
-            ids,
-            texts,
-            request.capture,
-            request.incarnation,
-            runs,
-            request.adapter,
-        )
+    def _requests(self, step: Computed, firsts: Mapping[int, int], ends: Mapping[int, int]) -> Iterator[RequestRows]:
+        """Yield the parts of requests in a frame.
+
+        firsts, ends: their positions, by index in the batch.
+        """
+        batch, histories, text_of = step.plan.batch.parts, step.plan.histories, self.text_of
+        every_id = step.token_ids.tolist()
+        for number, first in firsts.items():
+            request, row, start, _ = batch[number]
+            end, shift = ends[number], row - start
+            ids = tuple(every_id[first + shift : end + shift])
+            runs: tuple[int, ...] = ()
+            if (history := histories.get(number)) is not None:
+                runs = steered_runs(history, first, end, None if step.opened is None else step.opened(request))
+            if step.marks and (marks := step.marks.get(request.key)) is not None:
+                runs = merged(runs, clipped([start + edge for edge in marks], first, end))
+            yield RequestRows(
+                request.id,
+                request.prompt_length,
+                first,
+                ids,
+                tuple(map(text_of, ids)) if text_of is not None else (),
+                request.capture,
+                request.incarnation,
+                runs,
+                request.adapter,
+            )
 
     def _finished(self, ended: Sequence[tuple[Tracked, Ended]], counts: Mapping[str, int]) -> tuple[Finished, ...]:
         """Return the ends of watched requests; `counts` are their rows in this frame, which is not sent yet."""
@@ -463,6 +476,7 @@ class Sender:
 
 
 _class_of = operator.attrgetter("width_class")
+_span = functools.partial(tuple.__new__, Span)
 
 
 class _Part(NamedTuple):
@@ -474,12 +488,12 @@ class _Part(NamedTuple):
     """
 
     blocks: Sequence[PlannedBlock]
-    spans: Sequence[tuple[Span, ...]]
+    spans: Sequence[Sequence[Span]]
     counts: Mapping[str, int]
 
 
 def _parts(
-    plan: Plan, shipped: Sequence[PlannedBlock], trimmed: Sequence[tuple[Span, ...]], row_bytes: Sequence[int]
+    plan: Plan, shipped: Sequence[PlannedBlock], trimmed: Sequence[Sequence[Span]], row_bytes: Sequence[int]
 ) -> Iterator[_Part]:
     """Yield the parts of a step: one up to `limits.STEP_BYTES_MAX`; else several, of a site's rows of a block at least.
 
@@ -490,7 +504,7 @@ def _parts(
     """
     nbytes = sum(len(block.sites) * block.rows * row_bytes[block.width_class] for block in shipped)
     part_bytes = limits.STEP_BYTES_MAX if nbytes <= limits.STEP_BYTES_MAX else limits.STEP_PART_BYTES_MAX
-    blocks, spans, room = list[PlannedBlock](), list[tuple[Span, ...]](), part_bytes
+    blocks, spans, room = list[PlannedBlock](), list[Sequence[Span]](), part_bytes
     for whole, held in zip(shipped, trimmed, strict=True):
         block, site_bytes = whole, whole.rows * row_bytes[whole.width_class]
         while len(block.sites) * site_bytes > room:
@@ -529,7 +543,7 @@ def _events(step: Computed, hub: int) -> list[tuple[ActedOn, ...]]:
     return [*parts, tuple(part)] if part else parts
 
 
-def _trimmed(step: Computed, shipped: Sequence[PlannedBlock]) -> list[tuple[Span, ...]]:
+def _trimmed(step: Computed, shipped: Sequence[PlannedBlock]) -> list[Sequence[Span]]:
     """Return each block's spans without the rows that belong to no request."""
     if not step.limits:
         return [block.spans for block in shipped]
@@ -541,11 +555,13 @@ def _trimmed(step: Computed, shipped: Sequence[PlannedBlock]) -> list[tuple[Span
     return [tuple(span for span in map(trim, block.spans) if span.length > 0) for block in shipped]
 
 
-def _count(plan: Plan, shipped: Sequence[PlannedBlock], trimmed: Sequence[tuple[Span, ...]]) -> dict[str, int]:
+def _count(plan: Plan, shipped: Sequence[PlannedBlock], trimmed: Sequence[Sequence[Span]]) -> dict[str, int]:
     """Return the rows (positions times sites) of each request, by vLLM's id."""
     counts: dict[str, int] = {}
+    requests = plan.batch.requests
     for block, spans in zip(shipped, trimmed, strict=True):
-        for span in spans:
-            key = plan.batch[span.request].request.key
-            counts[key] = counts.get(key, 0) + span.length * len(block.sites)
+        sites = len(block.sites)
+        for number, _, length, _ in spans:
+            key = requests[number].key
+            counts[key] = counts.get(key, 0) + length * sites
     return counts

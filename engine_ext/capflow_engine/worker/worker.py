@@ -28,8 +28,9 @@ from capflow import limits
 from capflow.capture.frame import Rank
 from capflow.capture.site import Site
 from capflow.capture.spec import Capture, Wanted, join
-from capflow.protocol.message import ControllerSpec
+from capflow.protocol.message import ControllerSpec, CpuTime
 from capflow.steering.action import FROZEN_TROUBLE
+from capflow.system.cpu import thread_times_ns
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import launch
 from capflow_engine.compat import model as compat_model
@@ -49,11 +50,13 @@ from capflow_engine.scheduler.orders import (
 )
 from capflow_engine.settings import Settings
 from capflow_engine.steering.budget import Size
+from capflow_engine.stepclock import SCHEDULER, StepClock
 from capflow_engine.taps import height
 from capflow_engine.taps import step as step_module
 from capflow_engine.taps.bank import Bank
 from capflow_engine.taps.gates import Gating
-from capflow_engine.taps.plan import Plan, Planner, Program, Scheduled, Tracked
+from capflow_engine.taps.plan import EMPTY_PLAN, Plan, Planner
+from capflow_engine.taps.requests import Program, Tracked
 from capflow_engine.taps.step import Step
 from capflow_engine.taps.tables import Tables
 from capflow_engine.taps.tap import Tap, install
@@ -63,12 +66,13 @@ from capflow_engine.worker.changes import Changes
 from capflow_engine.worker.control.controllers import Controllers
 from capflow_engine.worker.control.deciding import Deciding, Scored
 from capflow_engine.worker.events import Events
-from capflow_engine.worker.firing import Firing, GatedStep
+from capflow_engine.worker.gates.firing import Firing, GatedStep
+from capflow_engine.worker.gates.latches import Latches
 from capflow_engine.worker.history import Histories
-from capflow_engine.worker.latches import Latches
+from capflow_engine.worker.lineup import Lineup
 from capflow_engine.worker.marks import StageMarks
 from capflow_engine.worker.outlets import Outlets
-from capflow_engine.worker.pending import EMPTY_PLAN, READY, Pending
+from capflow_engine.worker.pending import READY, Pending
 from capflow_engine.worker.ring import Ring
 from capflow_engine.worker.rows import RowMemory
 from capflow_engine.worker.runner import tap_runner
@@ -120,14 +124,13 @@ class WorkerCapture:
         self._install(owned)
         # A stage without taps sends too: its part of a request ends like that of any other stage.
         self.sends = self.rank.tp == 0
-        self.ring = Ring(self.settings.outbound_bytes_max, pinned=self.tables.resident)
-        self.checksums = Checksums()
+        self.ring, self.checksums = Ring(self.settings.outbound_bytes_max, pinned=self.tables.resident), Checksums()
         self.agreement = self._agreement()
         # The wants of each hub, by the number that orders give them.
         self.wants: dict[int, tuple[_HubWants, ...]] = {}
         self.controllers = [self._controllers((), hub) for hub in range(len(self.settings.hubs))]
-        self.latches = Latches(self.device)
-        self.firing, self._marks = Firing(), StageMarks()
+        self.latches, self._clock = Latches(self.device), StepClock()
+        self.firing, self._marks, self._pending = Firing(), StageMarks(), Pending()
         # The last pipeline stage has the margins of all stages; its first rank reports them.
         self._reports_gates = self.rank.tp == 0 and self.rank.pp == self.info.stages - 1
         # The step that was launched last, if it had gates; only in ranks that ship rows or report gates.
@@ -140,7 +143,7 @@ class WorkerCapture:
         self.margins: torch.Tensor | None = None
         # The running requests, by vLLM's id.
         self.requests: dict[str, Tracked] = {}
-        self._pending = Pending()
+        self._lineup = Lineup(self.requests)
         self.deciding = Deciding(self.requests, self.controllers, self.info, self._ranks)
         self._events = Events(self._pending)
         self.changes = Changes(
@@ -152,6 +155,8 @@ class WorkerCapture:
         self._plan: Plan | None = None
         # The weights that compute it.
         self._weights = FIRST_WEIGHTS
+        # The plan of the last step if its taps were idle.
+        self._rested: Plan | None = None
         # The memory that its rows are copied to.
         self._buffer: Any = None
         # Why its rows for consumers are lost.
@@ -197,7 +202,14 @@ class WorkerCapture:
             text_of=None if tokenizer is None else lambda token: str(tokenizer.decode([token])),
             reports=lambda hub: (self._troubles(hub), self.controllers[hub].counts),
             determinism=lambda: self.agreement.result if self.rank.pp == 0 else None,
+            cpu=self._cpu_times,
         )
+
+    def _cpu_times(self) -> dict[str, CpuTime]:
+        """Return the processor time of capflow in this process. Callable on any thread."""
+        threads = {name: CpuTime(spent) for name, spent in thread_times_ns().items()}
+        times = {"worker": self._clock.time, "scheduler": SCHEDULER.time}
+        return threads | {part: spent for part, spent in times.items() if spent.steps}
 
     def _agreement(self) -> Agreement:
         stages, ranks = self.info.stages, self._ranks
@@ -242,23 +254,27 @@ class WorkerCapture:
 
     def begin(self, orders: Orders | None, scheduler_output: Any) -> None:
         """Take the orders of the step that begins, and send the steps that they settle."""
-        self._events.keep()
         orders = orders or Orders(self._events.number)
-        cuts = orders.cuts | {key: ended.limit for key, ended in orders.ended.items()}
-        for rejection in orders.rejected:
-            self._reject(rejection, cuts.get(rejection.key))
-        for key, limit in cuts.items():
-            self.firing.cut(key, limit)
+        begun = self._clock.begin_step(orders.step)
+        self._events.keep()
+        cuts: dict[str, int] = {}
+        if not (quiet := orders.quiet):
+            cuts = orders.cuts | {key: ended.limit for key, ended in orders.ended.items()}
+            for rejection in orders.rejected:
+                self._reject(rejection, cuts.get(rejection.key))
+            for key, limit in cuts.items():
+                self.firing.cut(key, limit)
         self._events.note_gates(self.firing, orders.settled, self.requests)
         self.checksums.settle(orders.settled)
         decisions = self.deciding.begin(compat_step.drafts(scheduler_output), cuts)
-        self._cut(orders.cuts)
-        for key, ended in orders.ended.items():
-            self._forget(key, ended, orders.step)
-        for number, wants in orders.wants.items():
-            self.wants[number] = tuple(_HubWants(w, self._program(w.wanted, hub)) for hub, w in enumerate(wants))
-        self._end_unscheduled(orders.unscheduled)
-        self._pending.mark(orders.marked)
+        if not quiet:
+            self._cut(orders.cuts)
+            for key, ended in orders.ended.items():
+                self._forget(key, ended, orders.step)
+            for number, wants in orders.wants.items():
+                self.wants[number] = tuple(_HubWants(w, self._program(w.wanted, hub)) for hub, w in enumerate(wants))
+            self._end_unscheduled(orders.unscheduled)
+            self._pending.mark(orders.marked)
         for step in self._pending.settle(orders.settled):
             assert self.outlets is not None
             self.outlets.put(step)
@@ -267,14 +283,19 @@ class WorkerCapture:
         self.changes.end_controllers_leases()
         for decided in (*decisions, *orders.decided):
             self.changes.decide(decided)
-        self.changes.take(orders)
+        if not quiet:
+            self.changes.take(orders)
         for key, prompt_length in compat_step.new_requests(scheduler_output):
             if key in orders.admitted and key not in self.requests:
                 self._admit(key, prompt_length, orders.admitted[key])
             elif key in self.requests and self.requests[key].prompt_length != prompt_length:
                 # Streaming input makes the prompt longer. Pending steps keep the prompt that they were planned with.
-                self.requests[key] = replace(self.requests[key], prompt_length=prompt_length)
+                former = self.requests[key]
+                self.requests[key] = replace(former, prompt_length=prompt_length)
+                self.planner.drop(former)
+                self._lineup.change()
                 self.histories.lengthen(self.requests[key])
+        self._clock.end(begun)
 
     def _reject(self, rejection: Rejection, cut: int | None) -> None:
         """Correct the positions of a request's steps, which were planned as if all drafts were accepted.
@@ -326,6 +347,7 @@ class WorkerCapture:
             adapter=request.adapter,
         )
         self.requests[key] = tracked
+        self._lineup.change()
         self.deciding.change()
         self.changes.begin(tracked, options.program)
 
@@ -364,8 +386,10 @@ class WorkerCapture:
             return
         self.changes.note_end(tracked, ended, self._pending.last_step_of(key))
         del self.requests[key]
+        self._lineup.change()
         self.deciding.change()
         self.histories.forget(tracked)
+        self.planner.drop(tracked)
         self.latches.forget(key)
         self.firing.forget(key)
         self.controllers[tracked.hub].forget(tracked.id, key, step)
@@ -393,38 +417,39 @@ class WorkerCapture:
 
     # --- the step ---
 
-    def prepare(self, parts: Sequence[tuple[str, int, int, int]]) -> None:
-        """Plan the step; called when the runner has prepared its batch.
-
-        parts: for each request, vLLM's id, its first row in the model's tensors, first position and number of tokens.
-        """
-        batch = []
-        for key, row, start, length in parts:
-            tracked = self.requests.get(key)
-            if tracked is not None:
-                batch.append(Scheduled(tracked, row, start, length))
-        planned = self.planner.plan(batch)
+    def prepare(self, batch: compat_step.RunnerBatch) -> None:
+        """Plan the step; called when the runner has prepared its batch."""
+        begun = self._clock.begin()
+        planned = self.planner.plan(self._lineup.of(batch))
         self._planned = self._plan = planned
         self.gated_step = self.margins = None
         if (marks := self.marks) is not None:
             marks.begin(self._events.number, planned)
         self.checksums.fold(self._events.number, planned)
         self.agreement.stepped(self._events.number)
-        self._buffer = self._lost = None
+        self._buffer = self._lost = self._rested = None
+        if not planned.idle:
+            self._plan = self._with_room(planned)
+        self._clock.end(begun)
+
+    def _with_room(self, planned: Plan) -> Plan:
+        """Find memory for the rows of a step; return what the taps do, which is less without room."""
+        plan = planned
         if planned.ships and self.sends:
             self._buffer, self._lost = self._find_room(planned)
         if self._lost is not None:
-            self._plan = planned.unsent()
+            plan = planned.unsent()
         elif planned.ships and not self.sends:
-            self._plan = planned.unsent(self._gathered(planned))
-        if self.tables.resident and not self.tables.holds(self._plan):
+            plan = planned.unsent(self._gathered(planned))
+        if self.tables.resident and not self.tables.holds(plan):
             for controllers in self.controllers:
-                controllers.missed(self._plan.rows, self.tables.staging.shape[0])
-            self._plan = replace(self._plan, blocks=(), rows=0, ship_rows=0, shaped=())
-        if self._buffer is None and self._rows_copied(self._plan):
+                controllers.missed(plan.rows, self.tables.staging.shape[0])
+            plan = replace(plan, blocks=(), rows=0, ship_rows=0, shaped=())
+        if self._buffer is None and self._rows_copied(plan):
             # A copy to memory that is not page-locked waits for the device.
-            size, pinned = self._bytes_copied(self._plan), self.tables.resident
+            size, pinned = self._bytes_copied(plan), self.tables.resident
             self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned).numpy()
+        return plan
 
     def _find_room(self, plan: Plan) -> tuple[Any, str | None]:
         """Return a buffer for the plan's rows, or the reason why there is none."""
@@ -457,47 +482,81 @@ class WorkerCapture:
         try:
             with self._tapped(plan, tokens):
                 yield
-        except BaseException:  # an interrupted job: the step's positions are not computed, and no row is promised
-            for request, _, start, _ in plan.batch:
-                request.computed = min(request.computed, start)
+        except BaseException:
+            self._undo(plan)
             raise
+
+    @property
+    def rests(self) -> bool:
+        """Whether the taps have nothing to do in the forward pass that begins. Then `rest` is called, not `forward`.
+
+        A step with events is no such step.
+        """
+        planned = self._planned
+        return self._plan is planned and planned.idle and not planned.gates and not self._events.any
+
+    def rest(self) -> None:
+        """Begin a forward pass in which the taps are idle, or one that belongs to no step.
+
+        It must not overwrite the last step's rows.
+        """
+        self._rested, self._plan = self._plan, None
+        if self.tables.resident:
+            self.tables.load(EMPTY_PLAN, 0)
+
+    def interrupt(self) -> None:
+        """Note that a step failed in which the taps were idle."""
+        if self._rested is not None:
+            self._undo(self._rested)
+
+    @staticmethod
+    def _undo(plan: Plan) -> None:
+        """Note that the forward pass of a step failed: its positions are not computed, and no row is promised."""
+        for request, _, start, _ in plan.batch:
+            request.computed = min(request.computed, start)
 
     @contextlib.contextmanager
     def _tapped(self, plan: Plan, tokens: int) -> Iterator[None]:
         """Have the taps follow a plan in a forward pass, and take its rows afterwards."""
+        begun = self._clock.begin()
         received, self._received = self._received, None
         carried = self.latches.begin(plan)
         if self.tables.resident:
             if self._copied is not None:
                 torch.cuda.current_stream().wait_event(self._copied)
             self.tables.load(plan, tokens, carried, received)
+            self._clock.end(begun)
             yield
+            begun = self._clock.begin()
             if plan.gates:  # the next step writes the table again
-                self._take_margins(plan, carried, self.tables.margins[: plan.gates, : self._rows_end(plan)].clone())
+                self._take_margins(plan, carried, self.tables.margins[: plan.gates, : plan.batch.end].clone())
             scored = [self._score(controllers, plan) for controllers in self.controllers]
             joined = self.memory.joined(self._planned, self.tables.stagings[1:])
             wanted = plan.rows or (plan.shaped and self.sends)
-            ready, token_ids = self._copy_out(plan, scored, joined) if wanted else (READY, _NO_TOKENS)
+            ready, token_ids = self._copy_out(plan, tokens, scored, joined) if wanted else (READY, _NO_TOKENS)
         else:
             out, *shaped = self.memory.host(self._buffer, plan, self._rows_copied(plan))
             parts = self.memory.parts(self._planned, shaped)
             gating = Gating(plan, tokens, carried, received) if plan.gates else None
             step_module.current = step = Step(plan, out, self.bank, gating, self._ways, parts)
             self._ways = step.ways or self._ways
+            self._clock.end(begun)
             try:
                 yield
             finally:
                 step_module.current = None
+            begun = self._clock.begin()
             if gating is not None:
-                self._take_margins(plan, carried, gating.margins[:, : self._rows_end(plan)])
+                self._take_margins(plan, carried, gating.margins[:, : plan.batch.end])
             scored = [self._score(controllers, plan, out) for controllers in self.controllers]
             for rows, target in zip(self.memory.joined(self._planned, parts), shaped, strict=False):
                 if rows is not None and target is not None:
                     target.copy_(rows, non_blocking=True)
             ready, token_ids = READY, _NO_TOKENS
             if plan.ships and self.sends:
-                token_ids = compat_step.step_token_ids(self.runner, self._rows_end(plan)).numpy().copy()
+                token_ids = compat_step.step_token_ids(self.runner, tokens).numpy().copy()
         self._finish(plan, ready, token_ids, scored)
+        self._clock.end(begun)
 
     def _score(self, controllers: Controllers, plan: Plan, rows: Any = None) -> Scored:
         """Score a step's rows for the controllers of a hub: at once on the CPU, started on a GPU."""
@@ -566,46 +625,36 @@ class WorkerCapture:
             copied.record()
         return copies, copied.synchronize
 
-    def rest(self) -> None:
-        """Make the taps idle in a forward pass that belongs to no step: it must not overwrite the last step's rows."""
-        if self.tables.resident:
-            self.tables.load(EMPTY_PLAN, 0)
-
-    @staticmethod
-    def _rows_end(plan: Plan) -> int:
-        """Return the end of the rows in the model's tensors that belong to the plan's requests."""
-        return max(part.row + part.length for part in plan.batch)
-
     def _finish(self, plan: Plan, ready: Callable[[], None], token_ids: Any, scored: Sequence[Scored] = ()) -> None:
         """Keep the step that was just launched until it is settled."""
-        number, noted = self._events.number, self._events.take()
+        number = self._events.number
         if plan.rows > plan.ship_rows:
             self.deciding.keep(number, plan, self._buffer, self._rows_copied(plan), scored, ready)
-        if (self._planned.ships and self.sends) or noted.events:
+        if (self._planned.ships and self.sends) or self._events.any:
             rows = self._buffer if plan.ships else None
             now = time.time_ns()
             lent = self.ring.size_of(self._bytes_copied(plan)) if rows is not None else 0
             step = Computed(number, now, self._planned, rows, token_ids, ready, self._lost, lent=lent)
             step.shaped_at = self.memory.shaped_at(self._rows_copied(plan))
             step.weights = self._weights
-            step.events, step.events_lost = noted.events, noted.events_lost
+            self._events.move(step)
             step.opened = None if self.gated_step is None else self.gated_step.opened
             step.marks = {} if (marks := self.marks) is None else dict(marks.runs)
             self._pending.add(step)
         self._buffer = None
 
     def _copy_out(
-        self, plan: Plan, scored: list[Scored], joined: Sequence[torch.Tensor | None]
+        self, plan: Plan, tokens: int, scored: list[Scored], joined: Sequence[torch.Tensor | None]
     ) -> tuple[Callable[[], None], Any]:
         """Start to copy the step's rows, scores and token ids to the host; return a function that waits, and the ids.
 
         The rows are copied on a stream of their own. The ids are copied on the step's stream: they are few, and the
         next step uses the same buffer.
 
+        tokens: the rows of the model's tensors.
         scored: the scores are replaced by the memory that they are copied to.
         joined: the rows that were divided among ranks, by further width class.
         """
-        tokens = self._rows_end(plan)
         ids = torch.empty(tokens, dtype=torch.int32, pin_memory=True)
         ids.copy_(compat_step.step_token_ids(self.runner, tokens), non_blocking=True)
         self._copy_stream.wait_stream(torch.cuda.current_stream())

@@ -15,7 +15,8 @@ from capflow_engine.ranks.checksums import Checksums, Difference, StepLog, compa
 from capflow_engine.scheduler.orders import Divergence
 from capflow_engine.taps.acting import Acts, SlotRange
 from capflow_engine.taps.bank import NONE, Steered
-from capflow_engine.taps.plan import Planner, Scheduled, Tracked
+from capflow_engine.taps.plan import Planner, Scheduled
+from capflow_engine.taps.requests import Tracked
 from tests.kit.waiting import eventually
 
 

@@ -17,7 +17,8 @@ from capflow.steering.vector import SteeringVector
 from capflow_engine.steering.budget import Holdings, Size, needs_of
 from capflow_engine.taps.acting import SlotRange
 from capflow_engine.taps.bank import NONE, NOTHING, Bank
-from capflow_engine.taps.plan import Planner, Scheduled, Tracked
+from capflow_engine.taps.plan import Planner, Scheduled
+from capflow_engine.taps.requests import Tracked
 
 WIDTH = 16
 SITES = [Site(layer, "post_block") for layer in range(3)]

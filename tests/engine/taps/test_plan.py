@@ -9,7 +9,8 @@ from capflow.capture.places import FOREVER
 from capflow.capture.positions import Positions
 from capflow_engine.taps.acting import SlotRange
 from capflow_engine.taps.bank import Steered
-from capflow_engine.taps.plan import SHIP, VIEW, Planner, Scheduled, Tracked
+from capflow_engine.taps.plan import Batch, Planner, Scheduled
+from capflow_engine.taps.requests import SHIP, VIEW, Tracked
 from tests.kit.selectors_model import budgets, forms, meant
 
 SITES = 5
@@ -195,3 +196,114 @@ def test_steering_changes_at_the_end_of_the_prompt(start, length, prefill, decod
         expected[5 + 6 - start] = 12
     assert plan.slots(16).tolist() == expected.tolist()
     assert not plan.idle
+
+
+def seen(plan):
+    """Everything that a plan says."""
+    steering = None if plan.steering is None else [column.tolist() for column in plan.steering]
+    blocks = [(*block._replace(spans=()), tuple(block.spans)) for block in plan.blocks]
+    slots = plan.slots(64).tolist()
+    return blocks, slots, plan.rows, plan.ship_rows, plan.gated, plan.latched, plan.histories, steering, plan.tokens
+
+
+FORMS = ["all", "all_generated", {"every": 3}, {"generated": [1, 4]}, "last_prompt", {"generated": [6, None]}]
+
+
+class Twins:
+    """Two planners with the same requests. The second one looks at each request of each step anew."""
+
+    def __init__(self, seed):
+        self.rng = np.random.default_rng(seed)
+        self.planners = [Planner(SITES, hubs=2, of_site=[0, 0, 1, 0, 1]) for _ in range(2)]
+        # A request of each planner, and its next position.
+        self.running = []
+        self.number = self.went_on = 0
+        self.begin()
+
+    def any(self):
+        return self.running[self.rng.integers(len(self.running))]
+
+    def begin(self):
+        rng, key = self.rng, f"k{self.number}"
+        form = Positions.parse(FORMS[rng.integers(len(FORMS))])
+        sites = rng.choice(SITES, rng.integers(0, SITES + 1), replace=False).tolist()
+        prompt, hub, views = int(rng.integers(1, 6)), int(rng.integers(2)), rng.integers(4) == 0
+        pair = []
+        for planner in self.planners:
+            view = planner.program({0: Positions.ALL_GENERATED}, hub) if views else planner.nothing
+            ship = planner.program(dict.fromkeys(sites, form), hub)
+            pair.append(Tracked(key, key, prompt, ship, view, hub=hub))
+        self.running.append([pair, 0])
+        self.number += 1
+
+    def end(self):
+        if len(self.running) > 1:
+            pair, _ = self.running.pop(int(self.rng.integers(len(self.running))))
+            for planner, request in zip(self.planners, pair, strict=True):
+                planner.drop(request)
+
+    def steer(self):
+        (pair, at), rng = self.any(), self.rng
+        prompt, slots = pair[0].prompt_length, rng.integers(-1, 4, 2).tolist()
+        ranges = [SlotRange(0, prompt, Steered(*slots, {}), key=int(rng.integers(1, 99)))]
+        if rng.integers(2):
+            ranges.append(SlotRange(at + 2, prompt, Steered(7, 8, {at + 3: 9}), key=100, shared_key=101))
+        ranges = ranges if rng.integers(4) else None
+        for request in pair:
+            request.steered = ranges
+
+    def go_back(self):
+        """The request was preempted, or drafts were rejected."""
+        entry = self.any()
+        entry[1] = int(self.rng.integers(entry[1] + 1))
+        if self.rng.integers(2):
+            for request in entry[0]:
+                request.computed = min(request.computed, entry[1])
+
+    def shuffle(self):
+        self.rng.shuffle(self.running)
+
+    def step(self):
+        lengths = self.rng.integers(1, 4 if self.rng.integers(6) == 0 else 2, len(self.running)).tolist()
+        lengths = [
+            max(length, pair[0].prompt_length - at) for (pair, at), length in zip(self.running, lengths, strict=True)
+        ]
+        starts = np.array([at for _, at in self.running], np.int64)
+        plans = []
+        for which, planner in enumerate(self.planners):
+            requests = tuple(pair[which] for pair, _ in self.running)
+            if which == 0 and requests == planner._table._requests:
+                requests = planner._table._requests  # as a worker's lineup does it
+                self.went_on += planner._steady is not None
+            if which == 1:
+                planner._steady = None
+            plans.append(planner.plan(Batch(requests, starts, np.array(lengths, np.int64))))
+        for entry, length in zip(self.running, lengths, strict=True):
+            entry[1] += length
+        return plans
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_step_that_goes_on_as_the_one_before_is_planned_as_any_other(seed):
+    twins = Twins(seed)
+    changes = [twins.begin, twins.end, twins.steer, twins.go_back, twins.shuffle]
+    for _ in range(60):
+        if (change := twins.rng.integers(12)) < len(changes):
+            changes[change]()
+        first, second = twins.step()
+        assert seen(first) == seen(second)
+        assert all(one.computed == other.computed for (one, other), _ in twins.running)
+    assert twins.went_on
+
+
+def test_a_request_that_leaves_takes_its_positions_with_it_and_gives_its_place_to_another():
+    planner = Planner(SITES)
+    first, second = (tracked(planner, key, 2, {0: Positions.ALL}) for key in "ab")
+    planner.plan([Scheduled(first, 0, 0, 5)])
+    place = first.place
+    planner.drop(first)
+    assert (first.computed, first.table) == (5, None)
+    assert planner.plan([Scheduled(second, 0, 0, 1)]).rows == 1
+    assert (second.place, second.computed) == (place, 1)
+    assert planner.plan([Scheduled(first, 0, 4, 2)]).rows == 1  # position 4 was planned
+    assert first.place != place

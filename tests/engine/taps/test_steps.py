@@ -11,12 +11,15 @@ import torch
 
 import capflow
 from capflow.capture.positions import Positions
-from capflow_engine.taps import bank, kernel, tables, tap
+from capflow_engine.taps import bank, tables, tap
 from capflow_engine.taps.acting import SlotRange
 from capflow_engine.taps.bank import NONE, Steered
-from capflow_engine.taps.plan import Planner, Scheduled, Tracked
-from capflow_engine.worker import changes, events, latches, worker
+from capflow_engine.taps.gpu import kernel
+from capflow_engine.taps.plan import Planner, Scheduled
+from capflow_engine.taps.requests import Tracked
+from capflow_engine.worker import changes, events, worker
 from capflow_engine.worker.control import deciding
+from capflow_engine.worker.gates import latches
 from capflow_engine.worker.pending import EMPTY_PLAN
 from tests.kit.engines import GREEDY, LAYERS, engine, prompts, vector
 from tests.kit.rows import ALL

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capflow.capture.positions import Positions
-from capflow_engine.taps.plan import SHIP, VIEW, Planner, Scheduled, Tracked
+from capflow_engine.taps.plan import Planner, Scheduled
+from capflow_engine.taps.requests import SHIP, VIEW, Tracked
 from capflow_engine.taps.tables import Tables
 from tests.kit.selectors_model import forms
 

@@ -17,7 +17,8 @@ from capflow.steering.program import ADD, CLAMP, ENCODE, PATCH, RELATIVE, SET, O
 from capflow_engine.steering.budget import Size
 from capflow_engine.taps.acting import SlotRange
 from capflow_engine.taps.bank import Bank
-from capflow_engine.taps.plan import Planner, Scheduled, Tracked
+from capflow_engine.taps.plan import Planner, Scheduled
+from capflow_engine.taps.requests import Tracked
 from capflow_engine.taps.step import Step
 from tests.kit.sources import KIT, ROOT
 from tests.kit.tap_cases import CASES, CPU, chained, check, clamp_seconds, exact, make, start_cpu

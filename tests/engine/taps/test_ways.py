@@ -13,9 +13,10 @@ from capflow_engine.steering.budget import Size
 from capflow_engine.taps.acting import SlotRange
 from capflow_engine.taps.bank import Bank
 from capflow_engine.taps.gates import Gating
-from capflow_engine.taps.plan import Planner, Scheduled, Tracked
+from capflow_engine.taps.plan import Planner, Scheduled
+from capflow_engine.taps.requests import Tracked
 from capflow_engine.taps.step import Step
-from capflow_engine.worker.latches import Latches
+from capflow_engine.worker.gates.latches import Latches
 from tests.kit.gate_cases import gated_program
 from tests.kit.tap_cases import random_program
 

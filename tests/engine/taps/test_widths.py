@@ -19,7 +19,8 @@ from capflow_engine.compat import engine as compat
 from capflow_engine.steering.budget import Size
 from capflow_engine.taps.acting import SlotRange
 from capflow_engine.taps.bank import Bank
-from capflow_engine.taps.plan import Planner, Scheduled, Tracked
+from capflow_engine.taps.plan import Planner, Scheduled
+from capflow_engine.taps.requests import Tracked
 from capflow_engine.taps.step import Step
 from capflow_engine.taps.widths import Width, Widths
 from capflow_engine.worker.rows import RowMemory

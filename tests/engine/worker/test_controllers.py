@@ -25,7 +25,8 @@ from capflow_engine.scheduler.decisions import Decisions
 from capflow_engine.scheduler.orders import Decided, FreezeOrder, Orders, StepAnswer, decode, encode
 from capflow_engine.steering.budget import Size
 from capflow_engine.taps.bank import Bank
-from capflow_engine.taps.plan import Planner, Scheduled, Tracked
+from capflow_engine.taps.plan import Planner, Scheduled
+from capflow_engine.taps.requests import Tracked
 from capflow_engine.worker.changes import Changes
 from capflow_engine.worker.control import controllers as control
 from capflow_engine.worker.control.controllers import Controllers
@@ -390,7 +391,9 @@ def locked(monkeypatch):
 def capture(started, locked):
     """A worker's capflow as far as planning a step needs it, on a device whose staging memory has three rows."""
     pytest.importorskip("vllm")
+    from capflow_engine.stepclock import StepClock
     from capflow_engine.taps.widths import Widths
+    from capflow_engine.worker.lineup import Lineup
     from capflow_engine.worker.rows import RowMemory
     from capflow_engine.worker.worker import WorkerCapture
 
@@ -402,6 +405,7 @@ def capture(started, locked):
     capture.controllers = [started(step=[STEER])[0]]
     capture._events, capture.checksums = SimpleNamespace(number=1), SimpleNamespace(fold=lambda *_: None)
     capture.agreement = SimpleNamespace(stepped=lambda _: None)
+    capture._lineup, capture._clock = Lineup(capture.requests), StepClock()
     capture.info, capture.deciding = MODEL, Deciding(capture.requests, capture.controllers, MODEL, 1)
     seen, nothing = capture.planner.program({1: Positions.ALL}), capture.planner.nothing
     for key, view in (("seen", seen), ("unseen", nothing)):
@@ -409,12 +413,19 @@ def capture(started, locked):
     return capture
 
 
+def batch(start, length):
+    """A runner's batch: positions `start .. start + length` of a request that a controller sees."""
+    from capflow_engine.compat.step import RunnerBatch
+
+    return RunnerBatch(["seen"], np.array([start]), np.array([length]))
+
+
 @pytest.mark.engine
 def test_a_step_with_more_rows_for_controllers_than_the_device_has_memory_for_writes_none_and_is_told(capture):
-    capture.prepare([("seen", 0, 0, 3)])
+    capture.prepare(batch(0, 3))
     assert (capture._plan.rows, len(capture._buffer)) == (3, 96)
     assert capture.controllers[0].troubles == ()
-    capture.prepare([("seen", 0, 3, 4)])
+    capture.prepare(batch(3, 4))
     assert (capture._plan.rows, capture._plan.blocks) == (0, ())
     (trouble,) = capture.controllers[0].troubles
     assert "missed steps: 1; the last: staging memory: got 4 rows of a step, expected at most 3" in trouble
@@ -432,7 +443,7 @@ def test_a_controller_steers_no_request_that_it_cannot_see(capture, request_id, 
 
 @pytest.mark.engine
 def test_rows_for_controllers_alone_come_to_memory_that_a_copy_does_not_wait_for(capture, locked):
-    capture.prepare([("seen", 0, 0, 3)])
+    capture.prepare(batch(0, 3))
     assert locked == [True]
     assert len(capture._buffer) == 3 * 8 * 4
 

@@ -10,7 +10,7 @@ from capflow_engine.scheduler.orders import Marked
 from capflow_engine.taps.acting import Acts, SlotRange
 from capflow_engine.taps.bank import NOTHING
 from capflow_engine.taps.plan import Scheduled
-from capflow_engine.worker.firing import GatedStep
+from capflow_engine.worker.gates.firing import GatedStep
 
 
 def gate(sharpness):

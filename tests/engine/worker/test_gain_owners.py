@@ -7,7 +7,8 @@ from capflow.errors import UsageError
 from capflow.steering.action import Gain
 from capflow_engine.steering.budget import Size
 from capflow_engine.taps.bank import Bank
-from capflow_engine.taps.plan import Planner, Tracked
+from capflow_engine.taps.plan import Planner
+from capflow_engine.taps.requests import Tracked
 from capflow_engine.worker.history import Histories, Owner
 from tests.kit.frames import make_model
 

@@ -17,7 +17,8 @@ from capflow.steering.request import Steering, Tier
 from capflow.steering.vector import SteeringVector
 from capflow_engine.steering.budget import Holdings, Size, needs_of
 from capflow_engine.taps.bank import Bank
-from capflow_engine.taps.plan import Planner, Scheduled, Tracked
+from capflow_engine.taps.plan import Planner, Scheduled
+from capflow_engine.taps.requests import Tracked
 from capflow_engine.worker.history import HUB, Histories, Owner
 from tests.kit.frames import make_model
 
@@ -101,7 +102,7 @@ def test_an_action_that_changes_nothing_is_none():
     assert not worker.histories.act(tracked, FIRST, Unsteer("r"))
     assert worker.histories.act(tracked, FIRST, steer(0))
     tracked.computed = 5
-    before = list(tracked.steered)
+    before = tracked.steered
     assert not worker.histories.act(tracked, FIRST, steer(0))
     assert tracked.steered == before
 

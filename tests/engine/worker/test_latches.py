@@ -10,7 +10,7 @@ import torch
 
 from capflow_engine.taps.gates import Gating
 from capflow_engine.taps.plan import Scheduled
-from capflow_engine.worker.latches import Latches
+from capflow_engine.worker.gates.latches import Latches
 
 STEPS = 300
 

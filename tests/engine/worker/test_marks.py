@@ -7,7 +7,8 @@ from capflow.capture.frame import mask_of
 from capflow_engine.scheduler.orders import Marked, StepAnswer
 from capflow_engine.taps.acting import ALWAYS, Acts, SlotRange
 from capflow_engine.taps.bank import NOTHING
-from capflow_engine.taps.plan import Planner, Scheduled, Tracked
+from capflow_engine.taps.plan import Planner, Scheduled
+from capflow_engine.taps.requests import Tracked
 from capflow_engine.worker.marks import StageMarks, clipped, controlled_runs, merged
 from capflow_engine.worker.pending import Pending, bare
 

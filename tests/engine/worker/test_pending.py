@@ -5,7 +5,8 @@ import pytest
 
 from capflow.capture.positions import Positions
 from capflow_engine.scheduler.orders import Ended
-from capflow_engine.taps.plan import Planner, Scheduled, Tracked
+from capflow_engine.taps.plan import Planner, Scheduled
+from capflow_engine.taps.requests import Tracked
 from capflow_engine.worker.pending import READY, Pending
 from capflow_engine.worker.sender import Computed
 

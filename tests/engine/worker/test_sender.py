@@ -9,7 +9,8 @@ from capflow.capture.model import ModelInfo
 from capflow.capture.positions import Positions
 from capflow.capture.site import Site
 from capflow_engine.scheduler.orders import Ended
-from capflow_engine.taps.plan import Planner, Scheduled, Tracked
+from capflow_engine.taps.plan import Planner, Scheduled
+from capflow_engine.taps.requests import Tracked
 from capflow_engine.worker.ring import Ring
 from capflow_engine.worker.sender import Computed, Sender, Way
 from tests.kit.waiting import eventually

@@ -13,7 +13,8 @@ from capflow.capture.frame import Acted, Frame, Rank, Weights
 from capflow.capture.positions import Positions
 from capflow.capture.site import Site
 from capflow_engine.scheduler.orders import Ended
-from capflow_engine.taps.plan import Planner, Scheduled, Tracked
+from capflow_engine.taps.plan import Planner, Scheduled
+from capflow_engine.taps.requests import Tracked
 from capflow_engine.taps.widths import Widths
 from capflow_engine.worker.sender import Computed, Noted, Sender, Way
 from tests.kit.shaped import shaped_model

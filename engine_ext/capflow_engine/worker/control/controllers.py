@@ -32,7 +32,7 @@ from capflow.protocol.message import ControllerCounts, ControllerSpec
 from capflow.steering.action import Abort, Gain, Leased, SetGate, Steer, Unsteer, check_action, sites_of
 from capflow.steering.request import Steering, Tier
 from capflow_engine.scheduler.orders import Decided
-from capflow_engine.taps.plan import VIEW, Program
+from capflow_engine.taps.requests import VIEW, Program
 from capflow_engine.worker.control.running import RunningController
 from capflow_engine.worker.control.scoring import ProbeScorer
 from capflow_engine.worker.control.view import Seen, Shown, View

@@ -14,12 +14,12 @@ from capflow.capture.model import ModelInfo
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import step as compat_step
 from capflow_engine.scheduler.orders import Decided, Divergence, Marked, StepAnswer, decode, encode
-from capflow_engine.taps.plan import Plan, Tracked
+from capflow_engine.taps.plan import EMPTY_PLAN, Plan
+from capflow_engine.taps.requests import Tracked
 from capflow_engine.worker.control.controllers import Controllers
 from capflow_engine.worker.control.scoring import ScoredRows
 from capflow_engine.worker.control.view import Shown
-from capflow_engine.worker.firing import GatedStep
-from capflow_engine.worker.pending import EMPTY_PLAN
+from capflow_engine.worker.gates.firing import GatedStep
 
 
 class Scored(NamedTuple):
@@ -121,7 +121,7 @@ class Deciding:
         viewed, self._unanswered = self._unanswered, None
         guarded, self.guarded = self.guarded, None
         marking, self.marking = self.marking, None
-        if not any(controllers.ordered for controllers in self._controllers):
+        if viewed is not None and not any(controllers.ordered for controllers in self._controllers):
             viewed = None
         if viewed is None and guarded is None and marking is None and not marked and diverged is None:
             return output

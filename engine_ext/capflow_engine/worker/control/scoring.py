@@ -19,7 +19,8 @@ import numpy.typing as npt
 import torch
 
 from capflow.plugins.consumer import SCORES, StepProbe
-from capflow_engine.taps.plan import VIEW, Plan
+from capflow_engine.taps.plan import Plan
+from capflow_engine.taps.requests import VIEW
 
 DOT, COSINE, CAST = range(len(SCORES))
 
@@ -102,7 +103,7 @@ class ProbeScorer:
 
     def launch(self, parts: Sequence[ScoredRows], count: int, rows: torch.Tensor) -> torch.Tensor:
         """Start to score a step on a GPU; return where the scores will be, on the device."""
-        from capflow_engine.taps.score_kernel import launch
+        from capflow_engine.taps.gpu.score_kernel import launch
 
         scores = torch.empty(count, dtype=torch.float32, device=self._device)
         for part in parts:

@@ -11,7 +11,8 @@ import numpy.typing as npt
 from capflow.capture.positions import Positions
 from capflow.capture.site import Site
 from capflow.plugins.consumer import ScoreBatch, StepRows, StepScores
-from capflow_engine.taps.plan import VIEW, Plan, PlannedBlock, Tracked
+from capflow_engine.taps.plan import Plan, PlannedBlock
+from capflow_engine.taps.requests import VIEW, Tracked
 from capflow_engine.worker.control.scoring import ScoredRows, Scores
 
 _NO_SCORES = np.empty(0, np.float32)

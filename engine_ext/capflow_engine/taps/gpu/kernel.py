@@ -27,8 +27,8 @@ import triton.language as tl
 from capflow.limits import FEATURES_SET_MAX, GATES_MAX, SITE_OPS_MAX
 from capflow.steering.program import CLAMP, ENCODE, PATCH, RELATIVE, SCORE_CAST, SCORE_COSINE, SCORE_DOT, SET
 from capflow_engine.taps.bank import OP_WIDTH
-from capflow_engine.taps.plan import SHIP, VIEW
-from capflow_engine.taps.score_kernel import unfused
+from capflow_engine.taps.gpu.score_kernel import unfused
+from capflow_engine.taps.requests import SHIP, VIEW
 from capflow_engine.taps.scores import NORM_MIN
 from capflow_engine.taps.tables import CHANNELS
 

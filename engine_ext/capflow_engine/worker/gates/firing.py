@@ -22,7 +22,8 @@ from capflow.steering.program import ProgramGate
 from capflow_engine.scheduler.orders import Decided, Marked, Rejection
 from capflow_engine.steering.timeline import FOREVER
 from capflow_engine.taps.acting import Mask, Opened, steered_runs
-from capflow_engine.taps.plan import Plan, Scheduled, Tracked
+from capflow_engine.taps.plan import Plan, Scheduled
+from capflow_engine.taps.requests import Tracked
 
 
 class Crossing(NamedTuple):
