@@ -27,6 +27,7 @@ from capflow.cli.hub.screen import Screen, ordered
 from capflow.cli.hub.view import OLDEST_FIRST, SORTS, clean, sections, stacked, view
 from capflow.cli.units import human_bytes, human_count, human_seconds
 from capflow.hub.hub import Hub
+from capflow.protocol.message import CpuTime
 from capflow.transport.client import Client
 from capflow.transport.links.worker import Staged
 from tests.kit.frames import make_finished, make_frame, make_hello
@@ -74,7 +75,8 @@ def statuses(tmp_path_factory):
     """Two statuses of a hub that has one of everything; more frames passed before the second."""
     full = Recorder("full", held=True)
     bad = Recorder("a-consumer-with-a-long-name", fails_on=["r1", REQUEST])
-    staged = Staged(1000, 5000, {"queue_full": 12_345_678})
+    cpu = {"worker": CpuTime(900_000, 10), "scheduler": CpuTime(300_000, 10), "sender": CpuTime(5_000_000)}
+    staged = Staged(1000, 5000, {"queue_full": 12_345_678}, cpu=cpu)
     with (
         running_hub(f"ipc://{tmp_path_factory.mktemp('h')}/h", bad, configured(full, "drop", 1)) as hub,
         worker_link(hub.address, make_hello(EVIL), staged=lambda: staged) as link,
@@ -139,6 +141,10 @@ class TestTheView:
             "last",
         ]
         assert titles[80, "request"] == ["request", "engine", "age", "tokens", "tok/s", "rows", "rows/s"]
+
+    def test_has_the_processor_time_that_capflow_takes_in_a_step(self, statuses):
+        titles, row = table(shown(view(statuses[1], None), 300), "worker")[:2]
+        assert dict(zip(words_of(titles), words_of(row), strict=True))["µs a step"] == "120"
 
     def test_shows_nothing_that_a_terminal_obeys(self, statuses):
         text = shown(view(statuses[1], Rates(*statuses)), 200)

@@ -245,7 +245,7 @@ def _workers(
         Column("its queue", 2, "queue"),
         Column("dropped", 3, "dropped"),
         Column("last", 6),
-        Column("µs a step", 8, "µs a step"),
+        Column("µs a step", 8),
         Column("rows", 9, "rows"),
         Column("frames", 10),
     ]
@@ -267,7 +267,6 @@ def _workers(
             human_count(session["frames"]),
         )
         values = {
-            "µs a step": step_us,
             "name": session["engine"],
             "rows/s": None if rate is None else rate.rows,
             "queue": None if counts is None else counts["queued_bytes"] / max(1, counts["queue_bytes_max"]),

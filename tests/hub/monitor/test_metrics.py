@@ -16,7 +16,7 @@ from capflow.hub.hub import Hub
 from capflow.hub.monitor.endpoint import Endpoint
 from capflow.hub.monitor.metrics import BEGIN, END, markdown, registry_of
 from capflow.protocol import message
-from capflow.protocol.message import ControllerCounts, Determinism, Hello, WatchRequest
+from capflow.protocol.message import ControllerCounts, CpuTime, Determinism, Hello, WatchRequest
 from capflow.transport.client import Client
 from capflow.transport.links.worker import Staged
 from capflow.transport.outbox import Outbox
@@ -67,7 +67,9 @@ def watched(tmp_path_factory):
     good = Recorder("good")
     full, bad = Recorder("full", held=True), Recorder("bad", fails_on=[SECRET, "r1", "r2"])
     ran = {"gate": ControllerCounts(9, 0.5, 3, 2, 1)}
-    staged = Staged(1000, 5000, {"queue_full": 7, "no_hub": 2}, controllers=ran, determinism=Determinism(True, 4, 9))
+    cpu = {"worker": CpuTime(900_000, 10), "sender": CpuTime(5_000_000)}
+    lost = {"queue_full": 7, "no_hub": 2}
+    staged = Staged(1000, 5000, lost, controllers=ran, determinism=Determinism(True, 4, 9), cpu=cpu)
     kept = configured(Recorder("kept"), "spill", spool_dir=path.parent / "inbox")
     consumers = [good, configured(full, "drop", 1), bad, kept]
     with running_hub(f"ipc://{path}", *consumers) as hub:
@@ -231,6 +233,15 @@ def test_the_values_of_workers(samples):
     assert value(samples, "worker_staging_limit_bytes", **first) == 5000
     assert value(samples, "worker_queue_limit_bytes", **first) == limits.OUTBOUND_BYTES_DEFAULT
     assert value(samples, "worker_credit_bytes", **first) <= value(samples, "credit_window_bytes")
+
+
+def test_the_processor_time_of_workers_and_of_the_hubs_threads(samples):
+    first = {"engine": "engine-1", "rank": "pp0-dp0-tp0"}
+    assert value(samples, "worker_measured_steps_total", **first, part="worker") == 10
+    assert value(samples, "worker_step_cpu_seconds_total", **first, part="worker") == 0.0009
+    assert value(samples, "worker_thread_cpu_seconds_total", **first, thread="sender") == 0.005
+    assert value(samples, "thread_cpu_seconds_total", thread="hub") > 0
+    assert value(samples, "thread_cpu_seconds_total", thread="good") > 0
 
 
 def test_status_and_metrics_say_the_same(samples, watched):
