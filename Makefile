@@ -10,7 +10,7 @@ STAY := $(shell test -t 2 && echo --stay)
 
 .DEFAULT_GOAL := help
 export NO_MKDOCS_2_WARNING := 1
-.PHONY: help demo check check-types check-waiting check-others test-one test lane-engines lane-waiting lane-browser-rows lane-others proof proof-engines proof-others notebooks simulate simulate-fleet fuzz chaos soak soak-requests architectures matrix lint format bench docs docs-serve metrics proto env system compiler page-tools lock sbom audit clean
+.PHONY: help demo check check-types check-waiting check-others test-one test lane-engines lane-waiting lane-browser-rows lane-others proof proof-engines proof-others notebooks simulate simulate-fleet fuzz chaos soak soak-engine soak-requests architectures matrix lint format bench docs docs-serve metrics proto env system compiler page-tools lock sbom audit clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -110,6 +110,9 @@ chaos: env  ## kill hub and engine under load, fill the disk, and check every ro
 
 soak: env  ## send frames beside hostile peers; memory, descriptors and threads must not grow; an hour
 	$(PYTHON) -m tests.soak
+
+soak-engine: env compiler  ## send requests to a real engine; memory, descriptors and threads must not grow; an hour
+	$(PYTHON) -m tests.soak.engine
 
 soak-requests: env  ## compare 5,000 random requests with the reference; a quarter of an hour
 	CAPFLOW_ORACLE_REQUESTS=5000 $(PYTHON) -m pytest -s tests/rows/test_oracle.py
