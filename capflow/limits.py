@@ -74,7 +74,8 @@ FINISHED_PER_FRAME_MAX = 256  # ends of requests in one frame; a worker sends mo
 PAYLOAD_BYTES_MAX = 1024 * MIB
 STEP_BYTES_MAX = PAYLOAD_BYTES_MAX  # rows of one step in one frame; a worker sends more in several frames
 STEP_PART_BYTES_MAX = 64 * MIB  # rows in each of these
-MESSAGE_PARTS_MAX = 2
+MESSAGE_FRAMES_MAX = 32  # frames in one message
+MESSAGE_FRAMES_BYTES_MAX = 1 * MIB  # of several frames in one message; one frame may be larger
 
 # What may be in flight. A worker never sends more than its hub's credit, nor more than its own bound.
 CREDIT_BYTES_DEFAULT = 256 * MIB  # credit of one worker
@@ -263,6 +264,7 @@ CONNECTIONS_IDLE_MAX = 1_024  # connections without a session; then the oldest i
 READ_AHEAD_BYTES_MAX = 256 * MIB  # bytes that are read from the socket and not handled, except frames within credit
 READ_AHEAD_EACH_BYTES_MAX = 16 * MIB  # the part of one peer; a single message may be larger
 READ_AHEAD_EACH_BYTES_MIN = 64 * KIB
+SLICE_FRAMES = 8  # frames of one message that are taken before it is another peer's turn
 SLICE_REQUESTS = 256  # requests answered, or ended with their engine, before it is another peer's turn
 TURN_S = 0.005  # how long messages are handled before the results of consumers are
 assert READ_AHEAD_EACH_BYTES_MIN * SESSIONS_MAX <= READ_AHEAD_BYTES_MAX

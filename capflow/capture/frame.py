@@ -102,7 +102,8 @@ class Weights(msgspec.Struct, frozen=True, omit_defaults=True):
     start: Position = 0
 
 
-class RequestRows(msgspec.Struct, frozen=True):
+# As `FrameHeader`, the collector of reference cycles leaves these out.
+class RequestRows(msgspec.Struct, frozen=True, gc=False):
     """One request's part of a step.
 
     start: its first captured position in this step.
@@ -240,7 +241,8 @@ class ActedOn(msgspec.Struct, frozen=True, omit_defaults=True):
     lost: Count = 0
 
 
-class FrameHeader(msgspec.Struct, frozen=True, tag="frame", kw_only=True):
+# The collector of reference cycles leaves these out: a hub has thousands of them, and none can be part of a cycle.
+class FrameHeader(msgspec.Struct, frozen=True, tag="frame", kw_only=True, gc=False):
     """Everything about a frame except its rows; the module describes the layout.
 
     seq: the number of the frame, from 1, without gaps within a boot.
@@ -448,11 +450,14 @@ class Frame:
         return [_encoder.encode(self.header), self.payload]
 
     @classmethod
-    def seal(cls, header: FrameHeader, payload: Any) -> Frame:
-        """Return the frame, with the length and the hash of its payload in the header."""
+    def seal(cls, header: FrameHeader, payload: Any, *, seq: int | None = None) -> Frame:
+        """Return the frame, with the length and the hash of its payload in the header.
+
+        seq: the number of the frame; None for the header's.
+        """
         view = memoryview(payload).cast("B")
-        digest = xxhash.xxh3_64_intdigest(view)
-        return cls(msgspec.structs.replace(header, payload_bytes=len(view), xxh3=digest), view)
+        digest, number = xxhash.xxh3_64_intdigest(view), header.seq if seq is None else seq
+        return cls(msgspec.structs.replace(header, seq=number, payload_bytes=len(view), xxh3=digest), view)
 
     @classmethod
     def decode(cls, header: bytes | memoryview, payload: Any) -> Frame:
@@ -528,7 +533,7 @@ def _checked_numbers(header: FrameHeader, counts: list[int]) -> int:
         spans += len(block.spans)
     if total > limits.ROWS_PER_FRAME_MAX:
         raise _broken("rows", total, f"at most {limits.ROWS_PER_FRAME_MAX} over all sites")
-    if len(set(map(_id_of, header.requests))) != len(header.requests):
+    if len(counts) > 1 and len(set(map(_id_of, header.requests))) != len(counts):
         raise _broken("requests", "an id twice", "each id once")
     if 0 in counts:
         named = len(counts) - counts.count(0)
@@ -542,9 +547,10 @@ def _checked_widths(header: FrameHeader) -> tuple[int, ...]:
     """Return how many numbers a row of each block has; raise RemoteProtocolError for shapes out of bounds."""
     if header.shapes is not msgspec.UNSET and len(header.shapes) != len(header.blocks):
         raise _broken("shapes", len(header.shapes), f"{len(header.blocks)}, one for each block")
-    if header.widths and max(header.widths) > limits.HIDDEN_SIZE_MAX:
-        raise _broken("shape of a row", f"{max(header.widths)} numbers", f"at most {limits.HIDDEN_SIZE_MAX}")
-    return header.widths
+    widths = header.widths
+    if widths and max(widths) > limits.HIDDEN_SIZE_MAX:
+        raise _broken("shape of a row", f"{max(widths)} numbers", f"at most {limits.HIDDEN_SIZE_MAX}")
+    return widths
 
 
 def _check_steered(request: RequestRows) -> None:

@@ -1,7 +1,8 @@
 """The messages of a session between a peer (worker, scheduler or client) and a hub.
 
-Each message is one msgpack map with its type under `type`, alone in its ZMQ part. Only `frame` has a second part. A
-peer opens with `Hello`; the hub answers `Welcome` or `Refused`. All other messages come after.
+Each message is one msgpack map with its type under `type`, alone in its ZMQ part. Only `frame` has a second part, and
+a message may hold several frames, up to `welcome.frames_max`: their parts one after another. A peer opens with `Hello`;
+the hub answers `Welcome` or `Refused`. All other messages come after.
 
 | type | from | meaning |
 |---|---|---|
@@ -125,6 +126,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     actions: whether consumers want reports of steering, also for requests without wanted rows.
     readers: for clients: the consumers that requests may name. Hubs of earlier releases leave it out.
     shares: for clients: whether the hub passes on shared steering. Hubs of earlier releases leave it out.
+    frames_max: for workers: how many frames a message may have. Hubs of earlier releases leave it out: one.
     """
 
     hub: Name
@@ -137,6 +139,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     actions: bool = False
     readers: tuple[Name, ...] | msgspec.UnsetType = msgspec.UNSET
     shares: bool | msgspec.UnsetType = msgspec.UNSET
+    frames_max: Count | msgspec.UnsetType = msgspec.UNSET
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

@@ -6,6 +6,8 @@ model that `on_session` gave them.
 
 from __future__ import annotations
 
+import msgspec
+
 from capflow.capture.frame import FrameHeader
 from capflow.capture.model import ModelInfo
 from capflow.errors import RemoteProtocolError, explain
@@ -14,12 +16,14 @@ from capflow.errors import RemoteProtocolError, explain
 class RowFormat:
     """The widths, dtype and sites that the frames of a model's workers have in common."""
 
-    __slots__ = ("_model", "dtype", "hidden_size", "sites")
+    __slots__ = ("_model", "_plain", "dtype", "hidden_size", "sites")
 
     def __init__(self, model: ModelInfo) -> None:
         self.dtype = model.dtype
         self.hidden_size = model.hidden_size
         self.sites = frozenset(model.sites)
+        # The sites whose rows have the shape of the residual stream.
+        self._plain = frozenset(site for site in model.sites if not model.own_shape(site))
         self._model = model
 
     def check(self, header: FrameHeader) -> None:
@@ -27,6 +31,8 @@ class RowFormat:
         if header.blocks and (header.dtype, header.hidden_size) != (self.dtype, self.hidden_size):
             got, expected = f"{header.dtype} of {header.hidden_size}", f"{self.dtype} of {self.hidden_size}"
             raise RemoteProtocolError(explain("frame rows", got=got, expected=f"{expected}, as the Hello says"))
+        if header.shapes is msgspec.UNSET and all(self._plain.issuperset(block.sites) for block in header.blocks):
+            return
         for block, shape in zip(header.blocks, header.block_shapes, strict=True):
             if not self.sites.issuperset(block.sites):
                 site = next(site for site in block.sites if site not in self.sites)

@@ -66,6 +66,9 @@ from capflow.version import __version__
 Parts = Sequence[Any]
 """One message as its ZMQ parts: objects with the buffer protocol."""
 
+FRAME_PARTS = 2
+"""The parts of a frame: its header and its payload."""
+
 
 class State(enum.Enum):
     """The state of a session."""
@@ -112,11 +115,11 @@ def decode(
     read: decodes a message that is not a frame.
     bytes_max: the largest size of such a message.
 
-    Raises RemoteProtocolError if the parts are no message of this version.
+    Raises RemoteProtocolError if the parts are no message of this version, or several frames: see `frames_in`.
     """
-    if not 1 <= len(parts) <= limits.MESSAGE_PARTS_MAX:
-        raise RemoteProtocolError(explain("message", got=f"{len(parts)} parts", expected="1 or 2"))
-    if len(parts) == limits.MESSAGE_PARTS_MAX:
+    if not 1 <= len(parts) <= FRAME_PARTS:
+        raise RemoteProtocolError(explain("message", got=f"{len(parts)} parts", expected="1, or 2 for each frame"))
+    if len(parts) == FRAME_PARTS:
         return Frame.decode(parts[0], parts[1])
     if len(parts[0]) > bytes_max:
         expected = f"at most {bytes_max}"
@@ -126,6 +129,12 @@ def decode(
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         expected = f"a message of protocol version {PROTOCOL_VERSION}"
         raise RemoteProtocolError(explain("message", got=str(e), expected=expected)) from e
+
+
+def frames_in(parts: Parts) -> int:
+    """Return how many frames a message holds, one after another; 0 if it is another message or none."""
+    frames, odd = divmod(len(parts), FRAME_PARTS)
+    return 0 if odd or frames > limits.MESSAGE_FRAMES_MAX else frames
 
 
 class _Pulse:
@@ -199,6 +208,8 @@ class PeerSession(_Session):
         self._sent_bytes = 0
         # When the Hello of this connection was sent.
         self._greeted = now
+        # How many frames a message may have; set by the Welcome.
+        self._frames_max = 1
 
     @property
     def unacked(self) -> int:
@@ -233,7 +244,7 @@ class PeerSession(_Session):
         """
         if self.hello.role != "worker":
             raise LocalProtocolError(explain("frame", got=f"from a {self.hello.role}", expected="from a worker"))
-        parts = Frame.seal(msgspec.structs.replace(header, seq=self.seq + 1), payload).encode()
+        parts = Frame.seal(header, payload, seq=self.seq + 1).encode()
         if len(parts[0]) > limits.FRAME_HEADER_BYTES_MAX:
             expected = f"at most {limits.FRAME_HEADER_BYTES_MAX}"
             do = "compute fewer tokens a step (vLLM's max_num_batched_tokens)"
@@ -279,6 +290,27 @@ class PeerSession(_Session):
         self.credit_bytes -= kept.cost
         self._pulse.sent = now
         return kept.parts
+
+    def next_frames(self, now: float, fill: Callable[[], bool]) -> Parts | None:
+        """Return the parts of the next message; None if no frame waits or none may be sent.
+
+        It has several frames if they are small and may be sent now. It does not wait for more.
+
+        fill: gives this session one more frame, if there is one; returns whether there was.
+        """
+        message: list[Any] = []
+        room = limits.MESSAGE_FRAMES_BYTES_MAX
+        for _ in range(self._frames_max):
+            if not self._waiting and not fill():
+                break
+            nbytes = self._waiting[0].cost
+            if message and nbytes > room:
+                break
+            if (parts := self.next_frame(now)) is None:
+                break
+            message += parts
+            room -= nbytes
+        return message or None
 
     def send(self, message: Message, now: float) -> Parts:
         """Return the parts of a message to send now.
@@ -337,6 +369,8 @@ class PeerSession(_Session):
             raise RemoteProtocolError(explain("last_seq", got=welcome.last_seq, expected=f"0..{self.seq}"))
         self.state = State.OPEN
         self.welcome = welcome
+        frames_max = 1 if welcome.frames_max is msgspec.UNSET else welcome.frames_max
+        self._frames_max = max(1, min(frames_max, limits.MESSAGE_FRAMES_MAX))
         self.credit_bytes = min(welcome.credit_bytes, limits.UNACKED_BYTES_MAX)
         while self._waiting and self._waiting[0].seq <= welcome.last_seq:
             self._note_sent(self._waiting.popleft())

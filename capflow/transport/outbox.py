@@ -122,7 +122,7 @@ class Outbox:
 
     def put(self, seq: int, header: FrameHeader, payload: Any, wait_s: float) -> str | None:
         """Store a frame, waiting for room for at most `wait_s`; return None, or the reason why it was refused."""
-        frame = Frame.seal(msgspec.structs.replace(header, seq=seq), payload)
+        frame = Frame.seal(header, payload, seq=seq)
         encoded, body = frame.encode()
         try:
             self._spool.put(_SEQ.pack(seq) + encoded, body, timeout_s=wait_s)

@@ -37,6 +37,9 @@ from capflow.transport.zap import DOMAIN, Zap
 _MONITOR = "inproc://connections"
 _EVENTS_BATCH = 1_024  # connection events handled before the hub reads its messages again
 _COPY_BYTES_MAX = 16 * 1024  # a smaller part is copied, which is cheaper than tracking it
+# As plain numbers: Python takes longer to join the flags than ZMQ takes to queue a part.
+_LAST = int(zmq.NOBLOCK)
+_MORE = _LAST | int(zmq.SNDMORE)
 
 
 class Waker:
@@ -366,5 +369,5 @@ def _send(to: zmq.Socket[bytes], parts: Parts) -> None:
     last: Any
     *first, last = parts
     for part in first:
-        to.send(part, zmq.SNDMORE | zmq.NOBLOCK, copy=len(part) <= _COPY_BYTES_MAX)
-    to.send(last, zmq.NOBLOCK, copy=len(last) <= _COPY_BYTES_MAX)
+        to.send(part, _MORE, copy=len(part) <= _COPY_BYTES_MAX)
+    to.send(last, _LAST, copy=len(last) <= _COPY_BYTES_MAX)

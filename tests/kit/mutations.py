@@ -33,8 +33,9 @@ _MORE = [make_hello(role="scheduler"), Welcome("h", 1_000_000), Ack(0, 4096), Re
 CORPUS = [
     *([message.encode(sent)] for sent in [*MESSAGES, *_MORE]),
     *([bytes(part) for part in frame.encode()] for frame in _FRAMES),
+    [bytes(part) for seq in (1, 2, 3) for part in make_frame([("r1", 12, 4 * seq, 4)], seq=seq).encode()],
 ]
-"""The parts of one message of each kind, and of frames of several shapes."""
+"""The parts of one message of each kind, of frames of several shapes, and of several frames in one message."""
 
 # By the first byte of a msgpack type: the format of the length after it.
 _LENGTHS = {
@@ -56,8 +57,9 @@ def mutated(seed: int, corpus: list[list[bytes]] = CORPUS) -> list[bytes]:
         parts[which] = rng.choice(_MUTATIONS)(rng, parts[which])
     if rng.random() < 0.02:
         parts = [*parts, bytes(rng.randrange(8))] if rng.random() < 0.5 else parts[:-1] or [b""]
-    if len(parts) == 2 and rng.random() < 0.5:
-        parts[0] = _sealed(*parts)
+    for at in range(0, len(parts) - len(parts) % 2, 2):
+        if rng.random() < 0.5:
+            parts[at] = _sealed(*parts[at : at + 2])
     return parts
 
 
@@ -66,7 +68,7 @@ def role_of(seed: int, parts: list[bytes]) -> str:
     rng = random.Random(seed)
     if rng.random() < 0.2:
         return rng.choice(SIDES)
-    if len(parts) == 2:
+    if len(parts) > 1:
         return "hub/worker"
     kind = next((kind for kind in _READERS if kind in parts[0][:40]), None)
     return rng.choice(_READERS[kind]) if kind else rng.choice(SIDES)

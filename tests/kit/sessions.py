@@ -23,10 +23,10 @@ def encoded(thing):
     return thing.encode() if isinstance(thing, Frame) else [message.encode(thing)]
 
 
-def open_peer(role="worker", credit=1_000_000, last_seq=0, now=0.0) -> PeerSession:
+def open_peer(role="worker", credit=1_000_000, last_seq=0, now=0.0, **welcome) -> PeerSession:
     peer = PeerSession(HELLOS[role])
     peer.connected(now)
-    peer.receive(encoded(Welcome("hub", credit, last_seq)), now)
+    peer.receive(encoded(Welcome("hub", credit, last_seq, **welcome)), now)
     return peer
 
 

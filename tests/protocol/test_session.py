@@ -31,7 +31,7 @@ from capflow.protocol.message import (
     Welcome,
     WorkerCounts,
 )
-from capflow.protocol.session import HubSession, PeerSession, State, cost
+from capflow.protocol.session import HubSession, PeerSession, State, cost, frames_in
 from capflow.steering.action import Abort, ActionApplied
 from tests.kit.frames import make_finished, make_frame, make_hello, make_model
 from tests.kit.sessions import HELLOS, encoded, open_hub, open_peer
@@ -171,6 +171,81 @@ def test_valid_msgpack_that_is_no_message_is_refused(value):
         return
     with pytest.raises(RemoteProtocolError):
         HubSession().receive([part], 1.0)
+
+
+def several(peer: PeerSession, more=()) -> list[list[int]]:
+    """Return the numbers of the frames in each message that a peer sends now. more: frames that it has not pushed."""
+    more = list(more)
+
+    def fill():
+        if more:
+            frame = more.pop(0)
+            peer.push(frame.header, frame.payload)
+            return True
+        return False
+
+    numbers = []
+    while (parts := peer.next_frames(0.0, fill)) is not None:
+        assert frames_in(parts) == len(parts) / 2
+        numbers.append([Frame.decode(*parts[at : at + 2]).header.seq for at in range(0, len(parts), 2)])
+    return numbers
+
+
+class TestSeveralFramesInAMessage:
+    def test_are_those_that_wait_and_those_that_come_meanwhile(self):
+        peer = open_peer(frames_max=4)
+        push(peer, 3)
+        assert several(peer, [make_frame()] * 3) == [[1, 2, 3, 4], [5, 6]]
+        assert several(peer, [make_frame()]) == [[7]]
+
+    @pytest.mark.parametrize("frames_max", [msgspec.UNSET, 0, 1])
+    def test_are_not_sent_to_a_hub_that_takes_one(self, frames_max):
+        peer = open_peer(frames_max=frames_max)
+        push(peer, 2)
+        assert several(peer) == [[1], [2]]
+
+    def test_are_at_most_as_many_as_every_hub_takes(self):
+        peer = open_peer(frames_max=10 * limits.MESSAGE_FRAMES_MAX)
+        push(peer, limits.MESSAGE_FRAMES_MAX + 1)
+        assert [len(numbers) for numbers in several(peer)] == [limits.MESSAGE_FRAMES_MAX, 1]
+
+    def test_are_small_together_and_a_large_one_goes_alone(self, monkeypatch):
+        push(probe := open_peer())
+        each = cost(probe.next_frame(0.0))
+        monkeypatch.setattr(limits, "MESSAGE_FRAMES_BYTES_MAX", 2 * each)
+        peer = open_peer(frames_max=9)
+        push(peer, 3)
+        push(peer, requests=[("r1", 90, 0, 90)])
+        push(peer, 2)
+        assert several(peer) == [[1, 2], [3], [4], [5, 6]]
+
+    def test_cost_no_more_than_the_credit(self):
+        push(probe := open_peer())
+        each = cost(probe.next_frame(0.0))
+        peer = open_peer(credit=each * 3 + each // 2, frames_max=2)
+        push(peer, 5)
+        assert several(peer) == [[1, 2], [3]]
+        peer.receive(encoded(Ack(2, each * 2)), 0.0)
+        assert several(peer) == [[4, 5]]
+        assert peer.credit_bytes >= 0
+
+    def test_are_sent_again_after_a_reconnect(self):
+        peer = open_peer(frames_max=2)
+        push(peer, 3)
+        assert several(peer) == [[1, 2], [3]]
+        peer.connected(0.0)
+        peer.receive(encoded(Welcome("hub", 1_000_000, 1, frames_max=9)), 0.0)
+        assert several(peer, [make_frame()]) == [[2, 3, 4]]
+
+    def test_are_no_message_of_another_kind(self):
+        parts = encoded(make_frame())
+        assert [frames_in(parts * count) for count in (0, 1, 2)] == [0, 1, 2]
+        assert frames_in(parts * limits.MESSAGE_FRAMES_MAX) == limits.MESSAGE_FRAMES_MAX
+        assert frames_in(parts * (limits.MESSAGE_FRAMES_MAX + 1)) == 0
+        assert frames_in([*parts, b""]) == 0
+        for count in (2, limits.MESSAGE_FRAMES_MAX + 1):
+            with pytest.raises(RemoteProtocolError, match="2 for each frame"):
+                open_hub().receive(parts * count, 0.0)
 
 
 class TestFramesOfAPeer:

@@ -8,7 +8,7 @@ nothing that a peer sends ends the hub.
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Generator, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 from capflow import limits
@@ -50,7 +50,7 @@ from capflow.protocol.message import (
     WorkerCounts,
     encode,
 )
-from capflow.protocol.session import HubSession, Parts, cost
+from capflow.protocol.session import FRAME_PARTS, HubSession, Parts, cost, frames_in
 from capflow.steering.action import Action
 
 FAILED_AT_MESSAGE = "the hub failed at a message of this peer; see its log"
@@ -149,18 +149,17 @@ class Exchange:
         if member is not None and member.session.user != user:  # another key uses the id of the connection
             self.sessions.forget(peer, for_good=False)
             member = None
-        if member is None and len(parts) == limits.MESSAGE_PARTS_MAX:
+        frames = frames_in(parts)
+        if member is None and frames:
             # A frame of a session that is over. The Bye makes its worker say Hello again.
             self._effects.add(Send(peer, [encode(Bye())]))
             return
         session = member.session if member is not None else HubSession(now=now, user=user)
         try:
-            frame = None
-            if member is not None and len(parts) == limits.MESSAGE_PARTS_MAX:
-                frame = yield from self._prepared(member, parts)
-                if self.roster.peers.get(peer) is not member:
-                    return  # it left meanwhile, or said Hello again
-            message = session.receive(parts, now, frame)
+            if member is not None and frames:
+                yield from self._take_frames(peer, member, parts)
+                return
+            message = session.receive(parts, now)
             if isinstance(message, Hello):
                 yield from self.sessions.hello(peer, session, message)
             elif member is not None and self.sessions.may(peer, member, message):
@@ -173,14 +172,27 @@ class Exchange:
         except Exception as e:  # noqa: BLE001  it is logged, with its traceback
             self._fail(peer, session, e)
 
-    def _prepared(self, member: Peer, parts: Parts) -> Generator[None, None, Frame | None]:
-        """Decode a large frame, and finish the departures of its engine, in slices; return the frame, None if small."""
-        frame = None
-        if is_large(parts[0]):
-            frame = Frame.read(*parts)
-            yield
-        yield from self.departures.done(member.hello.engine)
-        return frame
+    def _take_frames(self, peer: bytes, member: Peer, parts: Parts) -> Iterator[None]:
+        """Take the frames of a message in order, a few in a slice; a large one is decoded in a slice of its own."""
+        now, session, taken = self._effects.now, member.session, 0
+        for at in range(0, len(parts), FRAME_PARTS):
+            pair, frame = parts[at : at + FRAME_PARTS], None
+            if is_large(pair[0]):
+                frame = Frame.read(*pair)
+                yield
+                taken = 0
+            elif taken == limits.SLICE_FRAMES:
+                yield
+                taken = 0
+            if not taken:
+                yield from self.departures.done(member.hello.engine)
+                if self.roster.peers.get(peer) is not member:
+                    return  # it left meanwhile, or said Hello again
+            message = session.receive(pair, now, frame)
+            if not taken and not self.sessions.may(peer, member, message):
+                return
+            self._handle(peer, member, message, pair)
+            taken += 1
 
     def _handle(self, peer: bytes, member: Peer, message: Frame | Message, parts: Parts) -> None:
         match message:

@@ -98,7 +98,7 @@ class Sessions:
         )
         self._welcome_client = Welcome(hub_id, 0, captures=tuple(captures), readers=readers, shares=True)
         # A worker's credit comes from its intake.
-        self._welcome_worker = Welcome(hub_id, 0)
+        self._welcome_worker = Welcome(hub_id, 0, frames_max=limits.MESSAGE_FRAMES_MAX)
         # Peers that were refused and may stay connected, the oldest first.
         self._refused: dict[bytes, None] = {}
         # Refusals that were logged, by engine and reason.

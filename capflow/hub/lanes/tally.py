@@ -141,21 +141,23 @@ class Tallies:
     def of(self, arrival: Arrival) -> Delivery | None:
         """Return a frame with the rows that the consumer wants; None when it wants none of them."""
         frame, requests, consumer = arrival.frame, arrival.requests, self._consumer
-        counts = frame.counts
+        counts = whole = frame.counts
         if arrival.shares is None:
             counts = _count(frame.header, requests, consumer)
         else:
             share, blocks = arrival.shares[consumer], frame.header.blocks
             if share is None:
                 return None
-            if not all(share.wants_all(block.sites) for block in blocks):
-                if not any(share.groups(block.sites) for block in blocks):
-                    return None
-                counts = _count(frame.header, requests, consumer)
+            for block in blocks:
+                if not share.wants_all(block.sites):
+                    if not any(share.groups(block.sites) for block in blocks):
+                        return None
+                    counts = _count(frame.header, requests, consumer)
+                    break
         rows = sum(counts)
         if not rows:
             return None
-        mine = frame if counts == frame.counts else frame.narrowed(_Wants(requests, consumer))
+        mine = frame if counts is whole or counts == whole else frame.narrowed(_Wants(requests, consumer))
         tally_of = self._tallies.get
         parts = [
             (tally_of(request) or self._begin(request), count)

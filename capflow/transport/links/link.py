@@ -15,7 +15,7 @@ from capflow import limits
 from capflow.capture.frame import Frame
 from capflow.errors import RemoteProtocolError, explain
 from capflow.protocol.message import Bye, Hello, Message, Refused, Welcome
-from capflow.protocol.session import Parts, PeerSession, State, cost
+from capflow.protocol.session import FRAME_PARTS, Parts, PeerSession, State, cost
 from capflow.transport.address import check_address
 from capflow.transport.keys import peer_key
 from capflow.transport.sockets import Dealer, Event, Waker, why_not
@@ -23,7 +23,7 @@ from capflow.transport.sockets import Dealer, Event, Waker, why_not
 logger = logging.getLogger("capflow.link")
 
 _RECEIVE_BATCH = 256  # messages handled before frames are sent again
-_SEND_BATCH = 256  # frames sent before messages are handled again: acknowledgements make room
+_SEND_BATCH = 256  # frames sent, about, before messages are handled again: acknowledgements make room
 
 
 class Link:
@@ -111,13 +111,12 @@ class Link:
 
     def _fill(self, dealer: Dealer, now: float) -> None:
         """Send the frames that `_push` gives, up to a batch."""
-        session = self._session
-        for _ in range(_SEND_BATCH):
-            if session.state is not State.OPEN or not (session.waiting or self._push()):
-                return
-            if (parts := session.next_frame(now)) is None:
+        session, left = self._session, _SEND_BATCH
+        while left > 0:
+            if session.state is not State.OPEN or (parts := session.next_frames(now, self._push)) is None:
                 return
             dealer.send(parts)
+            left -= len(parts) // FRAME_PARTS
         self._waker.wake()
 
     def _push(self) -> bool:
