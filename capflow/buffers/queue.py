@@ -45,10 +45,10 @@ class ByteQueue(Generic[T]):
         self._closed = False
         # Guards every field.
         self._lock = threading.RLock()
-        # Notified when an item came, and when one left while a thread waits for room.
+        # Notified when an item came while a thread waits for one, and when one left while a thread waits for room.
         self._changed = threading.Condition(self._lock)
-        # The number of threads that wait for room.
-        self._putting = 0
+        # The numbers of threads that wait for room and for items.
+        self._putting = self._getting = 0
         # Counters since the start; written under the lock, read without it.
         self.accepted = 0
         self.refused = 0
@@ -90,7 +90,16 @@ class ByteQueue(Generic[T]):
             self._add(item, nbytes)
             return True
 
-    def displace(self, item: T, nbytes: int, source: str, lose: Callable[[T], object], *, newest: bool = False) -> bool:
+    def displace(
+        self,
+        item: T,
+        nbytes: int,
+        source: str,
+        lose: Callable[[T], object],
+        *,
+        newest: bool = False,
+        wake: bool = True,
+    ) -> bool:
         """Add the item and discard others to make room; return whether it was added.
 
         If the item leaves its source with at most its part, items of sources with more than their part are discarded.
@@ -99,6 +108,7 @@ class ByteQueue(Generic[T]):
 
         lose: called with each discarded item before `get` returns another one.
         newest: discard the newest items of a source instead of the oldest; of its own source that is the item itself.
+        wake: as for `force`.
         """
         with self._lock:
             if self._closed:
@@ -107,7 +117,7 @@ class ByteQueue(Generic[T]):
             if self._bytes + nbytes > self.bytes_max and self._held and not self._clear(nbytes, source, lose, newest):
                 self.refused += 1
                 return False
-            self._add(item, nbytes, source)
+            self._add(item, nbytes, source, wake=wake)
             return True
 
     def _clear(self, nbytes: int, source: str, lose: Callable[[T], object], newest: bool) -> bool:
@@ -132,14 +142,22 @@ class ByteQueue(Generic[T]):
         lose(self._take(next(reversed(numbers) if newest else iter(numbers))))
         self.refused += 1
 
-    def force(self, item: T, nbytes: int = 0, source: str = "") -> None:
+    def force(self, item: T, nbytes: int = 0, source: str = "", *, wake: bool = True) -> None:
         """Add the item even if the queue is full: for items that the owner bounds in another way.
 
         A closed queue discards it.
+
+        wake: whether to wake a thread that waits for items. If not, the caller calls `wake` soon.
         """
         with self._lock:
             if not self._closed:
-                self._add(item, nbytes, source)
+                self._add(item, nbytes, source, wake=wake)
+
+    def wake(self) -> None:
+        """Wake the threads that wait for items, if there are any."""
+        if self._getting:
+            with self._lock:
+                self._changed.notify_all()
 
     def remove(self, match: Callable[[T], bool]) -> T | None:
         """Remove and return the oldest item that matches; None if none does. It tests every earlier item."""
@@ -157,7 +175,11 @@ class ByteQueue(Generic[T]):
         """
         with self._lock:
             if not self._items and timeout_s != 0:
-                self._changed.wait_for(lambda: self._items or self._closed, timeout_s)
+                self._getting += 1
+                try:
+                    self._changed.wait_for(lambda: self._items or self._closed, timeout_s)
+                finally:
+                    self._getting -= 1
             if not self._items:
                 return None
             source = next(iter(self._turns))
@@ -202,7 +224,7 @@ class ByteQueue(Generic[T]):
             del self._turns[source]
         return item
 
-    def _add(self, item: T, nbytes: int, source: str = "") -> None:
+    def _add(self, item: T, nbytes: int, source: str = "", *, wake: bool = True) -> None:
         number = self.accepted
         self._items[number] = item, nbytes, source
         self._turns.setdefault(source)
@@ -217,4 +239,5 @@ class ByteQueue(Generic[T]):
         self._bytes += nbytes
         self.accepted += 1
         self.bytes_peak = max(self.bytes_peak, self._bytes)
-        self._changed.notify_all()
+        if wake and self._getting:
+            self._changed.notify_all()

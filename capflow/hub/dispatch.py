@@ -153,7 +153,8 @@ class Dispatch:
             self.do(self.exchange.fail(peer, failure, time.monotonic()))
 
     def acknowledge(self) -> None:
-        """Acknowledge the frames that were released since the last call."""
+        """Wake the lanes that wait for frames, and acknowledge the frames that were released since the last call."""
+        self._wake()
         self.do(self.exchange.acknowledge(time.monotonic()))
 
     def overrun(self, peer: bytes) -> None:
@@ -171,6 +172,7 @@ class Dispatch:
         """
         self._guard.refresh()
         self.do(self.exchange.tick(now, waiting))
+        self._wake()
         self.log.flush(now)
 
     def hand_over(self) -> None:
@@ -186,6 +188,14 @@ class Dispatch:
     def goodbye(self) -> None:
         """Say Bye to every peer."""
         self.do(self.exchange.goodbye())
+
+    def _wake(self) -> None:
+        """Wake the threads of lanes that wait for frames and ends, once a turn.
+
+        To wake a thread takes as long as to handle a frame, and it cannot run before the hub's thread pauses.
+        """
+        for lane in self.lanes:
+            lane.wake()
 
     # Called by lanes, on any thread.
 

@@ -79,6 +79,31 @@ def test_get_waits_for_an_item():
     assert results == ["a"]
 
 
+def test_a_thread_that_waits_can_be_woken_once_for_several_items():
+    queue = ByteQueue(100)
+    queue.wake()  # nobody waits
+    results = []
+    thread = threading.Thread(target=lambda: results.extend(queue.get(20) for _ in range(3)))
+    thread.start()
+    eventually(lambda: queue._getting)
+    queue.force("a", 1, wake=False)
+    assert displace(queue, "b", 1, wake=False) == []
+    thread.join(0.2)
+    assert results == []
+    queue.wake()
+    eventually(lambda: results == ["a", "b"] and queue._getting)
+    queue.offer("c", 1)
+    thread.join(20)
+    assert results == ["a", "b", "c"]
+    assert not queue._getting
+
+
+def test_an_item_that_wakes_nobody_is_there_for_who_comes_later():
+    queue = ByteQueue(100)
+    queue.force("a", 1, wake=False)
+    assert queue.get(20) == "a"
+
+
 def displace(queue, item, nbytes, source="", **options):
     """Return what the queue throws out for an item; the item too when it is not added."""
     gone = []

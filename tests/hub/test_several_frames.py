@@ -148,6 +148,18 @@ def test_wait_as_one_message_of_their_peer(desk):
     assert desk.exchange.counts.frames == 4
 
 
+def test_wake_the_consumer_once_a_turn(desk, monkeypatch):
+    woken, queue = [], desk.lanes[0].queue
+    desk.turn()
+    waiting = len(queue)
+    monkeypatch.setattr(queue, "wake", lambda: woken.append(len(queue)))
+    desk.dispatch.receive(b"w", joined(frames(1, 5)))
+    desk.dispatch.receive(b"w", joined(frames(6, 5)))
+    assert woken == []
+    desk.turn()
+    assert woken == [waiting + 10]
+
+
 def test_arrive_over_a_socket_by_one_message(address):
     consumer = Recorder()
     with running_hub(address, consumer) as hub, raw_peer(address) as peer:

@@ -223,7 +223,7 @@ class DurableLane(Lane):
         frame = arrival.frame
         if self._gone:
             self._gone = {gone for gone in self._gone if gone.engine != frame.header.engine}
-        self.queue.force(QueuedFrame(frame, taken, arrival.model), frame.nbytes)
+        self.queue.force(QueuedFrame(frame, taken, arrival.model), frame.nbytes, wake=False)
         return True
 
     def finish(self, request: Request, taken: Taken | None) -> bool:  # noqa: ARG002

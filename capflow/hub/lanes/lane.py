@@ -183,6 +183,10 @@ class Lane(abc.ABC):
     def tell(self, answered: Answered) -> None:
         """Take the outcome of an action, if the consumer handles outcomes."""
 
+    def wake(self) -> None:
+        """Wake the thread, if it waits for what `take` and `finish` added: they leave that to their caller."""
+        self.queue.wake()
+
     def note_full(self, engine: str) -> None:  # noqa: B027  most lanes need not know
         """Note that the hub had no room for requests of an engine."""
 

@@ -116,13 +116,13 @@ class MemoryLane(Lane):
         """Put rows in the queue; return whether they are in it. Rows that have no room are lost for the reason."""
         engine, nbytes = item.delivery.frame.header.engine, item.delivery.frame.memory_bytes
         if self.policy is WhenFull.BLOCK and not self.queue.closed:
-            self.queue.force(item, nbytes, engine)
+            self.queue.force(item, nbytes, engine, wake=False)
             return True
 
         def lose(other: _Rows) -> None:
             self._lose(other.delivery, reason)
 
-        accepted = self.queue.displace(item, nbytes, engine, lose, newest=self.policy is not WhenFull.SKIP)
+        accepted = self.queue.displace(item, nbytes, engine, lose, newest=self.policy is not WhenFull.SKIP, wake=False)
         if not accepted:
             lose(item)
         return accepted
@@ -142,7 +142,7 @@ class MemoryLane(Lane):
             untold = CaptureResult("error", "the consumer did not get its end: consumer_queue_full")
             self._settle(tally, None, untold)
             return False
-        self.queue.force(_Done(tally, taken if waited_for else None, nbytes), source=request.engine)
+        self.queue.force(_Done(tally, taken if waited_for else None, nbytes), source=request.engine, wake=False)
         return waited_for
 
     def greet(self, engine: str, model: ModelInfo, *, worker: bool = False) -> None:
