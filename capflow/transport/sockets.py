@@ -37,6 +37,9 @@ from capflow.transport.zap import DOMAIN, Zap
 _MONITOR = "inproc://connections"
 _EVENTS_BATCH = 1_024  # connection events handled before the hub reads its messages again
 _COPY_BYTES_MAX = 16 * 1024  # a smaller part is copied, which is cheaper than tracking it
+# What the system holds of what is sent over ipc and not read, if it may. Its default is three frames of 64 KiB: then
+# both sides sleep and wake for each frame.
+_UNREAD_BYTES = 1024 * 1024
 # As plain numbers: Python takes longer to join the flags than ZMQ takes to queue a part.
 _LAST = int(zmq.NOBLOCK)
 _MORE = _LAST | int(zmq.SNDMORE)
@@ -168,8 +171,9 @@ class Dealer:
             self._socket.set(zmq.CURVE_SERVERKEY, bytes.fromhex(hub))
             self._socket.set(zmq.CURVE_PUBLICKEY, bytes.fromhex(key.public))
             self._socket.set(zmq.CURVE_SECRETKEY, bytes.fromhex(key.secret))
-        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(sum(_EVENTS))
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(sum(_EVENTS) | zmq.EVENT_CONNECTED)
         self._watched = True
+        self._is_local = address.startswith("ipc://")
 
     def poll(self, timeout_s: float | None) -> None:
         """Wait for a message, an event or a wake-up."""
@@ -179,7 +183,11 @@ class Dealer:
         """Return the events since the last call."""
         events = []
         while self._monitor.poll(0):
-            events.append(_EVENTS[zmq.Event(recv_monitor_message(self._monitor)["event"])])
+            event = recv_monitor_message(self._monitor)
+            if event["event"] != zmq.EVENT_CONNECTED:
+                events.append(_EVENTS[zmq.Event(event["event"])])
+            elif self._is_local:
+                _widen(event["value"])
         return events
 
     def send(self, parts: Parts) -> None:
@@ -353,6 +361,19 @@ def _descriptor(part: zmq.Frame) -> int:
         return int(part.get(zmq.SRCFD))
     except zmq.ZMQError:
         return -1
+
+
+def _widen(descriptor: int) -> None:
+    """Let the system hold more of what is sent over a local connection; ZMQ's own option is for TCP.
+
+    The connection may be gone: then nothing happens, or another socket of this process gets a larger bound.
+    """
+    with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
+        copied = os.dup(descriptor)
+        opened.callback(os.close, copied)
+        connection = socket.socket(fileno=copied)
+        opened.callback(connection.detach)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES)
 
 
 def _watch(over: zmq.Socket[bytes]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import socket
 import struct
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from capflow.protocol import message
 from capflow.protocol.message import Ack, Await, Beat, Bye, Hello, Refused, Results, Status, Welcome
 from capflow.protocol.session import cost
 from capflow.steering.action import Abort, ActionApplied
+from capflow.transport import sockets
 from capflow.transport.client import Client
 from capflow.transport.links import link as link_module
 from capflow.transport.links.worker import Staged, WorkerLink
@@ -746,3 +748,28 @@ class TestFinalResults:
         with running_hub(address), worker_link(address) as link, Client(address) as client:
             send(link, [("r1", 4, 0, 4)], finished=[make_finished("r1")])
             assert client.final_results(["r1"], 60.0) == {"r1": {}}
+
+
+class TestALocalConnection:
+    def test_holds_more_than_the_systems_default(self, address, monkeypatch):
+        sizes, widen = [], sockets._widen
+
+        def noted(descriptor):
+            widen(descriptor)
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                sizes.append(connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
+
+        monkeypatch.setattr(sockets, "_widen", noted)
+        with running_hub(address, Recorder()), worker_link(address) as link:
+            assert send(link) is None
+        with socket.socket(socket.AF_UNIX) as usual:
+            assert sizes[0] > usual.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+
+    def test_that_is_gone_is_left_alone(self):
+        reader, writer = os.pipe()
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        sockets._widen(writer)
+        os.close(reader)
+        os.close(writer)
+        sockets._widen(writer)
+        assert len(list(Path("/proc/self/fd").iterdir())) == before - 2
