@@ -10,6 +10,7 @@ import functools
 import logging
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -99,6 +100,10 @@ class Dispatch:
         self._send = send
         self._post = post
         self._on_refused = on_refused
+        # Frames that a lane does not need any more; any thread appends, the hub's thread takes.
+        self._released: deque[Hold] = deque()
+        # Whether `_release` is posted; set by any thread, cleared by the hub's.
+        self._is_releasing = False
 
     def _lane(self, index: int, consumer: ConfiguredConsumer, inboxes: Iterator[Any]) -> Lane:
         """Return the lane of a consumer.
@@ -219,9 +224,11 @@ class Dispatch:
                     self._post(functools.partial(self.give_up, effect.peer))
 
     def _do(self, effect: Effect) -> None:
+        # Nearly all are; a `match` takes longer.
+        if type(effect) is Give:
+            self._give(effect.arrival, effect.hold)
+            return
         match effect:
-            case Give(arrival, hold):
-                self._give(arrival, hold)
             case Send(peer, parts):
                 self._send(peer, parts)
             case End():
@@ -299,7 +306,20 @@ class Dispatch:
 
     def _releasing(self, hold: Hold) -> Callable[[], None]:
         """Return the function that a lane calls, on any thread, when it does not need a frame any more."""
-        return functools.partial(self._post, functools.partial(self.exchange.release, hold))
+        return functools.partial(self._let_go, hold)
+
+    def _let_go(self, hold: Hold) -> None:
+        self._released.append(hold)
+        if not self._is_releasing:
+            self._is_releasing = True
+            self._post(self._release)
+
+    def _release(self) -> None:
+        """Release what lanes do not need any more, all at once."""
+        # First: what a lane appends from now on is taken here or by the next call.
+        self._is_releasing = False
+        while self._released:
+            self.exchange.release(self._released.popleft())
 
     @staticmethod
     def _answer(lane: Lane, outcome: Outcome) -> None:

@@ -176,12 +176,9 @@ class Exchange:
         """Take the frames of a message in order, a few in a slice; a large one is decoded in a slice of its own."""
         now, session, taken = self._effects.now, member.session, 0
         for at in range(0, len(parts), FRAME_PARTS):
-            pair, frame = parts[at : at + FRAME_PARTS], None
-            if is_large(pair[0]):
-                frame = Frame.read(*pair)
-                yield
-                taken = 0
-            elif taken == limits.SLICE_FRAMES:
+            pair = parts[at : at + FRAME_PARTS]
+            frame = Frame.read(*pair)
+            if is_large(pair[0]) or taken == limits.SLICE_FRAMES:
                 yield
                 taken = 0
             if not taken:
