@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -55,3 +57,32 @@ def test_where_the_c_library_is_another_nothing_is_done(monkeypatch):
     threads = threading.active_count()
     with heap.trimmed():
         assert threading.active_count() == threads
+
+
+_FAULTS = """
+import contextlib, resource, sys, threading
+from capflow.system import heap
+
+def receive():
+    for turn in range(20):
+        messages = [b"x" * (2 << 20) for _ in range(8)]
+        if not turn:
+            print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+        del messages
+
+with heap.trimmed() if sys.argv[1] == "kept" else contextlib.nullcontext():
+    thread = threading.Thread(target=receive)
+    thread.start()
+    thread.join()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library keeps what it likes")
+def test_the_memory_of_a_message_is_used_again_without_the_system():
+    faults = {}
+    for way in ("kept", "returned"):
+        run = subprocess.run([sys.executable, "-c", _FAULTS, way], capture_output=True, text=True, check=True)
+        first, last = map(int, run.stdout.split())
+        faults[way] = last - first
+    assert faults["kept"] < faults["returned"] / 4
