@@ -212,7 +212,10 @@ assert RPC_CONNECTIONS_MAX <= OWNERS_MAX <= RPC_CALLS_MAX // 2
 AWAITED_MAX = 100_000
 TAPS_MAX = 16
 TAP_BYTES_MAX = 64 * MIB  # frames on the way to one watching client; it skips those that come meanwhile
-MESSAGES_UNREAD_MAX = 64  # messages of one connection in the hub's socket; then it stops reading from it
+# Messages of one connection in the hub's socket; then it stops reading from it. Many of up to MESSAGE_FRAMES_BYTES_MAX
+# would not stay in the processor's cache until they are handled.
+MESSAGES_READ_AHEAD_MAX = 16
+MESSAGES_UNREAD_MAX = 64  # messages of its hub in a peer's socket
 MESSAGES_UNSENT_MAX = 131_072  # messages to one connection; then the hub closes it
 HELLO_BYTES_MAX = 1 * MIB  # the first message of a peer
 REFUSALS_MAX = 256  # different refusals counted by name; the rest are counted together

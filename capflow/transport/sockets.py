@@ -236,7 +236,7 @@ class Router:
         self._socket.set(zmq.LINGER, int(limits.LINGER_S * 1000))
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
         self._socket.set(zmq.SNDHWM, limits.MESSAGES_UNSENT_MAX)  # a hub sends small messages
-        self._socket.set(zmq.RCVHWM, limits.MESSAGES_UNREAD_MAX)
+        self._socket.set(zmq.RCVHWM, limits.MESSAGES_READ_AHEAD_MAX)
         self._socket.set(zmq.MAXMSGSIZE, message_bytes_max)
         _watch(self._socket)
         self._monitor: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
