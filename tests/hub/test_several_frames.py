@@ -148,6 +148,14 @@ def test_wait_as_one_message_of_their_peer(desk):
     assert desk.exchange.counts.frames == 4
 
 
+def test_that_nobody_paid_for_are_not_read(desk):
+    """Only one frame may be larger than all credit."""
+    turns = Turns(desk.dispatch.handle)
+    large = make_frame([("r1", 4000, 0, 4000)], seq=1)
+    assert not turns.put(b"w", joined([large, *frames(2, 1)]), "", 4096, 4096)
+    assert turns.put(b"w", large.encode(), "", 4096, 4096)
+
+
 def test_wake_the_consumer_once_a_turn(desk, monkeypatch):
     woken, queue = [], desk.lanes[0].queue
     desk.turn()

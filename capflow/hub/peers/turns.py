@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from capflow import limits
-from capflow.protocol.session import Parts, cost
+from capflow.protocol.session import FRAME_PARTS, Parts, cost
 
 _MESSAGE_BYTES = 1024  # what a message weighs beside its bytes
 
@@ -36,7 +36,7 @@ class _Line:
     messages: deque[tuple[Parts, str, int]] = field(default_factory=deque)
     # The weight of all messages except `large`.
     weight_bytes: int = 0
-    # The one message, if any, that takes more than half of the bytes that may wait.
+    # The one message, if any, that takes more than half of the bytes that may wait; not one of several frames.
     large: Parts | None = None
     # The message that is being handled, when it is in slices.
     step: Iterator[None] | None = None
@@ -77,7 +77,7 @@ class Turns:
             line = self._lines[peer] = _Line()
             self._queue(peer)
         bound = paid_bytes + self._share(share_bytes)
-        if line.large is None and 2 * weight > bound:
+        if line.large is None and len(parts) <= FRAME_PARTS and 2 * weight > bound:
             line.large = parts
         elif line.weight_bytes + weight > bound:
             return False
