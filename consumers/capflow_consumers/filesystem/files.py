@@ -70,6 +70,7 @@ class RequestFiles:
     dtypes: of the rows as they come here, for sites that have another one.
     mode: of the files.
     workers: threads that write the files in parallel; None for the caller's only.
+    fsync: whether the files are synced to disk after `write`.
     """
 
     kept_as: ClassVar[layout.Layout] = "per_file"
@@ -83,6 +84,7 @@ class RequestFiles:
         *,
         mode: int = FILE_MODE,
         workers: Executor | None = None,
+        fsync: bool = False,
     ) -> None:
         self.path = path
         self.dtype = dtype
@@ -94,6 +96,7 @@ class RequestFiles:
         self.model: ModelInfo | None = None
         self.mode = mode
         self.workers = workers
+        self.fsync = fsync
         # Written for readers of the running request; None when there are to be none.
         self.about: About | None = None
         self.runs: dict[Site, Runs] = {}
@@ -238,10 +241,10 @@ class RequestFiles:
         fd = create_private(self.path / file.entry.file, os.O_WRONLY, self.mode)
         try:
             if file.early_bytes:
-                write(fd, file.body, len(file.header) + file.early_bytes)
+                write(fd, file.body, len(file.header) + file.early_bytes, begin_sync=self.fsync)
                 write(fd, [file.header], 0)
             else:
-                write(fd, [file.header, *file.body], 0)
+                write(fd, [file.header, *file.body], 0, begin_sync=self.fsync)
         finally:
             os.close(fd)
 
@@ -294,7 +297,7 @@ class PackedFile(RequestFiles):
         make_directory(self.path, self.mode, parents=False)
         fd = create_private(self.path / layout.PACKED_NAME, os.O_WRONLY, self.mode)
         try:
-            write(fd, self._parts, 0)
+            write(fd, self._parts, 0, begin_sync=self.fsync)
         finally:
             os.close(fd)
         if self.early:

@@ -91,7 +91,7 @@ class ShardWriter:
             numbers = (int(match[1]) for name in self._names() if (match := _NUMBER.match(name)))
             number = 1 + max(numbers, default=0)
             path = self.directory / f"shard~{number:06d}-{secrets.token_hex(self.name_bytes)}.parquet"
-            shard = ShardFile(path, kind, self.mode)
+            shard = ShardFile(path, kind, self.mode, sync=self.sync)
             shard.create()
             if self.sync:
                 disk.sync(self.directory)
@@ -121,7 +121,7 @@ class ShardWriter:
         for shard in [*self._open.values(), *self._unsealed]:
             if shard.unsettled:
                 try:
-                    shard.settle(sync=self.sync)
+                    shard.settle()
                 except OSError as e:
                     failed[self.root / shard.path.name] = e
                     self._take_back(shard)

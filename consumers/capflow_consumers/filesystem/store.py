@@ -64,7 +64,8 @@ class Store:
     def files(self, dtype: str, hidden_size: int, dtypes: Mapping[Site, str]) -> RequestFiles:
         """Return the files that take a request's rows."""
         work = self.work
-        return self._files(work.new(), dtype, hidden_size, dtypes, mode=work.mode, workers=self._workers)
+        options: dict[str, Any] = {"mode": work.mode, "workers": self._workers, "fsync": work.fsync}
+        return self._files(work.new(), dtype, hidden_size, dtypes, **options)
 
     def captures(self, engine: str, request: str) -> Captures:
         """Return the captures of an engine's request, as paths and sidecars."""
@@ -106,7 +107,7 @@ class Store:
         failed: dict[Path, OSError | CapflowError] = {}
         try:
             if self.work.fsync and new:
-                disk.sync_trees([written.files.path for written in new])
+                disk.sync_trees([written.files.path for written in new], self.work.lock)
         except OSError as e:
             failed = {written.files.path: e for written in new}
             new = []

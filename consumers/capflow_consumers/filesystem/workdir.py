@@ -50,6 +50,7 @@ class WorkDir:
 
     fsync: whether requests are synced to disk; used by the stores.
     mode: of the files below the root.
+    lock: the descriptor of the lock file; negative while there is none.
     """
 
     def __init__(self, root: Path, *, fsync: bool, mode: int = FILE_MODE) -> None:
@@ -57,7 +58,7 @@ class WorkDir:
         self.fsync = fsync
         self.mode = mode
         self.path = root
-        self._lock = -1
+        self.lock = -1
         self._numbers = itertools.count()
         self._published = Numbered(root)
 
@@ -70,19 +71,19 @@ class WorkDir:
             self._published.look()
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self.root))
             share_directory(self.path, self.mode)
-            self._lock = create_private(self.path / "lock", os.O_RDWR, self.mode)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)  # may wait a moment for a reader that tests the lock
+            self.lock = create_private(self.path / "lock", os.O_RDWR, self.mode)
+            fcntl.flock(self.lock, fcntl.LOCK_EX)  # may wait a moment for a reader that tests the lock
 
     def close(self, *, keep: bool = False) -> None:
         """Remove the hidden directory with every request under way.
 
         keep: leave the directory to the next writer instead.
         """
-        if self._lock >= 0:
+        if self.lock >= 0:
             if not keep:
                 shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = -1
+            os.close(self.lock)
+            self.lock = -1
 
     def new(self) -> Path:
         """Return the path of a directory for one request; it is not made yet."""

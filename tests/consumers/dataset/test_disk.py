@@ -1,4 +1,4 @@
-"""How errors of the file system below a data set are judged."""
+"""Writing and syncing the files of a data set, and how errors of their file system are judged."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import os
 
 import pytest
 
+from capflow import limits
 from capflow.errors import RetryError, kind_of
 from capflow_consumers.dataset import disk
-from tests.kit.stored import opened
+from tests.kit.frames import make_frame
+from tests.kit.stored import SITES, done, opened
 
 GONE = (errno.ENOENT, errno.EACCES, errno.ENOTCONN)
 
@@ -43,4 +45,69 @@ def test_a_consumer_that_is_opened_again_makes_no_root_in_the_place_of_one_that_
     assert not root.exists()
     (tmp_path / "elsewhere").rename(root)
     consumer.open(consumer._context)
+    consumer.close()
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """Return the ranges that the disk was asked to begin with; the calls fail."""
+    ranges = []
+
+    def sync_file_range(_, offset, nbytes, flags):
+        ranges.append((offset, nbytes, flags))
+        return -1
+
+    monkeypatch.setattr(disk, "_sync_file_range", sync_file_range)
+    return ranges
+
+
+@pytest.mark.parametrize("begin_sync", [False, True])
+def test_parts_of_any_length_lie_one_after_another(tmp_path, begun, begin_sync):
+    sizes = [0, 3, 9 * limits.MIB + 1, 5, 0, *[700] * 1500, 2 * limits.MIB, 1]
+    parts = [bytes([number % 251]) * size for number, size in enumerate(sizes)]
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    assert disk.write(fd, parts, 7, begin_sync=begin_sync) == 7 + sum(sizes)
+    os.close(fd)
+    assert (tmp_path / "file").read_bytes() == bytes(7) + b"".join(parts)
+    ends = [offset + nbytes for offset, nbytes, _ in begun]
+    assert (len(begun) >= 3) == begin_sync
+    assert [offset for offset, _, _ in begun[1:3]] == ends[: len(begun[1:3])]
+    assert all(limits.MIB <= nbytes <= 5 * limits.MIB and flags == 2 for _, nbytes, flags in begun)
+
+
+def test_few_bytes_wait_for_the_sync(tmp_path, begun):
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    disk.write(fd, [bytes(limits.MIB - 1)], 0, begin_sync=True)
+    os.close(fd)
+    assert begun == []
+
+
+@pytest.mark.parametrize("fsync", [False, True])
+@pytest.mark.parametrize("layout", ["per_file", "packed", "sharded"])
+def test_the_disk_begins_with_the_rows_of_a_request_where_they_are_synced(tmp_path, begun, layout, fsync):
+    consumer = opened(tmp_path, layout=layout, fsync=fsync)
+    consumer.on_frame(make_frame([("r1", 4, 0, 600)], SITES[:1], hidden=1024))
+    assert consumer.on_request_done(done("r1", computed_length=600, rows=600)).status == "ok"
+    consumer.close()
+    assert bool(begun) == fsync
+
+
+def test_an_error_since_the_descriptor_was_opened_is_seen(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(disk, "_syncfs", lambda fd: asked.append(fd) or 0)
+    with (tmp_path / "file").open("w") as file:
+        disk.sync_trees([tmp_path], file.fileno())
+        assert asked == [file.fileno()]
+        assert file.write("is open still") == 13
+
+
+def test_a_consumer_syncs_with_a_descriptor_that_is_older_than_the_rows(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(disk, "_syncfs", lambda fd: asked.append(os.readlink(f"/proc/self/fd/{fd}")) or 0)
+    consumer = opened(tmp_path, layout="packed", fsync=True)
+    consumer.on_frame(make_frame([("r1", 4, 0, 4)], SITES[:1]))
+    consumer.on_request_done(done("r1", rows=4))
+    (path,) = asked
+    assert path.startswith(f"{tmp_path}/.partial-")
+    assert path.endswith("/lock")
     consumer.close()

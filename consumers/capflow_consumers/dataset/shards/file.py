@@ -82,12 +82,14 @@ class ShardFile:
     """A shard at `path`, which `create` makes.
 
     mode: the mode of the file.
+    sync: whether `settle` gets requests onto the disk.
     end: where the commit of the last request ends, bytes.
     """
 
-    def __init__(self, path: Path, kind: Kind, mode: int = FILE_MODE) -> None:
+    def __init__(self, path: Path, kind: Kind, mode: int = FILE_MODE, *, sync: bool = False) -> None:
         self.path = path
         self.mode = mode
+        self.sync = sync
         self.kind = kind
         self.end = 0
         self.requests: list[Entry] = []
@@ -115,7 +117,7 @@ class ShardFile:
         nbytes = 0 if self.kind.compressed else len(batch.positions) * self.kind.bytes_of(batch.width)
         rows = [] if self.kind.compressed else [*batch.rows, bytes(-nbytes % 8)]
         self._batches.append(self._tip)
-        self._tip = write(self._fd, [*parts, *rows], self._tip)
+        self._tip = write(self._fd, [*parts, *rows], self._tip, begin_sync=self.sync)
 
     def commit(self, request: str, engine: str, sidecar: bytes) -> None:
         """Append the commit that makes the batches since the last commit a request; raises OSError."""
@@ -129,12 +131,12 @@ class ShardFile:
         self._batches = []
         self.end = self._tip
 
-    def settle(self, *, sync: bool) -> None:
+    def settle(self) -> None:
         """Keep the requests that were committed; with `sync`, get them onto the disk first.
 
         Raises OSError, also when `path` is no longer the file's name.
         """
-        if sync:
+        if self.sync:
             os.fdatasync(self._fd)
         self.check()
         self._safe = (self.end, len(self.requests))
