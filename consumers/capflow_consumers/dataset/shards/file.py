@@ -42,8 +42,8 @@ class EncodedBatch(NamedTuple):
     rows: parts `[k, row_bytes]` uint8, one after another.
     positions, token_ids: `[n]` int32.
     hashes: `[n]` uint64, the xxh3 of each row.
-    page: the bytes that make the rows a Parquet page: the page's head, or a whole compressed page. Empty where the seal
-        copies the rows.
+    page: the parts of the bytes that make the rows a Parquet page: the page's head, or a whole compressed page. Empty
+        where the seal copies the rows.
     width: how many numbers a row has.
     """
 
@@ -51,7 +51,7 @@ class EncodedBatch(NamedTuple):
     positions: npt.NDArray[np.int32]
     token_ids: npt.NDArray[np.int32]
     hashes: npt.NDArray[np.uint64]
-    page: npt.NDArray[np.uint8]
+    page: Sequence[Any]
     width: int
 
 
@@ -123,7 +123,7 @@ class ShardFile:
         """Append the commit that makes the batches since the last commit a request; raises OSError."""
         row, hashes = self._nothing
         nowhere = np.full(1, -1, np.int32)
-        parts = self._encoder.batch(nowhere, nowhere, hashes, row[0, :0], sidecar, self.kind.commit_width)
+        parts = self._encoder.batch(nowhere, nowhere, hashes, (), sidecar, self.kind.commit_width)
         rest = [] if self.kind.compressed else [row, bytes(-row.nbytes % 8)]
         self._batches.append(self._tip)
         self._tip = write(self._fd, [*parts, *rest], self._tip)
@@ -232,11 +232,11 @@ def _checksums(kind: Kind, width: int, rows: list[Bytes], count: int) -> tuple[n
     return hashes, crc
 
 
-def _page(kind: Kind, width: int, rows: list[Bytes], count: int, crc: int) -> npt.NDArray[np.uint8]:
+def _page(kind: Kind, width: int, rows: list[Bytes], count: int, crc: int) -> Sequence[Any]:
     if kind.compressed:
         return page_of(parquet.vector_pages(kind.dtype, width, count, b"".join(rows), compressed=True))
     if not _in_place(kind, width, count):
-        return np.zeros(0, np.uint8)
+        return ()
     head = parquet.vector_head(kind.dtype, width, count, crc, count * kind.bytes_of(width))
     return page_of(head, page_room(kind, width, count))
 

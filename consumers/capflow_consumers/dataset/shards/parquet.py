@@ -96,15 +96,21 @@ class ColumnChunk(NamedTuple):
 class VectorPages(NamedTuple):
     """Pages of vectors, or the part of them before the rows.
 
+    parts: their bytes, one after another.
     data_page: where the data page begins; 0 where there is no dictionary before it.
     body: where the data page's body begins, after its header.
     plain_body: the length of the body without compression.
     """
 
-    bytes: bytes
+    parts: tuple[bytes, ...]
     data_page: int
     body: int
     plain_body: int
+
+    @property
+    def nbytes(self) -> int:
+        """The length of the parts together."""
+        return sum(map(len, self.parts))
 
 
 class RowGroup(NamedTuple):
@@ -190,7 +196,7 @@ def vector_head(kind: str, size: int, rows: int, crc: int, nbytes: int) -> Vecto
     dictionary = _numbers_page(compressed=False) if kind == "bfloat16" else b""
     header, levels = _vector_header(kind, size, rows, crc, nbytes), vector_levels(kind, size, rows)
     body = len(dictionary) + len(header)
-    return VectorPages(b"".join((dictionary, header, levels)), len(dictionary), body, len(levels) + nbytes)
+    return VectorPages((dictionary, header, levels), len(dictionary), body, len(levels) + nbytes)
 
 
 def vector_head_bytes_max(kind: str, size: int, rows: int, nbytes: int) -> int:
@@ -213,7 +219,7 @@ def vector_pages(kind: str, size: int, rows: int, values: bytes, *, compressed: 
     dictionary = _numbers_page(compressed=compressed) if kind == "bfloat16" and not wide else b""
     encoding = _RLE_DICTIONARY if dictionary else _PLAIN
     header = _page_header(_DATA_PAGE, len(plain), len(page), isal_zlib.crc32(page), rows * size, encoding)
-    return VectorPages(dictionary + header + page, len(dictionary), len(dictionary) + len(header), len(plain))
+    return VectorPages((dictionary, header, page), len(dictionary), len(dictionary) + len(header), len(plain))
 
 
 def page_rows(kind: str, size: int, rows: int, page: Any, plain_bytes: int) -> npt.NDArray[np.uint8]:

@@ -222,9 +222,8 @@ def _gather(fd: int, tip: int, groups: list[parquet.RowGroup], pieces: list[_Pie
     values = b"".join(rows_of(piece.batch, kind).tobytes() for piece in pieces)
     count, width = sum(len(piece.batch.positions) for piece in pieces), pieces[0].batch.width
     pages = parquet.vector_pages(kind.dtype, width, count, values, compressed=False)
-    length = len(pages.bytes)
-    chunk = parquet.vector_chunk(tip, length, count * width, pages, compressed=False)
-    return _add(fd, write(fd, [pages.bytes], tip), groups, pieces, chunk)
+    chunk = parquet.vector_chunk(tip, pages.nbytes, count * width, pages, compressed=False)
+    return _add(fd, write(fd, pages.parts, tip), groups, pieces, chunk)
 
 
 def _add(fd: int, tip: int, groups: list[parquet.RowGroup], pieces: list[_Piece], vectors: parquet.ColumnChunk) -> int:

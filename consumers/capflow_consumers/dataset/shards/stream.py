@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -151,10 +151,12 @@ class Encoder:
         self.kind = kind
         self._schema = kind.schema()
         self._sink = _Parts()
+        # Stands for pages and vectors where Arrow wants a buffer; never read or written.
+        self._blank = np.empty(0, np.uint8)
         self._writer = pa.ipc.new_stream(pa.PythonFile(self._sink, "w"), self._schema)
         nothing = np.zeros(0, np.uint8)
         # The writer puts the schema before its first batch; `head` returns it instead.
-        self.batch(nothing.view(np.int32), nothing.view(np.int32), nothing.view(np.uint64), nothing)
+        self.batch(nothing.view(np.int32), nothing.view(np.int32), nothing.view(np.uint64), ())
 
     def head(self) -> bytes:
         """Return the bytes with which a file begins: `HEAD` and the schema."""
@@ -165,27 +167,32 @@ class Encoder:
         positions: npt.NDArray[np.int32],
         token_ids: npt.NDArray[np.int32],
         hashes: npt.NDArray[np.uint64],
-        page: npt.NDArray[np.uint8],
+        page: Sequence[Any],
         sidecar: bytes = b"",
         width: int = 1,
     ) -> list[Any]:
         """Return the parts of a batch before its vectors.
 
+        page: the parts of the content of `page`.
         width: how many numbers a row has, in a stream of several widths.
 
         The caller writes the vectors after them, padded with zeros to a multiple of 8 bytes. The parts are views of
         the arrays: what is written into the arrays before the parts are used is in them.
         """
         count, inside = len(positions), self.kind.vectors_in_page
+        page_bytes = sum(map(len, page))
         nbytes = count * self.kind.bytes_of(self.kind.width or width)
-        # Stands for the vectors, and for the page before them where it is in one column with them; never written.
-        vectors = np.empty(nbytes + (len(page) if inside else 0), np.uint8)
+        if len(self._blank) < page_bytes + nbytes:
+            self._blank = np.empty(page_bytes + nbytes, np.uint8)
+        # Arrow asks for the page and the vectors in one buffer each; only their places and lengths are used.
+        pages = self._blank[: page_bytes + (nbytes if inside else 0)]
+        vectors = self._blank[page_bytes : page_bytes + nbytes]
         columns = {
             "position": pa.Array.from_buffers(pa.int32(), count, [None, pa.py_buffer(positions)]),
             "token_id": pa.Array.from_buffers(pa.int32(), count, [None, pa.py_buffer(token_ids)]),
             "xxh3": pa.Array.from_buffers(pa.uint64(), count, [None, pa.py_buffer(hashes)]),
             "sidecar": _in_first(np.frombuffer(sidecar, np.uint8), count),
-            "page": _in_first(vectors if inside else page, count),
+            "page": _in_first(pages, count),
         }
         if not self.kind.width:
             columns["width"] = pa.array(np.full(count, width, np.int32))
@@ -194,11 +201,18 @@ class Encoder:
         arrays = [columns[name] for name in self._schema.names]
         self._sink.parts = []
         self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
-        parts = self._sink.parts
-        if self.kind.compressed or count == 0:
-            return parts
-        place = [getattr(part, "address", 0) for part in parts].index(vectors.ctypes.data)
-        return [*parts[:place], page] if inside else parts[:place]
+        parts: list[Any] = []
+        for part in self._sink.parts:
+            address = getattr(part, "address", 0) if len(part) else 0
+            if page_bytes and address == pages.ctypes.data:
+                parts += page
+                if inside:
+                    break
+            elif address == vectors.ctypes.data:
+                break
+            else:
+                parts.append(part)
+        return parts
 
     def _vectors(self, values: npt.NDArray[np.uint8], count: int) -> Any:
         kind = parquet.vector_type(self.kind.dtype, self.kind.width)
@@ -317,16 +331,15 @@ def opened(file: Any) -> tuple[Kind, pa.Schema, int]:
     return kind, schema, len(HEAD) + reader.tell()
 
 
-def page_of(pages: parquet.VectorPages, room: int | None = None) -> npt.NDArray[np.uint8]:
-    """Return the content of a batch's `page`: four numbers, zeros, and the pages, together `room` long.
+def page_of(pages: parquet.VectorPages, room: int | None = None) -> list[bytes]:
+    """Return the parts of the content of a batch's `page`: four numbers, zeros, and the pages, together `room` long.
 
     The numbers are: where the pages begin; in the pages, where the data page and its body begin; the body's length
     without compression.
     """
-    room = _PAGE_HEAD.size + len(pages.bytes) if room is None else room
-    begin = room - len(pages.bytes)
-    padding = bytes(begin - _PAGE_HEAD.size)
-    return np.frombuffer(b"".join((_PAGE_HEAD.pack(begin, *pages[1:]), padding, pages.bytes)), np.uint8)
+    begin = _PAGE_HEAD.size if room is None else room - pages.nbytes
+    head = _PAGE_HEAD.pack(begin, pages.data_page, pages.body, pages.plain_body)
+    return [head.ljust(begin, b"\0"), *pages.parts]
 
 
 def page_room(kind: Kind, width: int, count: int) -> int:
@@ -342,7 +355,7 @@ def chunk_of(batch: StoredBatch, kind: Kind) -> parquet.ColumnChunk | None:
     begin, *places = _PAGE_HEAD.unpack(batch.page[: _PAGE_HEAD.size].tobytes())
     values = len(batch.positions) * batch.width
     length = len(batch.page) - begin + (0 if kind.compressed else kind.bytes_of(values))
-    pages = parquet.VectorPages(b"", *places)
+    pages = parquet.VectorPages((), *places)
     return parquet.vector_chunk(batch.page_begin + begin, length, values, pages, compressed=kind.compressed)
 
 
