@@ -77,9 +77,9 @@ def make_directory(path: Path, mode: int = FILE_MODE, *, parents: bool = True) -
     mode: the mode of the files in it; whoever may read these may enter the directory.
     parents: make missing parent directories too.
     """
-    if path.is_dir():
-        return
     if parents:
+        if path.is_dir():
+            return
         make_directory(path.parent, mode)
     try:
         path.mkdir(0o700)

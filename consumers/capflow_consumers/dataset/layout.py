@@ -29,7 +29,7 @@ everything in it is written. It never changes after that.
 from __future__ import annotations
 
 import contextlib
-import json
+import functools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -271,11 +271,12 @@ def file_name(site: Site) -> str:
     return f"{site.hook}.{site.layer:03d}.safetensors"
 
 
+@functools.lru_cache(maxsize=1024)
 def header(part: SitePart) -> bytes:
     """Return the first `HEADER_BYTES` of a site's file."""
     tensors: dict[str, Any] = {"__metadata__": {"site": str(part.site)}}
     _add_tensors(tensors, "", 0, part)
-    text = json.dumps(tensors, separators=(",", ":")).encode()
+    text = _encoder.encode(tensors)
     length = HEADER_BYTES - 8
     assert len(text) <= length
     return length.to_bytes(8, "little") + text.ljust(length)
@@ -292,7 +293,7 @@ def packed_header(parts: Sequence[SitePart]) -> tuple[bytes, list[int]]:
     for part in parts:
         begins.append(end)
         end = _add_tensors(tensors, f"{part.site.hook}.{part.site.layer:03d}.", end, part)
-    text = json.dumps(tensors, separators=(",", ":")).encode()
+    text = _encoder.encode(tensors)
     length = len(text) + -(len(text) + 8) % 64
     return length.to_bytes(8, "little") + text.ljust(length), [length + 8 + begin for begin in begins]
 

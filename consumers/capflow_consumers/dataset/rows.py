@@ -113,10 +113,14 @@ class RowBuffer:
     def take(self) -> dict[Site, list[Piece]]:
         """Return the rows of each site in the order of their positions, and drop them from the buffer."""
         pieces = self.pieces()
+        self.clear()
+        return pieces
+
+    def clear(self) -> None:
+        """Drop the rows."""
         self._runs = []
         self._last = {}
         self.nbytes = 0
-        return pieces
 
     def pieces(self) -> dict[Site, list[Piece]]:
         """Return the rows of each site in the order of their positions."""

@@ -132,6 +132,8 @@ class FilesystemConsumer(Consumer):
         # Events of requests without rows so far, by engine, id and incarnation.
         self._early: dict[tuple[str, str, str], EventLog] = {}
         self._models: dict[str, ModelInfo] = {}
+        # By engine: the wants of a request that asks for nothing itself.
+        self._wants: dict[str, Wanted | None] = {}
         self._buffered_bytes = 0
         self._context: Context | None = None
 
@@ -284,10 +286,12 @@ class FilesystemConsumer(Consumer):
     def on_session(self, engine: str, model: ModelInfo) -> None:
         """Remember the model's name for the sidecars."""
         self._models[engine] = model
+        self._wants.pop(engine, None)
 
     def on_engine_gone(self, engine: str) -> None:
         """Forget its model."""
         self._models.pop(engine, None)
+        self._wants.pop(engine, None)
 
     def on_frame(self, frame: Frame) -> None:
         """Copy the rows into the buffers of their requests; past the bound, move the largest requests' rows to files.
@@ -374,7 +378,7 @@ class FilesystemConsumer(Consumer):
             except OSError as e:
                 self._fail_or_raise(request, e)
         nbytes = request.buffer.nbytes
-        request.buffer.take()
+        request.buffer.clear()
         del self._requests[key]
         self._buffered_bytes -= nbytes
         if request.published is not None:
@@ -451,10 +455,18 @@ class FilesystemConsumer(Consumer):
         if model is None:
             return None
         asked = None if rows.capture is None else rows.capture.of(self.instance)
-        specs = [spec for spec in (self.spec(), asked) if spec is not None]
+        if asked is not None:
+            return self._resolved(model, asked)
+        if engine not in self._wants:
+            self._wants[engine] = self._resolved(model)
+        return self._wants[engine]
+
+    def _resolved(self, model: ModelInfo, *asked: CaptureSpec) -> Wanted | None:
+        """Return what this consumer and a request want of a model; None where the engine refuses it."""
+        specs = [spec for spec in (self.spec(), *asked) if spec is not None]
         try:
             return join(spec.resolve(model.sites, num_layers=model.num_layers) for spec in specs)
-        except UsageError:  # the engine refuses it; the number of rows is checked all the same
+        except UsageError:  # the number of rows is checked all the same
             return None
 
     def _empty(self, engine: str) -> FiledRequest:
@@ -527,7 +539,7 @@ class FilesystemConsumer(Consumer):
     def _fail(self, request: FiledRequest, error: str) -> None:
         request.error = error
         self._buffered_bytes -= request.buffer.nbytes
-        request.buffer.take()
+        request.buffer.clear()
         request.files.discard()
 
     def _bad_root(self, got: str) -> UsageError:

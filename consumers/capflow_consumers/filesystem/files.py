@@ -189,10 +189,10 @@ class RequestFiles:
         return [file.entry for file in prepared]
 
     def write_sidecar(self, sidecar: bytes) -> None:
-        """Write the sidecar; raises OSError."""
-        make_directory(self.path, self.mode, parents=False)
-        (self.path / layout.RUNNING_NAME).unlink(missing_ok=True)
-        fd = create_private(self.path / layout.SIDECAR_NAME, os.O_WRONLY | os.O_TRUNC, self.mode)
+        """Write the sidecar after `write`; raises OSError."""
+        if self.early:
+            (self.path / layout.RUNNING_NAME).unlink(missing_ok=True)
+        fd = create_private(f"{self.path}/{layout.SIDECAR_NAME}", os.O_WRONLY | os.O_TRUNC, self.mode)
         try:
             write(fd, [sidecar], 0)
         finally:
@@ -238,7 +238,7 @@ class RequestFiles:
         return sum(stop - start for start, stop in self.runs.get(site, ()))
 
     def _write_file(self, file: _File) -> None:
-        fd = create_private(self.path / file.entry.file, os.O_WRONLY, self.mode)
+        fd = create_private(f"{self.path}/{file.entry.file}", os.O_WRONLY, self.mode)
         try:
             if file.early_bytes:
                 write(fd, file.body, len(file.header) + file.early_bytes, begin_sync=self.fsync)

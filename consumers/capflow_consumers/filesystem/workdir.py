@@ -103,8 +103,9 @@ class WorkDir:
 
         Raises OSError, and CapflowError when the engine has a capture of the name and `on_collision` is `error`.
         """
-        paths = self.published(name) or [self.root / name]
-        taken = [] if on_collision == "suffix" else [path for path in paths if _is_taken(path, engine, on_collision)]
+        there = self.published(name)
+        paths = there or [self.root / name]
+        taken = [] if on_collision == "suffix" else [path for path in there if _is_taken(path, engine, on_collision)]
         if not taken:
             target = paths[-1] if _rename(source, paths[-1]) else self._suffix(source, paths[-1])
         elif on_collision == "error":
