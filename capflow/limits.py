@@ -97,6 +97,7 @@ PROMISES_BYTES_MIN = 1 * MIB  # bytes appended to a file of promises before it i
 PROMISES_READ_BYTES_MAX = 1024 * MIB  # bytes read of the promises of an earlier worker; later ones are ignored
 PROMISES_KEPT_S = 7 * 86400.0  # how long promises of an earlier worker wait for their hub
 SYNC_PAUSE_S = 0.005  # pause between two syncs, so that one sync covers many records
+SYNC_BYTES = 8 * MIB  # bytes of records that are worth a sync at once; they end the pause
 SEGMENTS_BAD_MAX = 2  # damaged segments kept for inspection
 
 # What is counted by name.

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from capflow import limits
 from capflow.buffers.spool import Files, FullError, Lost, Record, Spool, files, items
 from capflow.buffers.spool.report import in_use
 from capflow.buffers.spool.survey import ENDLESS, Segment, stops, survey
@@ -80,6 +81,20 @@ def test_what_is_read_need_not_be_durable_and_is_gone_once_acknowledged(tmp_path
         assert spool.wait_acknowledged(99, LIMIT_S)
         eventually(lambda: len(list(tmp_path.glob("*.spool"))) == 1)
         assert spool.nbytes < 3000 + 2000
+
+
+def test_many_bytes_are_synced_without_a_pause_and_few_after_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "SYNC_PAUSE_S", 3600.0)
+    monkeypatch.setattr(limits, "SYNC_BYTES", 10_000)
+    with Spool(tmp_path) as spool:
+        spool.append(b"1", body_of(1))
+        assert not spool.wait_synced(1, 0.3)
+        spool.append(b"2", body_of(2, 10_000))
+        assert spool.wait_synced(2, LIMIT_S)
+        spool.append(b"3", body_of(3))
+        assert not spool.wait_synced(3, 0.3)
+    with Spool(tmp_path) as spool:
+        assert numbers(drain(spool)) == [1, 2, 3]  # and the end waited for no pause
 
 
 def test_a_full_spool_says_so_until_there_is_room(tmp_path):

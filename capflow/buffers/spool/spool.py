@@ -113,6 +113,8 @@ class Spool:
         self._closing = False
         # Set with `_closing`; ends the pauses of the thread.
         self._ended = threading.Event()
+        # Set with `_closing`, and where `limits.SYNC_BYTES` are not durable; ends the pause between two syncs.
+        self._hurried = threading.Event()
         # Set between `open` and `close`.
         self._thread: threading.Thread | None = None
         # The fields below may be read by any thread.
@@ -172,6 +174,7 @@ class Spool:
             self._closing = True
             self._changed.notify_all()
         self._ended.set()
+        self._hurried.set()
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join(_CLOSE_S)
@@ -207,8 +210,8 @@ class Spool:
             assert not self._closing, "the spool is closed"
             if not self._fits_memory(nbytes):
                 self._changed.wait_for(lambda: self._failure or self._fits_memory(nbytes), limits.BLOCK_S_MAX)
-            if not self._fits_memory(nbytes):
-                raise self._full(self._failure or OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)))
+                if not self._fits_memory(nbytes):
+                    raise self._full(self._failure or OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)))
             self._check_room(nbytes + spare_bytes)
             if self._failure is None:
                 try:
@@ -221,6 +224,8 @@ class Spool:
                 self._refused = None
             self._unsynced[self._next_append] = _Entry(head, body, nbytes)
             self.unsynced_bytes += nbytes
+            if self.unsynced_bytes >= limits.SYNC_BYTES > self.unsynced_bytes - nbytes:
+                self._hurried.set()
             self._next_append += 1
             self._changed.notify_all()
             return self._next_append - 1
@@ -516,7 +521,11 @@ class Spool:
     def _run(self) -> None:
         closing = False
         while not closing:
-            self._ended.wait(_RETRY_S if self._failing else limits.SYNC_PAUSE_S)
+            if self._failing:
+                self._ended.wait(_RETRY_S)
+            elif self.unsynced_bytes < limits.SYNC_BYTES:
+                self._hurried.wait(limits.SYNC_PAUSE_S)
+            self._hurried.clear()
             with self._changed:
                 if not self._failing:
                     self._changed.wait_for(self._due)
