@@ -21,17 +21,35 @@ from capflow.files import open_regular
 
 # IOV_MAX of Linux.
 _PARTS_PER_CALL_MAX = 1024
-_BYTES_PER_CALL_MAX = 4 * limits.MIB
-# Less than this is not worth a call of `sync_file_range`.
-_BEGUN_BYTES_MIN = limits.MIB
+_BYTES_PER_CALL_MAX = 8 * limits.MIB
 _SYNC_FILE_RANGE_WRITE = 2
 
 
-def write(fd: int, parts: Sequence[Any], offset: int, *, begin_sync: bool = False) -> int:
+class Ahead:
+    """Lets the kernel begin to write a file's bytes to the disk, without waiting for it, while more are written.
+
+    The sync that follows has less to wait for, and reports what goes wrong. Each call takes processor time, some 0.1 ms
+    beside that of the bytes.
+
+    bytes_min: how many bytes are worth a call.
+    """
+
+    def __init__(self, bytes_min: int) -> None:
+        self.bytes_min = bytes_min
+        # Where the bytes begin that the kernel was not asked for.
+        self._begun = 0
+
+    def written(self, fd: int, end: int) -> None:
+        """Begin with the bytes before `end` where they are enough."""
+        if end - self._begun >= self.bytes_min and _sync_file_range is not None:
+            _sync_file_range(fd, self._begun, end - self._begun, _SYNC_FILE_RANGE_WRITE)
+            self._begun = end
+
+
+def write(fd: int, parts: Sequence[Any], offset: int, ahead: Ahead | None = None) -> int:
     """Write parts one after another, the first at `offset`; return the offset after the last. Raises OSError.
 
-    begin_sync: let the kernel begin to write the bytes to the disk, without waiting for it. The disk then works while
-        the next bytes are copied, and the sync that follows has less to wait for. That sync reports what goes wrong.
+    ahead: of the file, which is synced later; None where it is not synced.
     """
     views = [
         view[begin : begin + _BYTES_PER_CALL_MAX]
@@ -41,9 +59,9 @@ def write(fd: int, parts: Sequence[Any], offset: int, *, begin_sync: bool = Fals
     index = 0
     while index < len(views):
         written = os.pwritev(fd, views[index : _end_of_call(views, index)], offset)
-        if begin_sync and written >= _BEGUN_BYTES_MIN and _sync_file_range is not None:
-            _sync_file_range(fd, offset, written, _SYNC_FILE_RANGE_WRITE)
         offset += written
+        if ahead is not None:
+            ahead.written(fd, offset)
         while index < len(views) and written >= len(views[index]):
             written -= len(views[index])
             index += 1

@@ -21,14 +21,17 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from capflow import limits
 from capflow.capture.dtypes import DTYPES
 from capflow.capture.model import ModelInfo, width_of
 from capflow.capture.site import Site
 from capflow.files import FILE_MODE, create_private, make_directory
 from capflow_consumers.dataset import layout
-from capflow_consumers.dataset.disk import write
+from capflow_consumers.dataset.disk import Ahead, write
 from capflow_consumers.dataset.rows import Piece, TokenLog
 from capflow_consumers.dataset.running import About, tell
+
+_AHEAD_BYTES_MIN = limits.MIB
 
 Runs = list[tuple[int, int]]
 """`(start, stop)` of positions, in the order of the rows."""
@@ -237,14 +240,17 @@ class RequestFiles:
         """Return how many rows of a site were taken."""
         return sum(stop - start for start, stop in self.runs.get(site, ()))
 
+    def _ahead(self) -> Ahead | None:
+        return Ahead(_AHEAD_BYTES_MIN) if self.fsync else None
+
     def _write_file(self, file: _File) -> None:
         fd = create_private(f"{self.path}/{file.entry.file}", os.O_WRONLY, self.mode)
         try:
             if file.early_bytes:
-                write(fd, file.body, len(file.header) + file.early_bytes, begin_sync=self.fsync)
+                write(fd, file.body, len(file.header) + file.early_bytes, self._ahead())
                 write(fd, [file.header], 0)
             else:
-                write(fd, [file.header, *file.body], 0, begin_sync=self.fsync)
+                write(fd, [file.header, *file.body], 0, self._ahead())
         finally:
             os.close(fd)
 
@@ -297,7 +303,7 @@ class PackedFile(RequestFiles):
         make_directory(self.path, self.mode, parents=False)
         fd = create_private(self.path / layout.PACKED_NAME, os.O_WRONLY, self.mode)
         try:
-            write(fd, self._parts, 0, begin_sync=self.fsync)
+            write(fd, self._parts, 0, self._ahead())
         finally:
             os.close(fd)
         if self.early:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 
@@ -61,33 +62,36 @@ def begun(monkeypatch):
     return ranges
 
 
-@pytest.mark.parametrize("begin_sync", [False, True])
-def test_parts_of_any_length_lie_one_after_another(tmp_path, begun, begin_sync):
-    sizes = [0, 3, 9 * limits.MIB + 1, 5, 0, *[700] * 1500, 2 * limits.MIB, 1]
+@pytest.mark.parametrize("synced", [False, True])
+def test_parts_of_any_length_lie_one_after_another(tmp_path, begun, synced):
+    sizes = [0, 3, 19 * limits.MIB + 1, 5, 0, *[700] * 1500, 2 * limits.MIB, 1]
     parts = [bytes([number % 251]) * size for number, size in enumerate(sizes)]
+    ahead = disk.Ahead(limits.MIB) if synced else None
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    assert disk.write(fd, parts, 7, begin_sync=begin_sync) == 7 + sum(sizes)
+    assert disk.write(fd, parts, 7, ahead) == 7 + sum(sizes)
     os.close(fd)
     assert (tmp_path / "file").read_bytes() == bytes(7) + b"".join(parts)
+    assert (len(begun) >= 3) == synced
     ends = [offset + nbytes for offset, nbytes, _ in begun]
-    assert (len(begun) >= 3) == begin_sync
-    assert [offset for offset, _, _ in begun[1:3]] == ends[: len(begun[1:3])]
-    assert all(limits.MIB <= nbytes <= 5 * limits.MIB and flags == 2 for _, nbytes, flags in begun)
+    assert [offset for offset, _, _ in begun] == [0, *ends][: len(begun)]
+    assert all(limits.MIB <= nbytes <= 16 * limits.MIB and flags == 2 for _, nbytes, flags in begun)
 
 
-def test_few_bytes_wait_for_the_sync(tmp_path, begun):
+def test_few_bytes_wait_for_more(tmp_path, begun):
+    ahead = disk.Ahead(1000)
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    disk.write(fd, [bytes(limits.MIB - 1)], 0, begin_sync=True)
+    for number in range(5):
+        disk.write(fd, [bytes(400)], 400 * number, ahead)
     os.close(fd)
-    assert begun == []
+    assert begun == [(0, 1200, 2)]
 
 
 @pytest.mark.parametrize("fsync", [False, True])
 @pytest.mark.parametrize("layout", ["per_file", "packed", "sharded"])
 def test_the_disk_begins_with_the_rows_of_a_request_where_they_are_synced(tmp_path, begun, layout, fsync):
     consumer = opened(tmp_path, layout=layout, fsync=fsync)
-    consumer.on_frame(make_frame([("r1", 4, 0, 600)], SITES[:1], hidden=1024))
-    assert consumer.on_request_done(done("r1", computed_length=600, rows=600)).status == "ok"
+    consumer.on_frame(make_frame([("r1", 4, 0, 5000)], SITES[:1], hidden=1024))
+    assert consumer.on_request_done(done("r1", computed_length=5000, rows=5000)).status == "ok"
     consumer.close()
     assert bool(begun) == fsync
 
@@ -103,7 +107,7 @@ def test_an_error_since_the_descriptor_was_opened_is_seen(tmp_path, monkeypatch)
 
 def test_a_consumer_syncs_with_a_descriptor_that_is_older_than_the_rows(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(disk, "_syncfs", lambda fd: asked.append(os.readlink(f"/proc/self/fd/{fd}")) or 0)
+    monkeypatch.setattr(disk, "_syncfs", lambda fd: asked.append(str(Path(f"/proc/self/fd/{fd}").readlink())) or 0)
     consumer = opened(tmp_path, layout="packed", fsync=True)
     consumer.on_frame(make_frame([("r1", 4, 0, 4)], SITES[:1]))
     consumer.on_request_done(done("r1", rows=4))

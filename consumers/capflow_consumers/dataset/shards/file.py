@@ -19,7 +19,7 @@ from isal import isal_zlib
 
 from capflow import limits
 from capflow.files import FILE_MODE, create_private
-from capflow_consumers.dataset.disk import write
+from capflow_consumers.dataset.disk import Ahead, write
 from capflow_consumers.dataset.shards import parquet
 from capflow_consumers.dataset.shards.seal import Entry
 from capflow_consumers.dataset.shards.stream import Encoder, Kind, hashes_of, page_of, page_room
@@ -31,6 +31,8 @@ COMPRESSED_BATCH_BYTES_MAX = 8 * limits.MIB
 # A batch of at least so many bytes of rows is its own row group; the seal copies smaller ones together.
 IN_PLACE_BYTES_MIN = 2 * limits.MIB
 _COPY_BYTES = 8 * limits.MIB
+# Several requests together, because a shard is synced with many.
+_AHEAD_BYTES_MIN = 16 * limits.MIB
 
 Bytes = Any
 """An array of uint8."""
@@ -94,6 +96,7 @@ class ShardFile:
         self.end = 0
         self.requests: list[Entry] = []
         self._encoder = Encoder(kind)
+        self._ahead = Ahead(_AHEAD_BYTES_MIN) if sync else None
         self._fd = -1
         # Where the next batch begins.
         self._tip = 0
@@ -117,7 +120,7 @@ class ShardFile:
         nbytes = 0 if self.kind.compressed else len(batch.positions) * self.kind.bytes_of(batch.width)
         rows = [] if self.kind.compressed else [*batch.rows, bytes(-nbytes % 8)]
         self._batches.append(self._tip)
-        self._tip = write(self._fd, [*parts, *rows], self._tip, begin_sync=self.sync)
+        self._tip = write(self._fd, [*parts, *rows], self._tip, self._ahead)
 
     def commit(self, request: str, engine: str, sidecar: bytes) -> None:
         """Append the commit that makes the batches since the last commit a request; raises OSError."""
