@@ -8,7 +8,9 @@ Writing: the consumer gets frames of whole requests and the requests' ends, as f
 
 Requests with one row at each site are compared with opening, writing and renaming as many files of as many bytes as
 `per_file` makes. `packed` and `sharded` make fewer files of the same requests; the first figure counts them as if they
-had made those of `per_file`, the second counts their own files.
+had made those of `per_file`, the second counts their own files. No file is removed before all turns are over: ext4
+passes over inodes that were removed in the last minutes, one by one, and then takes 200 to 900 µs for a new file
+instead of 10. Run it on a disk on which nobody removed many files in the last five minutes.
 
 Reading: every byte of a sharded set is read through `capflow.open`, against `cat` to /dev/null; the page cache is
     dropped before each. Then one site of a random request is read, in a set that was just opened and in one that is
@@ -29,10 +31,8 @@ Predicted, on two cores and a disk of 150 to 400 MB/s:
 
 Goals: 0.85 for writing, 0.8 for per_file and for reading, milliseconds for random access.
 
-Measured instead (see docs/performance.md): the disk takes 0.6 to 1.4 GB/s synced, and the page cache 3 GB/s of one
-payload that stays in the processor's cache. packed has 0.65 to 1.08 synced and 0.3 to 0.6 not synced, sharded 0.38 to
-0.79 and 0.17 to 0.56. per_file has 0.57 to 0.83 of the bare files with 2 files a request, and 0.65 to 0.99 with 19.
-Reading 10 GB has 1.02 of cat. One site takes 5 ms, 0.7 when cached, 24 with opening the set.
+Measured instead: see docs/performance.md. The disk and the page cache are faster than predicted, and the loop writes
+one payload that stays in the processor's cache. So processor time decides where the disk is not the limit.
 
 A virtual machine whose host takes free memory back writes five times as slowly to memory that it must ask for again,
 whoever writes. So a turn writes little enough to need none, and there are many turns.
@@ -50,6 +50,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -63,6 +64,23 @@ from capflow_consumers.filesystem.consumer import FilesystemConfig, FilesystemCo
 
 HIDDEN = 640
 MODEL_DTYPE = "bfloat16"
+
+
+class Took(NamedTuple):
+    """How long a run took, by the clock, and the time of the processor in this process, seconds."""
+
+    wall_s: float
+    cpu_s: float
+
+    @classmethod
+    def now(cls) -> Self:
+        """Return the time now."""
+        return cls(time.perf_counter(), time.process_time())
+
+    def until_now(self) -> Took:
+        """Return the time since then."""
+        now = Took.now()
+        return Took(now.wall_s - self.wall_s, now.cpu_s - self.cpu_s)
 
 
 def frames(count: int, layers: int, tokens: int) -> Iterator[tuple[Frame, RequestDone]]:
@@ -89,77 +107,93 @@ def frames(count: int, layers: int, tokens: int) -> Iterator[tuple[Frame, Reques
         yield Frame(header, payload), RequestDone("engine", name, "stop", tokens, tokens, total, total, ())
 
 
-def consumed(directory: Path, requests: list[tuple[Frame, RequestDone]], *, fsync: bool, **options: object) -> float:
-    """Return how long the consumer takes, seconds."""
+def consumed(directory: Path, requests: list[tuple[Frame, RequestDone]], *, fsync: bool, **options: object) -> Took:
+    """Return how long the consumer takes."""
     config = FilesystemConfig(root=str(directory), fsync=fsync, **options)  # type: ignore[arg-type]
     consumer = FilesystemConsumer(config)
     consumer.open(None)  # type: ignore[arg-type]
     sites = requests[0][0].header.blocks[0].sites
     consumer.on_session("engine", ModelInfo("model", len(sites), HIDDEN, MODEL_DTYPE, sites))
-    begun = time.perf_counter()
+    begun = Took.now()
     results = []
     for frame, done in requests:
         consumer.on_frame(frame)
         results.append(consumer.on_request_done(done))
     consumer.close()
-    took = time.perf_counter() - begun
+    took = begun.until_now()
     for result in results:
         assert isinstance(result, Future)
         assert result.result().status == "ok", result.result()
     return took
 
 
-def plain(directory: Path, requests: list[tuple[Frame, RequestDone]], *, fsync: bool) -> float:
-    """Return how long a loop takes to write the requests' rows into one file, seconds."""
+def plain(directory: Path, requests: list[tuple[Frame, RequestDone]], *, fsync: bool) -> Took:
+    """Return how long a loop takes to write the requests' rows into one file."""
     fd = os.open(directory / "plain", os.O_WRONLY | os.O_CREAT)
-    begun = time.perf_counter()
+    begun = Took.now()
     for frame, _ in requests:
         written = 0
         while written < len(frame.payload):
             written += os.write(fd, memoryview(frame.payload)[written:])
         if fsync:
             os.fdatasync(fd)
-    took = time.perf_counter() - begun
+    took = begun.until_now()
     os.close(fd)
     return took
 
 
-def bare(directory: Path, count: int, nbytes: int) -> float:
-    """Return how long it takes to open, write and rename `count` files, seconds."""
+def bare(directory: Path, count: int, nbytes: int) -> Took:
+    """Return how long it takes to open, write and rename `count` files."""
     body = bytes(nbytes)
-    begun = time.perf_counter()
+    begun = Took.now()
     for number in range(count):
         fd = os.open(directory / f".{number}", os.O_WRONLY | os.O_CREAT)
         os.write(fd, body)
         os.close(fd)
         os.rename(directory / f".{number}", directory / f"{number}")  # noqa: PTH104  as bare as it gets
-    return time.perf_counter() - begun
+    return begun.until_now()
 
 
-def turn(directory: Path, run: Callable[[Path], float]) -> float:
-    """Return how long a run takes in a directory of its own, with the disk at rest, seconds."""
+def turn(directory: Path, run: Callable[[Path], Took], *, keep: bool = False) -> Took:
+    """Return how long a run takes in a directory of its own, with the disk at rest.
+
+    keep: leave the files for the caller to remove.
+    """
     os.sync()
     place = Path(tempfile.mkdtemp(dir=directory))
     try:
         return run(place)
     finally:
-        shutil.rmtree(place)
+        if not keep:
+            shutil.rmtree(place)
 
 
-def compare(name: str, unit: str, amount: float, turns: int, runs: dict[str, Callable[[], float]]) -> dict[str, float]:
-    """Print the rate of each run, and its ratio to that of the first run; return the median times, seconds.
+def compare(
+    name: str, unit: str, amount: float, count: int, turns: int, runs: dict[str, Callable[[], Took]]
+) -> dict[str, float]:
+    """Print the rate of each run, its ratio to that of the first run, and its processor time; return the median times.
+
+    A ratio is the median over the turns, because the two runs of one turn see the same machine.
 
     amount: how many units a run does.
+    count: how many requests it writes or reads.
     """
-    seconds: dict[str, list[float]] = {label: [] for label in runs}
+    took: dict[str, list[Took]] = {label: [] for label in runs}
     for _ in range(turns):
         for label, run in runs.items():
-            seconds[label].append(run())
-    medians = {label: statistics.median(took) for label, took in seconds.items()}
-    base = next(iter(medians.values()))
-    for label, took in medians.items():
-        spread = f"{amount / max(seconds[label]):.0f}-{amount / min(seconds[label]):.0f}"
-        print(f"{name:34} {label:10} {amount / took:8.0f} {unit:8} {base / took:5.2f}   {spread}", flush=True)
+            took[label].append(run())
+    base = next(iter(took.values()))
+    medians = {}
+    for label, times in took.items():
+        medians[label] = median = statistics.median(time.wall_s for time in times)
+        ratio = statistics.median(one.wall_s / time.wall_s for one, time in zip(base, times, strict=True))
+        cpu_us = statistics.median(time.cpu_s for time in times) / count * 1e6
+        rates = sorted(amount / time.wall_s for time in times)
+        print(
+            f"{name:34} {label:10} {amount / median:8.0f} {unit:8} {ratio:5.2f}   {rates[0]:.0f}-{rates[-1]:.0f}"
+            f"   {cpu_us:.0f} µs of processor a request",
+            flush=True,
+        )
     return medians
 
 
@@ -175,26 +209,30 @@ def writing(directory: Path, turns: int, megabytes: int) -> None:
                     directory, lambda place: consumed(place, r, fsync=f, layout=x)
                 )
             name = f"write {nbytes / 1e6:.1f} MB a request" + (", synced" if fsync else "")
-            compare(name, "MB/s", total, turns, runs)
+            compare(name, "MB/s", total, len(requests), turns, runs)
 
 
 def small(directory: Path, turns: int) -> None:
-    for layers in (1, 18):
-        requests = list(frames(1000, layers, 1))
-        files = len(requests) * (layers + 1)
+    for layers, count in ((1, 1000), (18, 200)):
+        requests = list(frames(count, layers, 1))
+        files = count * (layers + 1)
         made = {"per_file": files}
 
-        def write(place: Path, layout: str, requests: list[tuple[Frame, RequestDone]], made: dict[str, int]) -> float:
+        def write(place: Path, layout: str, requests: list[tuple[Frame, RequestDone]], made: dict[str, int]) -> Took:
             took = consumed(place, requests, fsync=False, layout=layout)
             made[layout] = sum(path.is_file() and not path.name.startswith(".") for path in place.rglob("*"))
             return took
 
-        runs = {"bare": lambda n=files: turn(directory, lambda place: bare(place, n, 512 + HIDDEN * 2 + 12))}
-        for layout in ("per_file", "packed", "sharded"):
-            runs[layout] = lambda x=layout, r=requests, m=made: turn(directory, lambda place: write(place, x, r, m))
-        seconds = compare(f"1,000 requests of {layers + 1} files", "files/s", files, turns, runs)
-        for layout, count in made.items():
-            print(f"{'  ' + layout:34} {count} files, {count / seconds[layout]:.0f} files/s of its own", flush=True)
+        with tempfile.TemporaryDirectory(dir=directory) as kept:
+            place = Path(kept)
+            runs = {"bare": lambda p=place, n=files: turn(p, lambda d: bare(d, n, 512 + HIDDEN * 2 + 12), keep=True)}
+            for layout in ("per_file", "packed", "sharded"):
+                runs[layout] = lambda p=place, x=layout, r=requests, m=made: turn(
+                    p, lambda d: write(d, x, r, m), keep=True
+                )
+            seconds = compare(f"{count} requests of {layers + 1} files", "files/s", files, count, turns, runs)
+        for layout, number in made.items():
+            print(f"{'  ' + layout:34} {number} files, {number / seconds[layout]:.0f} files/s of its own", flush=True)
 
 
 class Ending:
@@ -251,25 +289,25 @@ def drop(root: Path) -> None:
             os.close(fd)
 
 
-def sequential(root: Path) -> float:
+def sequential(root: Path) -> Took:
     drop(root)
-    begun = time.perf_counter()
+    begun = Took.now()
     seen = 0
     for capture in capflow.open(root):
         for site in capture.sites:
             rows = capture[site].rows
             np.bitwise_xor.reduce(rows.view(np.uint64), axis=None)
             seen += rows.nbytes
-    took = time.perf_counter() - begun
+    took = begun.until_now()
     assert seen > 0
     return took
 
 
-def cat(root: Path) -> float:
+def cat(root: Path) -> Took:
     drop(root)
-    begun = time.perf_counter()
+    begun = Took.now()
     subprocess.run(f"cat {root}/*.parquet > /dev/null", shell=True, check=True)  # noqa: S602  our own path
-    return time.perf_counter() - begun
+    return begun.until_now()
 
 
 def reading(directory: Path, turns: int, megabytes: int) -> None:
@@ -284,7 +322,7 @@ def reading(directory: Path, turns: int, megabytes: int) -> None:
     shards = len(list(root.glob("*.parquet")))
     total = count * nbytes / 1e6
     runs = {"cat": lambda: cat(root), "capflow": lambda: sequential(root)}
-    compare(f"read {total / 1e3:.1f} GB in {shards} shards", "MB/s", total, turns, runs)
+    compare(f"read {total / 1e3:.1f} GB in {shards} shards", "MB/s", total, count, turns, runs)
     choose = np.random.default_rng(1)
     times: dict[str, list[float]] = {"open and one site": [], "one site, cold": [], "one site, cached": []}
     dataset = capflow.open(root)

@@ -19,6 +19,8 @@ turns in alternation:
 * 1.05 to 1.11 bytes go to the disk for each byte of rows, instead of 3.0.
 * A sealed file is half as large.
 * The memory of the process peaks at 221 MB instead of 854 MB.
+* For the rows of 3.7 MB, that writer alone takes 11 ms of processor time, and 2.3 ms for opaque binary. Pages and seal
+  take 0.6 ms here.
 
 Rows as opaque binary, which no reader takes for numbers, still cost 1.8 to 2.8 times the time and 2.0 bytes. The CRC32
 is isal's: zlib's costs a quarter of the speed where the disk is not waited for.
