@@ -20,7 +20,7 @@ _EXIT_USAGE = 2
 
 
 class HubProcess:
-    """Runs `capflow run` with some consumers between `start` and `stop`.
+    """Runs `capflow run` with some consumers between `start`, or `begin`, and `stop`.
 
     The child has a session of its own, so that a Ctrl-C for its parent does not end it first. It drains and ends when
     this process ends, however it ends.
@@ -37,15 +37,25 @@ class HubProcess:
         self._log: IO[bytes] | None = None
 
     def start(self, timeout_s: float) -> None:
-        """Start the hub and wait until it answers.
+        """Start the hub and wait until it answers; raises as `wait` does."""
+        self.begin()
+        self.wait(timeout_s)
 
-        Raises UsageError if a consumer cannot be used, CapflowError if the hub does not start in time.
-        """
+    def begin(self) -> None:
+        """Start the hub, which takes a while; `wait` returns when it answers."""
         self._log = log = tempfile.TemporaryFile()  # noqa: SIM115  closed by `_forget`
         command = [sys.executable, "-m", "capflow", "run", "--address", self.address, "--until-eof"]
         for consumer in self.consumers:
             command += ["--consumer", consumer]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the hub answers.
+
+        Raises UsageError if a consumer cannot be used, CapflowError if the hub does not start in time. It is stopped
+        then.
+        """
+        assert self._process is not None
         deadline = time.monotonic() + timeout_s
         while True:
             code = self._process.poll()

@@ -643,6 +643,30 @@ class TestOtherCommands:
         assert result.stdout.endswith("[]\n")
         assert "Capture and serve:" in result.stdout
 
+    def test_a_hub_imports_nothing_that_only_other_consumers_or_engines_need(self, environment, tmp_path):
+        code = textwrap.dedent("""
+            import sys
+            from capflow.cli import main
+            sys.argv = ["capflow", "run", "--consumer", "log", "--address", f"ipc://{sys.argv[1]}/hub", "--until-eof"]
+            try:
+                main()
+            finally:
+                print(sorted({name.partition(".")[0] for name in sys.modules} & set(sys.argv_heavy.split())))
+        """)
+        heavy = "torch vllm transformers triton duckdb pyarrow pandas isal nats sklearn matplotlib datasets websockets"
+        code = code.replace("sys.argv_heavy", repr(heavy))
+        result = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=True,
+        )
+        assert "listening at" in result.stderr
+        assert result.stdout.endswith("[]\n")
+
     @pytest.mark.parametrize("command", ["run", "plugins", "status", "steer", "unsteer", "abort", "doctor"])
     def test_each_has_help(self, capflow, command):
         result = capflow(command, "--help")

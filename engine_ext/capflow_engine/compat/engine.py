@@ -17,7 +17,10 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from capflow import limits
 from capflow.capture.model import ModelInfo
@@ -709,6 +712,79 @@ def replica_of(vllm_config: Any) -> int:
     Replicas of a dense model are independent and each have data-parallel rank 0; only the index distinguishes them.
     """
     return int(vllm_config.parallel_config.data_parallel_index)
+
+
+def has_tokenizer(vllm_config: Any) -> bool:
+    """Return whether the engine was started with a tokenizer."""
+    return not vllm_config.model_config.skip_tokenizer_init
+
+
+def tokenizer_key(vllm_config: Any) -> str | None:
+    """Return a digest of all that the texts of the engine's tokenizer depend on; None if that is not known.
+
+    These are the files in the tokenizer's directory, the arguments that vLLM loads it with, and the versions of the
+    packages that do. A tokenizer with code of its own, or with an unknown directory, has no key.
+    """
+    model = vllm_config.model_config
+    directory = _tokenizer_directory(model)
+    if model.trust_remote_code or directory is None:
+        return None
+    names = ("transformers", "tokenizers", "tiktoken", "mistral_common", "sentencepiece")
+    config = model.hf_config
+    digest = xxhash.xxh3_128()
+    about = (
+        _TEXTS,
+        vllm_version(),
+        [_version(name) for name in names],
+        sorted(item for item in os.environ.items() if item[0].startswith("VLLM_USE_")),
+        (model.tokenizer_mode, model.runner_type, type(config).__name__, getattr(config, "model_type", "")),
+    )
+    digest.update(repr(about).encode())
+    try:
+        for path in sorted(directory.rglob("*")):
+            if path.is_file():
+                digest.update(str(path.relative_to(directory)).encode() + b"\0")
+                _add_file(digest, path)
+    except OSError:
+        return None
+    return digest.hexdigest()
+
+
+# Goes up with every change to what `tokenizer_key` is made of.
+_TEXTS = 1
+_WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot"})
+
+
+def _add_file(digest: Any, path: Path) -> None:
+    """Add a file's content to a digest; of weights and other large files, size and time. Raises OSError."""
+    stat = path.stat()
+    if path.suffix in _WEIGHTS or stat.st_size > 256 * limits.MIB:
+        digest.update(f"{stat.st_size} {stat.st_mtime_ns}".encode())
+        return
+    digest.update(f"{stat.st_size}\0".encode())
+    with path.open("rb") as file:
+        while part := file.read(limits.MIB):
+            digest.update(part)
+
+
+def _tokenizer_directory(model: Any) -> Path | None:
+    """Return the directory with a tokenizer's files; None if they are not on this machine."""
+    path = Path(str(model.tokenizer))
+    if path.is_dir():
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(str(model.tokenizer), revision=model.tokenizer_revision, local_files_only=True))
+    except (ImportError, OSError, ValueError):  # not in the cache, or no name of a hub
+        return None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def load_tokenizer(vllm_config: Any) -> Any:

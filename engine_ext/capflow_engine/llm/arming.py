@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -87,13 +88,17 @@ def arm(
         got = "an engine of several commands, each with a hub of its own, or of workers on other machines"
         do = "start a hub with `capflow run`, and name it with hub"
         raise UsageError(explain("consumers", got=got, expected="one hub, which every process reaches", do=do))
-    tapped = compat_model.check_model(engine_args, sites, steer_sites)
-    loaded = load_for(saes, functools.partial(compat_model.info_of, engine_args, tapped), "saes")
-    process = None
-    if consumers:
-        process = HubProcess(consumers)
-        process.start(_LAUNCH_WAIT_S)
-        hubs = hubs_at([process.address], key, insecure=insecure)
+    process = HubProcess(consumers) if consumers else None
+    with contextlib.ExitStack() as undo:
+        if process is not None:
+            process.begin()  # it starts beside the reading of the model
+            undo.callback(process.stop)
+        tapped = compat_model.check_model(engine_args, sites, steer_sites)
+        loaded = load_for(saes, functools.partial(compat_model.info_of, engine_args, tapped), "saes")
+        if process is not None:
+            process.wait(_LAUNCH_WAIT_S)
+            hubs = hubs_at([process.address], key, insecure=insecure)
+        undo.pop_all()
     for one in hubs[: len(named)]:
         with one.client():  # raises if the hub does not answer
             pass

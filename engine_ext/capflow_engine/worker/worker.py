@@ -15,6 +15,7 @@ it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from capflow.capture.spec import Capture, Wanted, join
 from capflow.protocol.message import ControllerSpec, CpuTime
 from capflow.steering.action import FROZEN_TROUBLE
 from capflow.system.cpu import thread_times_ns
+from capflow.text.token_texts import TokenTexts
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import launch
 from capflow_engine.compat import model as compat_model
@@ -97,6 +99,9 @@ class _HubWants(NamedTuple):
 
 class WorkerCapture:
     """The state of capflow in one worker, from the loading of the model to the worker's end."""
+
+    # The texts of tokens; None without a tokenizer, and in ranks that send nothing.
+    _texts: TokenTexts | None = None
 
     def __init__(self, worker: Any, settings: Settings) -> None:
         self.settings = settings
@@ -191,7 +196,9 @@ class WorkerCapture:
         return self.rank.pp == self.info.stages - 1
 
     def _make_outlets(self, vllm_config: Any) -> Outlets:
-        tokenizer = compat.load_tokenizer(vllm_config)
+        if compat.has_tokenizer(vllm_config):
+            load = functools.partial(compat.load_tokenizer, vllm_config)
+            self._texts = TokenTexts(load, compat.tokenizer_key(vllm_config))
         return Outlets(
             self.settings,
             rank=self.rank,
@@ -199,7 +206,7 @@ class WorkerCapture:
             sites=self.sites,
             widths=self.widths.classes,
             ring=self.ring,
-            text_of=None if tokenizer is None else lambda token: str(tokenizer.decode([token])),
+            text_of=self._texts,
             reports=lambda hub: (self._troubles(hub), self.controllers[hub].counts),
             determinism=lambda: self.agreement.result if self.rank.pp == 0 else None,
             cpu=self._cpu_times,
@@ -686,6 +693,8 @@ class WorkerCapture:
     def close(self) -> None:
         """Send the settled steps and leave the hubs; unsettled steps are dropped: their rows have no certain owner."""
         self.agreement.close()
+        if self._texts is not None:
+            self._texts.close()
         if self.outlets is not None:
             self.outlets.close()
             self.outlets = None
