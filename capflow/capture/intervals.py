@@ -43,6 +43,11 @@ class Intervals:
             return True
         return False
 
+    @property
+    def last(self) -> int:
+        """The highest number; -1 in an empty set."""
+        return self._lasts[-1] if self._lasts else -1
+
     def missing(self, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Yield the runs `(first, last)` of `first ..= last` that are not in the set."""
         index = bisect_left(self._lasts, first)

@@ -47,6 +47,11 @@ class FrameLog:
         frames = self._frames.get((header.boot, header.rank)) if self._frames else None
         return frames is not None and header.seq in frames
 
+    def last(self, worker: Worker) -> int:
+        """Return the highest number of a worker's noted frames; -1 if there are none."""
+        frames = self._frames.get(worker) if self._frames else None
+        return -1 if frames is None else frames.last
+
     def reaches(self, header: FrameHeader) -> bool:
         """Return whether this frame or a later one of the same worker was noted."""
         return any(header.seq <= last for worker, _, last in self.runs() if worker == (header.boot, header.rank))

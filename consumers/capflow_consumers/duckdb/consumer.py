@@ -24,13 +24,15 @@ or a request ends; then one transaction writes them. A result of `ok` means that
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import operator
 import shlex
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import cached_property
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
 
@@ -39,7 +41,7 @@ import msgspec
 from capflow import limits
 from capflow.buffers.newest import keep_newest
 from capflow.buffers.policy import WhenFull
-from capflow.capture.frame import Block, Frame, FrameHeader
+from capflow.capture.frame import Block, Frame, FrameHeader, Rank
 from capflow.capture.model import ModelInfo
 from capflow.capture.result import CaptureResult, RequestDone, Status
 from capflow.capture.site import HOOK_DEFAULT, Site, layers_by_hook
@@ -51,7 +53,7 @@ from capflow.probes.probe import Scorer
 from capflow.saes.named import load_saes
 from capflow.saes.sae import Sae, check_k
 from capflow.steering.action import Answered
-from capflow_consumers.duckdb.request import ScoredRequest
+from capflow_consumers.duckdb.request import Feed, ScoredRequest, Stretches
 from capflow_consumers.duckdb.scoring import TopFeatures
 from capflow_consumers.duckdb.stacking import stacked
 from capflow_consumers.framelog import FrameLog
@@ -65,6 +67,8 @@ if TYPE_CHECKING:
     from capflow_consumers.duckdb.port import SqlPort
 
 logger = logging.getLogger("capflow.consumer")
+
+_id_of, _start_of, _ids_of, _incarnation_of = map(attrgetter, ("id", "start", "token_ids", "incarnation"))
 
 # Vectors that wait in memory; more are written at once.
 _VECTOR_BYTES_MAX = 64 * limits.MIB
@@ -132,6 +136,8 @@ class DuckdbConsumer(Consumer):
         self._stored: dict[str, dict[str, list[Stored]]] = {}
         # Requests with events that came before their first row, by engine, id and incarnation; the newest.
         self._early: dict[tuple[str, str, str], None] = {}
+        # The feeds, each by its engine, boot, rank, rows and scores.
+        self._feeds: dict[tuple[str, str, Rank, int, int], Feed] = {}
         self._captures = 0
         # Rows that wait for the next transaction; set by `open`.
         self._pending: PendingRows
@@ -217,7 +223,7 @@ class DuckdbConsumer(Consumer):
 
         self._context = context
         self._pending = self._made_pending()
-        self._requests, self._stored = {}, {}
+        self._requests, self._stored, self._feeds = {}, {}, {}
         where = f"consumers.{self.instance}.path"
         database = Database.open(self._path, memory_bytes_max=self.config.memory_bytes_max, where=where)
         try:
@@ -258,6 +264,8 @@ class DuckdbConsumer(Consumer):
         """Forget the engine's model."""
         self._models.pop(engine, None)
         self._unfit.pop(engine, None)
+        for key in [key for key in self._feeds if key[0] == engine]:
+            del self._feeds[key]
 
     def on_frame(self, frame: Frame) -> None:
         """Keep the tokens, and the rows to be scored.
@@ -285,6 +293,9 @@ class DuckdbConsumer(Consumer):
 
     def _take(self, frame: Frame) -> None:
         header, pending, wants = frame.header, self._pending, frame.wants
+        if wants is None and (stretches := self._run(header)) is not None:
+            pending.add_frame(stretches, frame)
+            return
         worker = (header.boot, header.rank)
         # The frame's requests by id, and whether the file already has their rows.
         owners: dict[str, tuple[ScoredRequest, bool]] = {}
@@ -308,6 +319,42 @@ class DuckdbConsumer(Consumer):
                 request, stored = owners[chunk.request.id]
                 pending.add_rows(request, chunk, stored=stored)
 
+    def _run(self, header: FrameHeader) -> Stretches | None:
+        """Add a frame to the runs of its requests; return None, without effect, if it is not all new and in order."""
+        feed, requests, seq = self._feed(header), header.requests, header.seq
+        starts = list(map(_start_of, requests))
+        lengths = list(map(len, map(_ids_of, requests)))
+        ends = list(map(operator.add, starts, lengths))
+        rows_at = itertools.accumulate(lengths, initial=0)
+        spans = tuple(zip(range(len(requests)), starts, lengths, rows_at, strict=False))
+        total = sum(lengths)
+        if not requests or any(block.spans != spans or block.rows != total for block in header.blocks):
+            return None
+        before, owners = seq - 1, list(map(feed.running.get, map(_id_of, requests)))
+        places = zip(owners, starts, ends, map(_incarnation_of, requests), strict=True)
+        for number, (owner, start, end, incarnation) in enumerate(places):
+            if owner is not None and owner.seq == before and owner.end == start and owner.incarnation == incarnation:
+                owner.seq, owner.end = seq, end
+                continue
+            request = owners[number] = self._request(header, requests[number].id)
+            if not request.begin(feed, seq, start, end):
+                for one, its_start in zip(owners[:number], starts, strict=False):
+                    assert one is not None
+                    one.seq, one.end = before, its_start
+                return None
+            request.incarnation = incarnation
+        return Stretches(cast("list[ScoredRequest]", owners), starts, lengths)
+
+    def _feed(self, header: FrameHeader) -> Feed:
+        """Return the feed of a frame."""
+        sites = [site for block in header.blocks for site in block.sites]
+        rows, scores = len(sites), self._pending.scores_of(sites)
+        key = (header.engine, header.boot, header.rank, rows, scores)
+        feed = self._feeds.get(key)
+        if feed is None:
+            feed = self._feeds[key] = Feed((header.boot, header.rank), rows, scores)
+        return feed
+
     @property
     def _full(self) -> bool:
         return self._pending.count >= self.config.batch_rows or self._pending.nbytes >= _VECTOR_BYTES_MAX
@@ -323,6 +370,7 @@ class DuckdbConsumer(Consumer):
         request = self._requests.get(key)
         if request is None:
             request = self._requests[key] = self._new(*key, now_ns)
+        request.leave()
         payload = {"path": str(self._path), "tokens": request.tokens, "scores": request.scores}
         # Delivered again, after a kill.
         if request.status is not None:
@@ -486,6 +534,7 @@ class DuckdbConsumer(Consumer):
         """
         self._pending = self._made_pending()
         for request in self._requests.values():
+            request.leave()
             if request.pending:
                 request.pending = FrameLog()
                 request.error = request.error or error

@@ -22,7 +22,8 @@ from capflow.errors import UsageError, explain
 from capflow.lenses.file import LensFile
 from capflow.lenses.lens import Lens, LensPart, LensReading, open_lens
 from capflow.limits import MIB
-from capflow_consumers.duckdb.scoring import Part, Rows
+from capflow_consumers.duckdb.request import Stretches
+from capflow_consumers.duckdb.scoring import Rows
 
 LOGIT = "logit"
 """The option's value for the logit lens, which has no file."""
@@ -147,15 +148,15 @@ class LensRows:
     def __init__(self, lens: LiveLens, working: Callable[[], None]) -> None:
         self.lens = lens
         self._working = working
-        self._parts: dict[Site, list[Part]] = {}
+        self._stretches: dict[Site, list[Stretches]] = {}
         self._readings: dict[Site, list[LensReading]] = {}
         # Rows that are not read yet, as float32, by site.
         self._waiting: dict[Site, list[Rows]] = {}
         self._count = 0
 
-    def add(self, site: Site, parts: Sequence[Part], rows: Rows) -> None:
-        """Copy rows `[n, hidden_size]`: those of the parts, one part after another."""
-        self._parts.setdefault(site, []).extend(parts)
+    def add(self, site: Site, stretches: Stretches, rows: Rows) -> None:
+        """Copy rows `[n, hidden_size]`: those of the stretches."""
+        self._stretches.setdefault(site, []).append(stretches)
         self._waiting.setdefault(site, []).append(rows.astype(np.float32))
         self._count += len(rows)
 
@@ -164,15 +165,15 @@ class LensRows:
         if self._count >= limits.LENS_ROWS:
             self._read()
 
-    def tokens(self) -> Iterator[tuple[Site, list[Part], list[LensReading]]]:
-        """Yield, for each site, its parts and what the lens reads from all their rows, in their order."""
+    def tokens(self) -> Iterator[tuple[Site, list[Stretches], list[LensReading]]]:
+        """Yield, for each site, its stretches and what the lens reads from all their rows, in their order."""
         self._read()
-        for site, parts in self._parts.items():
-            yield site, parts, self._readings[site]
+        for site, stretches in self._stretches.items():
+            yield site, stretches, self._readings[site]
 
     def clear(self) -> None:
         """Drop all rows and readings."""
-        self._parts, self._readings, self._waiting, self._count = {}, {}, {}, 0
+        self._stretches, self._readings, self._waiting, self._count = {}, {}, {}, 0
 
     def _read(self) -> None:
         readings: list[tuple[Site, LensReading]] = []

@@ -3,25 +3,61 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
-from capflow.capture.frame import Block, Chunk, RequestRows, mask_of
+from capflow.capture.frame import Block, Chunk, Frame, RequestRows, mask_of
 from capflow.capture.site import Site
 from capflow.probes.probe import Scorer
-from capflow_consumers.duckdb.request import ScoredRequest
-from capflow_consumers.duckdb.scoring import Part, Rows, RowStage, TopFeatures
-from capflow_consumers.duckdb.span import BatchRequests, SiteSpan, named, running
+from capflow_consumers.duckdb.request import ScoredRequest, Stretches
+from capflow_consumers.duckdb.scoring import Rows, RowStage, TopFeatures
+from capflow_consumers.duckdb.span import BatchRequests, SiteSpan, named
 
 if TYPE_CHECKING:
     from capflow_consumers.duckdb.lens import LensRows
 
-# A request, its part of a frame, and which tokens of that part: `token_ids[first:stop]`.
-_Tokens = tuple[ScoredRequest, RequestRows, int, int]
+T = TypeVar("T")
+
+_ids_of, _texts_of, _steered_of = map(operator.attrgetter, ("token_ids", "texts", "steered"))
+
+
+class _Tokens(NamedTuple):
+    """Tokens of requests.
+
+    stretches: whose tokens they are, and where.
+    requests: the parts of a frame that hold them, parallel to the stretches.
+    first: of one request alone, the first of its tokens in the part.
+    """
+
+    stretches: Stretches
+    requests: Sequence[RequestRows]
+    first: int = 0
+
+    def add_ids(self, ids: list[int]) -> None:
+        """Append the ids of the tokens."""
+        several = map(_ids_of, self.requests) if len(self.requests) > 1 else [self._part(self.requests[0].token_ids)]
+        ids.extend(itertools.chain.from_iterable(several))
+
+    def add_texts(self, texts: list[str | None]) -> None:
+        """Append the texts of the tokens; None where the frame has none."""
+        if len(self.requests) == 1:
+            several = self.requests[0].texts
+            texts += self._part(several) if several else itertools.repeat(None, self.stretches.lengths[0])
+            return
+        before = len(texts)
+        texts.extend(itertools.chain.from_iterable(map(_texts_of, self.requests)))
+        if len(texts) - before != sum(self.stretches.lengths):
+            del texts[before:]
+            for rows in self.requests:
+                texts += rows.texts or itertools.repeat(None, len(rows.token_ids))
+
+    def _part(self, values: tuple[T, ...]) -> tuple[T, ...]:
+        return values[self.first : self.first + self.stretches.lengths[0]]
 
 
 class PendingRows:
@@ -73,7 +109,8 @@ class PendingRows:
     def _add_tokens(self, request: ScoredRequest, rows: RequestRows, first: int, stop: int, *, stored: bool) -> None:
         request.tokens += stop - first
         if not stored:
-            self._tokens.append((request, rows, first, stop))
+            stretches = Stretches([request], [rows.start + first], [stop - first])
+            self._tokens.append(_Tokens(stretches, (rows,), first))
             self.count += stop - first
 
     def add_rows(self, request: ScoredRequest, chunk: Chunk, *, stored: bool) -> None:
@@ -83,9 +120,9 @@ class PendingRows:
         """
         count = chunk.rows.shape[1]
         request.rows += len(chunk.sites) * count
-        request.scores += count * self._scores_of(chunk.sites)
+        request.scores += count * self.scores_of(chunk.sites)
         if not stored:
-            self._add(chunk.sites, [(request, chunk.start, count)], chunk.rows)
+            self._add(chunk.sites, Stretches([request], [chunk.start], [count]), chunk.rows)
 
     def add_block(self, owners: Sequence[ScoredRequest], block: Block, rows: Rows) -> None:
         """Keep the rows `[sites, n, width]` of a block, to be scored.
@@ -94,22 +131,34 @@ class PendingRows:
 
         owners: the frame's requests, in the frame's order.
         """
-        columns = self._scores_of(block.sites)
-        parts: list[Part] = []
+        columns = self.scores_of(block.sites)
+        stretches = Stretches([], [], [])
         for number, start, length, _ in block.spans:
             owner = owners[number]
             owner.rows += len(block.sites) * length
             owner.scores += columns * length
-            parts.append((owner, start, length))
-        self._add(block.sites, parts, rows)
+            stretches.owners.append(owner)
+            stretches.starts.append(start)
+            stretches.lengths.append(length)
+        self._add(block.sites, stretches, rows)
 
-    def _scores_of(self, sites: Sequence[Site]) -> int:
+    def add_frame(self, stretches: Stretches, frame: Frame) -> None:
+        """Keep the tokens and rows of a frame whose blocks have all tokens of its requests, one request after another.
+
+        The requests' own numbers are those of their runs.
+        """
+        self._tokens.append(_Tokens(stretches, frame.header.requests))
+        self.count += sum(stretches.lengths)
+        for block, rows in frame.blocks():
+            self._add(block.sites, stretches, rows)
+
+    def scores_of(self, sites: Sequence[Site]) -> int:
         """Return how many scores one position has at these sites."""
         return sum(self._columns.get(site, 0) for site in sites)
 
-    def _add(self, sites: Sequence[Site], parts: list[Part], rows: Rows) -> None:
+    def _add(self, sites: Sequence[Site], stretches: Stretches, rows: Rows) -> None:
         _, count, width = rows.shape
-        self._add_to_lens(sites, parts, rows)
+        self._add_to_lens(sites, stretches, rows)
         for index, site in enumerate(sites):
             scorers = self._scorers.get(site)
             if scorers is None:
@@ -120,27 +169,29 @@ class PendingRows:
                 stage = self._stages[key] = RowStage(
                     site, rows[index], scorers, vectors=self._vectors, features=self._features.get(site, ())
                 )
-            stage.add(parts, rows[index])
+            stage.add(stretches, rows[index])
             self.count += count * (self._columns[site] + self._kept[site])
             if self._vectors:
                 self.nbytes += count * width * 4
 
-    def _add_to_lens(self, sites: Sequence[Site], parts: list[Part], rows: Rows) -> None:
+    def _add_to_lens(self, sites: Sequence[Site], stretches: Stretches, rows: Rows) -> None:
         if self._lens is None:
             return
         for index, site in enumerate(sites):
             if self._lens.lens.takes(site):
-                self._lens.add(site, parts, rows[index])
+                self._lens.add(site, stretches, rows[index])
                 self.count += rows.shape[1] * self._lens.lens.k
         self._lens.read_full()
 
     def tables(self) -> tuple[dict[str, pa.Table], list[ScoredRequest]]:
         """Return the tables to append, and the requests with rows in them. The rows stay pending until `clear`."""
-        stages = [stage for stage in self._stages.values() if stage.parts]
+        stages = [stage for stage in self._stages.values() if stage.stretches]
         read = [] if self._lens is None else list(self._lens.tokens())
-        parts = itertools.chain(*(stage.parts for stage in stages), *(parts for _, parts, _ in read))
-        owners = itertools.chain((entry[0] for entry in self._tokens), (part[0] for part in parts))
-        requests = BatchRequests({id(request): request for request in owners})
+        of_tokens = (entry.stretches for entry in self._tokens)
+        of_rows = (*(stage.stretches for stage in stages), *(stretches for _, stretches, _ in read))
+        requests = BatchRequests(itertools.chain(of_tokens, *of_rows))
+        for request in requests.all:
+            request.settle()
         tables: dict[str, list[pa.Table]] = {}
         if requests.all:
             tables["marks"] = [_mark_table(requests.all)]
@@ -148,7 +199,7 @@ class PendingRows:
             tables["tokens"] = [_token_table(requests, self._tokens)]
         for stage in stages:
             scores, vectors = stage.scored()
-            span = SiteSpan(requests, stage.parts, stage.site)
+            span = SiteSpan(requests, stage.stretches, stage.site)
             for scorer, block in zip(stage.scorers, scores, strict=True):
                 name, table = ("scores", span.scores) if scorer.pool == "token" else ("pools", span.pools)
                 tables.setdefault(name, []).append(table(scorer, block))
@@ -156,8 +207,8 @@ class PendingRows:
                 tables.setdefault("features", []).append(span.features(features.name, *active))
             if vectors is not None:
                 tables.setdefault("vectors", []).append(span.vectors(vectors))
-        for site, its_parts, readings in read:
-            span = SiteSpan(requests, its_parts, site)
+        for site, stretches, readings in read:
+            span = SiteSpan(requests, stretches, site)
             tables.setdefault("lens_tokens", []).append(span.lens_tokens(self._lens_name, readings))
         return {name: _joined(several) for name, several in tables.items()}, requests.all
 
@@ -172,7 +223,7 @@ class PendingRows:
         if self._lens is not None:
             self._lens.clear()
         for key, stage in list(self._stages.items()):
-            if stage.parts:
+            if stage.stretches:
                 stage.clear()
             else:
                 # Unused since the last `clear`: its engine may be gone.
@@ -189,32 +240,46 @@ def _mark_table(requests: list[ScoredRequest]) -> pa.Table:
     return pa.table(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)))
 
 
-def _token_table(requests: BatchRequests, tokens: list[_Tokens]) -> pa.Table:
-    lengths = np.array([stop - first for _, _, first, stop in tokens], np.int64)
-    positions = running([rows.start + first for _, rows, first, _ in tokens], lengths)
-    prompt_lengths = np.repeat([rows.prompt_length for _, rows, *_ in tokens], lengths)
-    ids = itertools.chain.from_iterable(rows.token_ids[first:stop] for _, rows, first, stop in tokens)
-    texts = itertools.chain.from_iterable(
-        rows.texts[first:stop] if rows.texts else itertools.repeat(None, stop - first)
-        for _, rows, first, stop in tokens
-    )
+def _token_table(requests: BatchRequests, entries: list[_Tokens]) -> pa.Table:
+    places = requests.places([entry.stretches for entry in entries])
+    lengths = list(itertools.chain.from_iterable(entry.stretches.lengths for entry in entries))
+    prompts = [rows.prompt_length for entry in entries for rows in entry.requests]
+    ids: list[int] = []
+    texts: list[str | None] = []
+    for entry in entries:
+        entry.add_ids(ids)
+        entry.add_texts(texts)
     return pa.table(
         {
-            **requests.columns(np.repeat(requests.numbers([entry[0] for entry in tokens]), lengths)),
-            "position": positions,
-            "token_id": np.fromiter(ids, np.int64, len(positions)),
-            "text": pa.array(list(texts), pa.string()),
-            "phase": named(np.where(positions < prompt_lengths, 0, 1), ["prompt", "generated"]),
-            "steered": pa.concat_arrays([_steered(rows, first, stop) for _, rows, first, stop in tokens]),
+            **requests.columns(places.requests),
+            "position": places.positions,
+            "token_id": np.array(ids, np.int64),
+            "text": pa.array(texts, pa.string()),
+            "phase": named(np.where(places.positions < np.repeat(prompts, lengths), 0, 1), ["prompt", "generated"]),
+            "steered": _steered(entries, len(ids)),
         }
     )
 
 
-def _steered(rows: RequestRows, first: int, stop: int) -> pa.Array:
-    """Return whether the tokens `first .. stop` of a request's part were steered; nulls if the frame did not say it."""
-    if rows.steered is None:
-        return pa.nulls(stop - first, pa.bool_())
-    return pa.array(mask_of(rows.steered, rows.start + first, rows.start + stop))
+def _steered(entries: list[_Tokens], count: int) -> pa.Array:
+    """Return whether each of `count` tokens was steered; null if the frame did not say it."""
+    steered, unknown = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+    at = 0
+    for entry in entries:
+        runs = list(map(_steered_of, entry.requests))
+        count = sum(entry.stretches.lengths)
+        if runs.count(None) == len(runs):
+            unknown[at : at + count] = True
+        elif any(runs) or None in runs:
+            begin = at
+            for its, start, length in zip(runs, entry.stretches.starts, entry.stretches.lengths, strict=True):
+                if its is None:
+                    unknown[begin : begin + length] = True
+                else:
+                    steered[begin : begin + length] = mask_of(its, start, start + length)
+                begin += length
+        at += count
+    return pa.array(steered, mask=unknown)
 
 
 def _joined(tables: list[pa.Table]) -> pa.Table:

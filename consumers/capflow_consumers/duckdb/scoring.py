@@ -6,7 +6,7 @@ every site.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,17 +16,13 @@ from capflow import limits
 from capflow.capture.site import Site
 from capflow.probes.probe import Scorer, as_float32
 from capflow.saes.sae import Sae
-from capflow_consumers.duckdb.request import ScoredRequest
+from capflow_consumers.duckdb.request import Stretches
 
 _STAGE_BYTES = 8 * limits.MIB
 # Multiplications of one product: few enough for one thread, because the engine needs the others.
 _PRODUCT = 1 << 18
 
 Rows = npt.NDArray[Any]
-Part = tuple[ScoredRequest, int, int]
-"""Rows of a request at positions `start, start + 1, …`: `(request, start, count)`."""
-
-
 Top = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
 """The most active features of some rows: ids and activations, `[n, k]` each."""
 
@@ -61,7 +57,8 @@ class RowStage:
         self.scorers = tuple(scorers)
         self.features = tuple(features)
         self._active: list[list[Top]] = [[] for _ in self.features]
-        self.parts: list[Part] = []
+        # Whose rows they are, and where.
+        self.stretches: list[Stretches] = []
         # Scores per row.
         self._columns = sum(len(scorer.names) for scorer in scorers)
         self._vectors = vectors
@@ -72,8 +69,8 @@ class RowStage:
         self._rows: Rows = np.empty((capacity, rows.shape[1]), rows.dtype)
         self._filled = 0
 
-    def add(self, parts: Iterable[Part], rows: Rows) -> None:
-        """Copy rows `[n, width]`: those of the parts, one part after another."""
+    def add(self, stretches: Stretches, rows: Rows) -> None:
+        """Copy rows `[n, width]`: those of the stretches."""
         at, count = 0, len(rows)
         while at < count:
             if self._filled == len(self._rows):
@@ -82,16 +79,16 @@ class RowStage:
             self._rows[self._filled : stop] = rows[at : at + stop - self._filled]
             at += stop - self._filled
             self._filled = stop
-        self.parts += parts
+        self.stretches.append(stretches)
 
     def scored(self) -> tuple[list[Rows], Rows | None]:
-        """Return each scorer's scores `[n, k]` of all parts and, if kept, the rows `[n, width]`, else None."""
+        """Return each scorer's scores `[n, k]` of all rows and, if kept, the rows `[n, width]`, else None."""
         self._score()
         vectors = np.concatenate(self._kept) if self._kept else None
         return [np.concatenate(blocks) for blocks in self._scores], vectors
 
     def active(self) -> list[Top]:
-        """Return the most active features of all parts, for each autoencoder."""
+        """Return the most active features of all rows, for each autoencoder."""
         self._score()
         return [
             (np.concatenate([ids for ids, _ in blocks]), np.concatenate([values for _, values in blocks]))
@@ -99,8 +96,8 @@ class RowStage:
         ]
 
     def clear(self) -> None:
-        """Drop all parts."""
-        self.parts, self._scores, self._kept, self._filled = [], [[] for _ in self.scorers], [], 0
+        """Drop all rows."""
+        self.stretches, self._scores, self._kept, self._filled = [], [[] for _ in self.scorers], [], 0
         self._active = [[] for _ in self.features]
 
     def _score(self) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +13,8 @@ import pyarrow as pa
 from capflow.capture.site import Site
 from capflow.probes.probe import Scorer
 from capflow.saes.sae import INACTIVE
-from capflow_consumers.duckdb.request import ScoredRequest
-from capflow_consumers.duckdb.scoring import Part, Rows
+from capflow_consumers.duckdb.request import ScoredRequest, Stretches
+from capflow_consumers.duckdb.scoring import Rows
 
 if TYPE_CHECKING:
     from capflow.lenses.lens import LensReading
@@ -22,20 +22,57 @@ if TYPE_CHECKING:
 Ints = npt.NDArray[np.int64]
 
 
+class RowPlaces(NamedTuple):
+    """Of each row, its request and its position: int64 `[n]`.
+
+    requests: the number of each row's request in its batch.
+    positions: each row's position.
+    """
+
+    requests: Ints
+    positions: Ints
+
+
 class BatchRequests:
     """The requests of one batch, numbered.
 
-    requests: by `id()`.
+    stretches: all of the batch.
     """
 
-    def __init__(self, requests: dict[int, ScoredRequest]) -> None:
-        self.all = list(requests.values())
-        self._numbers = {key: number for number, key in enumerate(requests)}
+    def __init__(self, stretches: Iterable[Stretches]) -> None:
+        self._numbers: dict[int, int] = {}
+        self.all: list[ScoredRequest] = []
+        before: list[ScoredRequest] = []
+        for each in stretches:
+            # Frame after frame a batch has the same requests.
+            if each.owners != before:
+                before = each.owners
+                for owner in before:
+                    if self._numbers.setdefault(id(owner), len(self.all)) == len(self.all):
+                        self.all.append(owner)
         self._captures = np.array([request.capture for request in self.all], np.int64)
+        # The result of the last call of `places`: most sites have the same stretches.
+        self._placed: tuple[list[Stretches], RowPlaces] | None = None
 
-    def numbers(self, owners: Sequence[ScoredRequest]) -> Ints:
-        """Return the number of each request."""
-        return np.array([self._numbers[id(owner)] for owner in owners], np.int64)
+    def places(self, stretches: list[Stretches]) -> RowPlaces:
+        """Return the places of the rows of stretches, one after another."""
+        if self._placed is None or self._placed[0] != stretches:
+            lengths = np.array(list(itertools.chain.from_iterable(each.lengths for each in stretches)), np.int64)
+            starts = np.array(list(itertools.chain.from_iterable(each.starts for each in stretches)), np.int64)
+            numbers = self._numbers_of(stretches)
+            self._placed = stretches, RowPlaces(np.repeat(numbers, lengths), running(starts, lengths))
+        return self._placed[1]
+
+    def _numbers_of(self, stretches: Sequence[Stretches]) -> Ints:
+        numbers: list[Ints] = []
+        before: list[ScoredRequest] = []
+        for each in stretches:
+            if numbers and each.owners == before:
+                numbers.append(numbers[-1])
+            else:
+                before = each.owners
+                numbers.append(np.array([self._numbers[id(owner)] for owner in before], np.int64))
+        return np.concatenate(numbers)
 
     def columns(self, numbers: Ints) -> dict[str, Any]:
         """Return the columns capture, engine and request_id, with a value for each number."""
@@ -53,12 +90,10 @@ class SiteSpan:
     positions: each row's position, int64.
     """
 
-    def __init__(self, requests: BatchRequests, parts: list[Part], site: Site) -> None:
+    def __init__(self, requests: BatchRequests, stretches: list[Stretches], site: Site) -> None:
         self.requests = requests
         self.site = site
-        lengths = np.array([count for _, _, count in parts], np.int64)
-        self.numbers = np.repeat(requests.numbers([request for request, _, _ in parts]), lengths)
-        self.positions = running([start for _, start, _ in parts], lengths)
+        self.numbers, self.positions = requests.places(stretches)
 
     def scores(self, scorer: Scorer, scores: Rows) -> pa.Table:
         """Return the table `scores`: a row for each score of `[n, k]`."""
@@ -157,10 +192,10 @@ class SiteSpan:
         }
 
 
-def running(starts: Sequence[int], lengths: Ints) -> Ints:
+def running(starts: Ints, lengths: Ints) -> Ints:
     """Return `start, start + 1, …`, as many as the length, for each start in turn."""
     ends = np.cumsum(lengths)
-    offsets = np.array(starts, np.int64) - (ends - lengths)
+    offsets = starts - (ends - lengths)
     return np.repeat(offsets, lengths) + np.arange(ends[-1])
 
 
