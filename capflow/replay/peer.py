@@ -84,6 +84,8 @@ class LocalPeer:
 
         Raises CapflowError if the hub ended the session.
         """
+        if not timeout_s and self._heard.empty() and self._session.state is State.OPEN:
+            return
         try:
             parts = self._heard.get(timeout=timeout_s) if timeout_s else self._heard.get_nowait()
             while True:

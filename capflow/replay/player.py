@@ -18,7 +18,7 @@ import msgspec
 from capflow import limits
 from capflow.buffers.policy import WhenFull
 from capflow.buffers.spool import Lost
-from capflow.capture.frame import Dropped, Finished, Frame, FrameHeader, Rank, WorkerBoot, rows_of
+from capflow.capture.frame import Dropped, Finished, Frame, FrameHeader, Rank, WorkerBoot
 from capflow.capture.model import ModelInfo
 from capflow.capture.result import RequestDone
 from capflow.errors import CapflowError, RemoteProtocolError, explain
@@ -148,11 +148,10 @@ class Replay:
         self._rest(self._pace.due(header, time.monotonic()))
         if self._stopped():
             return
-        rows = rows_of(header)
-        worker.given.update(rows)
         self.frames += 1
-        self.rows += rows.total()
-        for part in header.requests:
+        for part, rows in zip(header.requests, frame.counts, strict=True):
+            worker.given[part.id] += rows
+            self.rows += rows
             self._open.setdefault((header.engine, part.id), {})[header.rank.pp] = header.rank
         for finished in header.finished:
             self._ended.setdefault((header.engine, finished.id), set()).add(header.rank.pp)
