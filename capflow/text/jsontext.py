@@ -10,6 +10,7 @@ import contextlib
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, TypeVar, overload
 
 import msgspec
@@ -18,7 +19,9 @@ from capflow.errors import UsageError, explain
 
 T = TypeVar("T")
 
-_STRING = re.compile(rb'"((?:[^"\\]|\\.)*+)"(\s*+:)?', re.DOTALL)
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_COLON = re.compile(rb"\s*+:")
+_BACKSLASH = ord("\\")
 
 
 @overload
@@ -38,11 +41,11 @@ def decode(text: bytes | str, kind: Any = Any) -> Any:
 def check_keys(text: bytes, where: str) -> None:
     """Raise UsageError if a key occurs twice in one object. A text that is not JSON passes: its parser refuses it.
 
-    A text whose keys all differ is only searched for strings, not parsed.
+    A text whose keys all differ is only searched for quotes, not parsed: packed vectors are long strings.
 
     where: the beginning of the error message.
     """
-    keys = Counter(match[1] for match in _STRING.finditer(text) if match[2])
+    keys = Counter(_keys(text))
     if all(count == 1 for count in keys.values()) and not any(b"\\" in key for key in keys):
         return
     twice: list[str] = []
@@ -50,6 +53,22 @@ def check_keys(text: bytes, where: str) -> None:
         json.loads(text, object_pairs_hook=lambda pairs: twice.extend(_repeated(pairs)))
     if twice:
         raise UsageError(explain(where, got=f"{twice[0]} twice in one object", expected="each key once"))
+
+
+def _keys(text: bytes) -> Iterator[bytes]:
+    """Yield the keys of a JSON text, as they are written there."""
+    begin = text.find(b'"')
+    while begin >= 0:
+        end = text.find(b'"', begin + 1)
+        # The quote may be escaped, or stand behind an escaped backslash.
+        if end >= 0 and text[end - 1] == _BACKSLASH:
+            string = _STRING.match(text, begin)
+            end = -1 if string is None else string.end() - 1
+        if end < 0:
+            return
+        if _COLON.match(text, end + 1):
+            yield text[begin + 1 : end]
+        begin = text.find(b'"', end + 1)
 
 
 def _repeated(pairs: list[tuple[str, Any]]) -> list[str]:
