@@ -11,12 +11,13 @@ entries, or sets them to values: zero and mean ablation of a head.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from capflow.capture.dtypes import widened
 from capflow.capture.site import Site
 from capflow.errors import UsageError, explain
 from capflow.steering import plain
@@ -28,6 +29,8 @@ _KEYS = ("vector", *_BOUNDS, "gate", "index")
 _EXAMPLE = '{"post_block": {12: {"vector": [0.1, …], "min": -1.0, "max": 1.0}}}'
 # A smaller squared length may have lost significant terms to underflow.
 _SQUARE_MIN = 1e-200
+# How many numbers are brought to unit length at once: their float64 fit in a processor's cache.
+_NUMBERS_AT_ONCE = 32768
 # The largest accepted difference between a unit vector's length and 1.
 _LENGTH_ERROR_MAX = 1e-3
 
@@ -66,28 +69,18 @@ class Clamp(AtSite, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def make(
-        cls,
-        site: Site,
-        direction: npt.NDArray[Any],
-        bounds: Mapping[str, Any],
-        *,
-        where: str,
-        of: str | None = None,
-        at: str = "",
-        gate: str = "",
+        cls, site: Site, direction: npt.NDArray[Any], bounds: Mapping[str, Any], *, where: str, gate: str = ""
     ) -> Clamp:
         """Return the clamp along a direction, `[hidden_size]`, of any length except 0.
 
         bounds: `value`, or one or both of `min` and `max`; and `strength`, 1 by default.
-        where: the field that holds the bounds.
-        of: the direction's field, by default `where.vector`.
-        at: the place inside these fields, for the message.
+        where: the field that holds the bounds, and the direction as `vector`.
 
         Raises UsageError with the field first.
         """
         given = {name: plain.number(value, f"{where}.{name}") for name, value in bounds.items()}
-        low, high, strength = _bounds(given, where, at)
-        data = _unit(direction, of or f"{where}.vector", at).tobytes()
+        low, high, strength = _bounds(given, where)
+        (data,) = _units(direction[np.newaxis], lambda _row: (f"{where}.vector", ""))
         return cls(site.layer, site.hook, data, low, high, strength, gate)
 
     @classmethod
@@ -199,24 +192,31 @@ def _unpacked(layers: Mapping[str, Any], hook: str, where: str) -> list[Clamp]:
     given = {name: block.numbers(layers[name], f"{where}.{name}") for name in _BOUNDS if name in layers}
     check_bounds(given, where)
     clamps = []
-    for row, (layer, direction) in enumerate(zip(block.layers, block.packed.array(), strict=True)):
-        bounds = {name: numbers[row] for name, numbers in given.items()}
-        place = {"where": where, "of": f"{where}.data", "at": f" in row {row}"}
-        clamps.append(Clamp.make(Site(layer, hook), direction, bounds, **place, gate=gate))
+    units = _units(block.packed.array(), lambda row: (f"{where}.data", f" in row {row}"))
+    for row, layer in enumerate(block.layers):
+        low, high, strength = _bounds({name: numbers[row] for name, numbers in given.items()}, where, f" in row {row}")
+        clamps.append(Clamp(layer, hook, next(units), low, high, strength, gate))
     return clamps
 
 
-def _unit(direction: npt.NDArray[Any], field: str, at: str) -> npt.NDArray[np.float32]:
-    """Return a direction scaled to length 1, computed in float64 and rounded to float32 once."""
-    values = direction.astype(np.float64)
-    square = np.square(values).sum()
-    if square < _SQUARE_MIN:
-        largest = np.abs(values).max()
-        if largest == 0.0:
-            raise UsageError(explain(field, got=f"a zero vector{at}", expected="a direction"))
-        values /= largest
-        square = np.square(values).sum()
-    values /= np.sqrt(square)
-    # Adding 0 turns negative zeros into positive ones.
-    unit: npt.NDArray[np.float32] = values.astype(np.float32) + np.float32(0)
-    return unit
+def _units(directions: npt.NDArray[Any], place: Callable[[int], tuple[str, str]]) -> Iterator[bytes]:
+    """Yield each direction of `[n, hidden_size]` at length 1, computed in float64 and rounded to float32 once.
+
+    place: returns the field of a row, and the place inside it, for the message.
+    """
+    count, width = directions.shape
+    step = max(1, _NUMBERS_AT_ONCE // width)
+    for begin in range(0, count, step):
+        values = widened(directions[begin : begin + step]).astype(np.float64)
+        squares = np.square(values).sum(axis=1)
+        for row in np.flatnonzero(squares < _SQUARE_MIN):
+            largest = np.abs(values[row]).max()
+            if largest == 0.0:
+                field, at = place(begin + row)
+                raise UsageError(explain(field, got=f"a zero vector{at}", expected="a direction"))
+            values[row] /= largest
+            squares[row] = np.square(values[row]).sum()
+        values /= np.sqrt(squares)[:, np.newaxis]
+        # Adding 0 turns negative zeros into positive ones.
+        units = values.astype(np.float32) + np.float32(0)
+        yield from (unit.tobytes() for unit in units)

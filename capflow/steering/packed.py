@@ -27,6 +27,12 @@ from capflow.errors import UsageError, explain
 from capflow.steering.plain import check_finite, check_keys, layer_number, number, whole
 from capflow.text.brief import brief
 
+try:
+    # vLLM brings it. It decodes ten times as fast as msgspec, and accepts the same texts.
+    from pybase64 import b64decode
+except ModuleNotFoundError:
+    b64decode = None  # type: ignore[assignment]
+
 FIELDS = ("dtype", "shape", "data")
 BLOCK_FIELDS = ("dtype", "shape", "layer_indices", "data")
 
@@ -138,8 +144,8 @@ def _items(value: Any) -> list[Any] | None:
 def _bytes(value: Any, field: str) -> bytes:
     if isinstance(value, str):
         try:
-            return msgspec.convert(value, bytes)
-        except msgspec.ValidationError:
+            return msgspec.convert(value, bytes) if b64decode is None else b64decode(value, validate=True)
+        except (msgspec.ValidationError, ValueError):
             pass
     elif isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)

@@ -28,7 +28,7 @@ from capflow.steering.clamp import Clamp, parse_clamps
 from capflow.steering.feature import FeatureUse, SetFeature, check_count, check_tiers, parse_features
 from capflow.steering.gate import SteeringGate, check_names, parse_gates
 from capflow.steering.patch import Patch, parse_patches
-from capflow.steering.vector import SteeringVector, parse_steering
+from capflow.steering.vector import SteeringVector, all_finite, parse_steering
 from capflow.text.brief import brief
 
 _TIERS = {"base": "", "prefill": "prefill_", "decode": "decode_"}
@@ -165,11 +165,16 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         where: as in `parse`.
         """
         sites = frozenset(info.sites)
+        finite = all_finite(part for _, part in self.parts() if isinstance(part, SteeringVector))
         for field, part in self.parts(f"{where}." if where else ""):
             if not 0 <= part.layer < info.num_layers:
                 at = f"{field}.{part.hook}.{part.layer}"
                 raise UsageError(explain(at, got=f"layer {part.layer}", expected=f"0..{info.num_layers - 1}"))
-            part.check(sites, info.shape_of(part.site), where=field)
+            row = info.shape_of(part.site)
+            if isinstance(part, SteeringVector):
+                part.check(sites, row, where=field, finite=finite)
+            else:
+                part.check(sites, row, where=field)
             _check_steerable(info, part, f"{field}.{part.hook}.{part.layer}")
         self._check_probes(info, f"{where}." if where else "")
         self.check_gates(f"{where}." if where else "")

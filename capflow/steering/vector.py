@@ -7,7 +7,7 @@ of numbers and arrays become float32.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Protocol
 
 import msgspec
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from capflow import limits
-from capflow.capture.dtypes import VECTOR_DTYPES
+from capflow.capture.dtypes import VECTOR_DTYPES, widened
 from capflow.capture.site import Site
 from capflow.errors import UsageError, explain
 from capflow.limits import Name
@@ -24,6 +24,9 @@ from capflow.steering.packed import PackedBlock, is_packed
 from capflow.text.brief import brief
 
 _EXAMPLE = '{"post_block": {12: [0.1, …]}}'
+
+
+_ELEMENT_BYTES = {name: dtype.itemsize for name, dtype in VECTOR_DTYPES.items()}
 
 
 class _Placed(Protocol):
@@ -93,8 +96,9 @@ class SteeringVector(AtSite, frozen=True, forbid_unknown_fields=True):
     gate: str = ""
 
     @property
-    def _element_bytes(self) -> int:
-        return VECTOR_DTYPES[self.dtype].itemsize
+    def width(self) -> float:
+        """The number of elements; not a whole number if the bytes do not fit."""
+        return len(self.data) / _ELEMENT_BYTES[self.dtype]
 
     def needs_row(self, part: int) -> str:
         """Return what it is, if it needs whole rows, as `AtSite.needs_row` does: for their norm."""
@@ -109,7 +113,7 @@ class SteeringVector(AtSite, frozen=True, forbid_unknown_fields=True):
 
         It is computed in float64 and rounded once.
         """
-        values = self._stored()
+        values = widened(self._stored())
         if self.relative:
             return (_unit(values.astype(np.float64)) * self.scale).astype(dtype)
         if self.scale == 1.0:
@@ -138,8 +142,13 @@ class SteeringVector(AtSite, frozen=True, forbid_unknown_fields=True):
         times = plain.number(scale, f"{field}.scale")
         return cls(site.layer, site.hook, values.tobytes(), "float32", times, relative, gate)
 
-    def check(self, sites: Collection[Site], row: int | tuple[int, ...], *, where: str = "steering") -> None:
-        """Raise UsageError unless the vector fits a model with these tapped sites and rows of this width or shape."""
+    def check(
+        self, sites: Collection[Site], row: int | tuple[int, ...], *, where: str = "steering", finite: bool = False
+    ) -> None:
+        """Raise UsageError unless the vector fits a model with these tapped sites and rows of this width or shape.
+
+        finite: whether its numbers are known to be finite.
+        """
         field = f"{where}.{self.hook}.{self.layer}"
         if self.dtype not in VECTOR_DTYPES:
             raise UsageError(explain(f"{field}.dtype", got=self.dtype, expected=f"one of {', '.join(VECTOR_DTYPES)}"))
@@ -147,19 +156,39 @@ class SteeringVector(AtSite, frozen=True, forbid_unknown_fields=True):
         plain.check_width(self.width, row, field)
         if self.relative and not self._stored().any():
             raise UsageError(explain(field, got="a zero vector", expected="a direction, since it is relative"))
-        if not self._finite():
+        if not self._finite(finite):
             expected = "finite numbers of float32's range"
             raise UsageError(explain(field, got="NaN or infinity", expected=expected))
 
-    def _finite(self) -> bool:
-        """Return whether `scale · vector` is finite; the product is computed only if the scale enlarges the vector."""
-        if not plain.finite(self._stored()):
+    def _finite(self, stored: bool) -> bool:
+        """Return whether `scale · vector` is finite; the product is computed only if the scale enlarges the vector.
+
+        stored: whether the vector is known to be finite.
+        """
+        if not stored and not plain.finite(self._stored()):
             return False
         if abs(self.scale) <= 1.0 or (self.relative and abs(self.scale) <= plain.NUMBER_MAX):
             return True
         with np.errstate(over="ignore"):
             # False if the scale is NaN.
             return plain.finite(self.array())
+
+
+def all_finite(vectors: Iterable[SteeringVector]) -> bool:
+    """Return whether the numbers of vectors are finite, all in one pass; their scales are not looked at.
+
+    False also for a dtype that there is not, and for bytes that do not fit.
+    """
+    data: dict[str, list[bytes]] = {}
+    for vector in vectors:
+        data.setdefault(vector.dtype, []).append(vector.data)
+    for name, rows in data.items():
+        joined = b"".join(rows)
+        if name not in VECTOR_DTYPES or not joined or len(joined) % _ELEMENT_BYTES[name]:
+            return False
+        if not plain.finite(np.frombuffer(joined, VECTOR_DTYPES[name])):
+            return False
+    return True
 
 
 def parse_steering(value: Any, *, where: str = "steering") -> tuple[SteeringVector, ...]:

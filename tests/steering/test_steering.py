@@ -14,6 +14,7 @@ from capflow import limits
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site
 from capflow.errors import UsageError
+from capflow.steering import packed as packed_module
 from capflow.steering.clamp import Clamp
 from capflow.steering.compiler import program_of
 from capflow.steering.packed import Packed
@@ -516,3 +517,93 @@ def test_the_array_of_a_block_is_a_view():
     block = packed([[1, 2]], raw=True)
     array = Packed.read(block, "x").array()
     assert np.shares_memory(array, np.frombuffer(block["data"], np.uint8))
+
+
+# --- many rows at once ---
+
+ROWS = np.random.default_rng(3).standard_normal((11, 4096))
+
+
+def unit(direction):
+    """Return a direction at length 1, by itself."""
+    values = direction.astype(np.float64)
+    square = np.square(values).sum()
+    if square < 1e-200:
+        values /= np.abs(values).max()
+        square = np.square(values).sum()
+    return ((values / np.sqrt(square)).astype(np.float32) + np.float32(0)).tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("width", [1, 3, 640, 4096])
+def test_directions_of_a_block_are_those_that_each_has_by_itself(dtype, width):
+    rows = ROWS[:, :width].astype(dtype)
+    rows[2] = -rows[2] if width > 1 else rows[2]
+    if dtype == "float64":
+        rows[4] *= 1e-150
+    rows[5, 0] = -0.0 if width > 1 else 1.0
+    made = Steering.parse(clamps(packed(rows, [2] * len(rows), dtype, max=1.0))).base.clamps
+    assert [clamp.data for clamp in made] == [unit(row) for row in rows]
+
+
+def test_a_zero_direction_is_refused_by_its_row_behind_others():
+    rows = ROWS.copy()
+    rows[9] = 0.0
+    with pytest.raises(UsageError, match="data: got a zero vector in row 9, expected a direction"):
+        Steering.parse(clamps(packed(rows, [2] * len(rows), "float64", max=1.0)))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_a_block_is_added_as_it_is_without_negative_zeros(dtype):
+    rows = ROWS[:, :8].astype(DTYPES[dtype])
+    rows[1, :4] = -0.0
+    expected = rows.astype(np.float32) + np.float32(0)
+    alike = program(vectors(packed(rows, list(range(11)), dtype)), 8)
+    other = program(vectors(packed(rows, list(range(11)), dtype, scales=[*[1.0] * 10, 2.0])), 8)
+    assert alike.array().tobytes() == expected.tobytes()
+    assert other.array()[:10].tobytes() == expected[:10].tobytes()
+    assert not np.signbit(alike.array()[1, :4]).any()
+
+
+def test_a_number_that_is_not_finite_is_refused_by_its_layer():
+    rows = np.ones((3, 2), np.float16)
+    rows[1, 1] = np.inf
+    vectors = [SteeringVector(n, "post_block", row.tobytes(), "float16") for n, row in enumerate(rows)]
+    steering = Steering(Tier(tuple(vectors)))
+    with pytest.raises(UsageError, match=r"^steering_vectors.post_block.1: got NaN or infinity"):
+        steering.check(INFO)
+    Steering(Tier(tuple(vectors[::2]))).check(INFO)
+
+
+BASE64 = [
+    "",
+    "AA",
+    "AAA",
+    "AAAA",
+    "AAA=",
+    "AA==",
+    "A===",
+    "====",
+    "AAAA\n",
+    " AAAA",
+    "AA-_",
+    "AAéA",
+    "AAAA=",
+    "AA=A",
+    "AB==",
+]
+
+
+@pytest.mark.parametrize("text", BASE64)
+def test_both_decoders_of_base64_accept_the_same_texts(text, monkeypatch):
+    pytest.importorskip("pybase64")
+
+    def read():
+        try:
+            return packed_module._bytes(text, "data")
+        except UsageError as e:
+            return str(e)
+
+    fast = read()
+    monkeypatch.setattr(packed_module, "b64decode", None)
+    assert fast == read()
