@@ -30,11 +30,13 @@ Two requests that ask for the same steering in different forms have equal progra
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import msgspec
 import numpy as np
@@ -117,8 +119,12 @@ class SiteOps(NamedTuple):
         return brief(self)
 
 
-class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class SteeringProgram(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, weakref=True, dict=True
+):
     """The operations of one request.
+
+    Many requests may have one program, so its keys are computed once.
 
     width: how many numbers a row has: at least those of every row that it steers. What a site's row lacks is 0.
     rows: `[n, width]` float32 little-endian; all rows differ.
@@ -141,11 +147,35 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
     __repr__ = brief
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Two pieces of bytes, for pickle is slow with structs: 2 ms for 1,600 patches instead of 0.06.
+        return SteeringProgram.unpack, (self.head, self.rows)
+
+    @functools.cached_property
+    def head(self) -> bytes:
+        """All but the rows, as msgpack. The digests stand for the rows. Phases that are alike are there once."""
+        decode = () if self.alike else self.decode
+        return msgspec.msgpack.encode((msgspec.structs.replace(self, rows=b"", decode=decode), self.alike))
+
+    @staticmethod
+    def unpack(head: bytes, rows: bytes) -> SteeringProgram:
+        """Return the program of a head and its rows: the one that this process has, if an equal one is in use here.
+
+        Raises msgspec.ValidationError or msgspec.DecodeError for a head that is not one.
+        """
+        program = _in_use.get(head)
+        if program is None or program.rows != rows:
+            program, alike = _decoder.decode(head)
+            program = msgspec.structs.replace(program, rows=rows, decode=program.prefill if alike else program.decode)
+            program.__dict__["head"] = head
+            _in_use[head] = program
+        return program
+
     def array(self) -> Row:
         """Return the rows, `[n, width]` float32."""
         return np.frombuffer(self.rows, np.float32).reshape(-1, self.width)
 
-    @property
+    @functools.cached_property
     def content_key(self) -> int:
         """A number that is equal for programs that were made in the same way, on every rank; quicker than `key`."""
         parts = self.digests, self.prefill, self.decode, self.patched, self.gates
@@ -154,6 +184,17 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     def key(self, ops: Sequence[SiteOps]) -> str:
         """Return an id of these operations; it is equal for two programs that do the same."""
         return _id(self._by_content(ops))
+
+    @functools.cached_property
+    def phase_keys(self) -> tuple[str, str]:
+        """The ids of the operations at each prompt position and at each generated one."""
+        prefill = self.key(self.prefill)
+        return prefill, prefill if self.alike else self.key(self.decode)
+
+    @functools.cached_property
+    def alike(self) -> bool:
+        """Whether prompt positions and generated ones have the same operations."""
+        return self.prefill == self.decode
 
     def patched_key(self, prompt_length: int) -> str:
         """Return an id of the operations at single positions of a request with this prompt length."""
@@ -173,13 +214,18 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
         ]
         return _id(effects) if effects else ""
 
+    @functools.cached_property
+    def phase_effects(self) -> tuple[str, str]:
+        """The `effect_key` of the operations at each prompt position and at each generated one."""
+        prompt = self.effect_key(self.prefill, "prompt")
+        return prompt, prompt if self.alike and not self.gates else self.effect_key(self.decode, "generated")
+
     def patched_effects(self, prompt_length: int) -> dict[int, str]:
         """Return, for each patched position where more than its phase's operations act, the id of what acts there.
 
         prompt_length: of the request.
         """
-        phases = {"prompt": self.prefill, "generated": self.decode}
-        usual = {phase: self.effect_key(ops, phase) for phase, ops in phases.items()}
+        usual = dict(zip(("prompt", "generated"), self.phase_effects, strict=True))
         effects = {}
         for position, ops in self.patches(prompt_length).items():
             phase = "prompt" if position < prompt_length else "generated"
@@ -240,9 +286,11 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
             for position, here in sorted(merged.items())
         }
 
-    @property
+    @functools.cached_property
     def longest(self) -> int:
         """The largest number of operations at one site and position, for any length of the prompt."""
+        if not self.patched:
+            return max((len(site.ops) for ops in self._phases for site in ops), default=0)
         from_start = _most_ops(ops for position, ops in self.patched if position >= 0)
         from_end = _most_ops(ops for position, ops in self.patched if position < 0)
         # A position of the prompt can be patched by its number from either end.
@@ -265,6 +313,8 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
     def check(self, info: ModelInfo) -> None:
         """Raise UsageError unless the program fits this model and its sites are tapped."""
+        if self.__dict__.get("fits") is info:
+            return
         check_width(self.width, info.steered_width, "steering")
         if len(self.rows) != 4 * self.width * len(self.digests):
             raise UsageError(explain("steering", got=f"{len(self.rows)} bytes", expected=f"{len(self.digests)} rows"))
@@ -290,6 +340,8 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
         for site in sorted(self.sites & set(info.fixed)):
             raise UsageError(refusal_of_fixed("steering", site))
         self._check_divided(sites, info)
+        # The model that it fits.
+        self.__dict__["fits"] = info
 
     def _check_divided(self, sites: Sequence[SiteOps], info: ModelInfo) -> None:
         """Raise UsageError for an operation on numbers of several tensor-parallel ranks."""
@@ -325,17 +377,17 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
                     expected = f"one of the {count} gates of the program"
                     raise UsageError(explain("steering", got=f"an operation with gate {op.gate}", expected=expected))
 
-    @property
+    @functools.cached_property
     def steers(self) -> bool:
         """Whether it changes the stream; a program of gates alone does not."""
         return any(op.kind not in SCORES for ops in self._phases for site in ops for op in site.ops)
 
-    @property
+    @functools.cached_property
     def sites(self) -> frozenset[Site]:
         """Every site with an operation."""
         return frozenset(Site(layer, hook) for ops in self._phases for layer, hook, _ in ops)
 
-    @property
+    @functools.cached_property
     def id(self) -> str:
         """An id of the whole program; equal for equal programs, whoever owns their operations."""
 
@@ -351,7 +403,13 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
     @property
     def _phases(self) -> tuple[tuple[SiteOps, ...], ...]:
-        return (self.prefill, self.decode, *(ops for _, ops in self.patched))
+        """The different lists of operations."""
+        return (self.prefill, *(() if self.alike else (self.decode,)), *(ops for _, ops in self.patched))
+
+
+# The programs that this process got from others, by their heads, while something uses them.
+_in_use: WeakValueDictionary[bytes, SteeringProgram] = WeakValueDictionary()
+_decoder = msgspec.msgpack.Decoder(tuple[SteeringProgram, bool])
 
 
 def _paired(ops: Sequence[Op]) -> bool:

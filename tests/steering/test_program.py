@@ -1,5 +1,9 @@
 """Programs: what tiers, clamps, patches and modules come to, and when two of them do the same."""
 
+import pickle
+import weakref
+
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -371,3 +375,60 @@ def test_a_site_that_can_only_be_captured_is_refused():
         asked.check(info)
     with pytest.raises(UsageError, match="only be captured"):
         program_of(4, [asked]).check(info)
+
+
+# --- on the way to another process ---
+
+VECTORS = {"post_block": {3: [1.0, 2.0]}}
+PARTS = [
+    {"steering_vectors": VECTORS},
+    {
+        "decode_steering_vectors": VECTORS,
+        "steering_patches": {"post_block": {2: {"positions": [0, -1], "vector": [1, 1]}}},
+    },
+    {
+        "steering_gates": {"g": {"layer": 1, "vector": [1, 0]}},
+        "steering_vectors": {"post_block": {3: {"vector": [1, 1], "gate": "g"}}},
+    },
+]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_what_another_process_reads_is_the_same_and_is_there_once_while_it_is_used(part):
+    made = program(part)
+    read = SteeringProgram.unpack(made.head, made.rows)
+    assert read == made
+    assert read.content_key == made.content_key
+    assert read.id == made.id
+    assert (read.alike, read.phase_keys, read.phase_effects) == (made.alike, made.phase_keys, made.phase_effects)
+    head = bytes(bytearray(made.head))
+    assert SteeringProgram.unpack(head, bytes(bytearray(made.rows))) is read
+    one, two = pickle.loads(pickle.dumps([made, made]))  # noqa: S301  written just now
+    assert one is two is read
+    address = weakref.ref(read)
+    del read, one, two
+    assert address() is None
+
+
+def test_rows_that_are_not_those_of_the_head_are_not_taken_from_another_program():
+    made = program({"steering_vectors": {"post_block": {3: [1.0, 2.0]}}})
+    read = SteeringProgram.unpack(made.head, made.rows)
+    other = SteeringProgram.unpack(made.head, np.array([5.0, 6.0], np.float32).tobytes())
+    assert other is not read
+    assert other.array().tolist() == [[5.0, 6.0]]
+    assert read.array().tolist() == [[1.0, 2.0]]
+
+
+@pytest.mark.parametrize("head", [b"", b"\x00", b"\xc1", msgspec.msgpack.encode([1, True])])
+def test_a_head_that_is_none_is_refused(head):
+    with pytest.raises(msgspec.MsgspecError):
+        SteeringProgram.unpack(head, b"")
+
+
+def test_a_program_that_fits_one_model_is_checked_against_another():
+    made = program({"steering_vectors": {"post_block": {3: [1.0, 2.0]}}})
+    fits = ModelInfo("m", 8, 2, "float32", (HERE,))
+    made.check(fits)
+    made.check(fits)
+    with pytest.raises(UsageError, match="no tap at post_block:3"):
+        made.check(ModelInfo("m", 8, 2, "float32", (Site(1, "post_block"),)))

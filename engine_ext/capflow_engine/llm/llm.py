@@ -222,15 +222,8 @@ class LLM(VLLM):  # type: ignore[misc]
         if params is None:
             params = self.get_default_sampling_params()
         many = list(params) if isinstance(params, Sequence) else [params] * count
-        prepared = [
-            Prepared.of(
-                one,
-                self._fit,
-                self.steering,
-                f"{self._prefix}-{next(self._numbers)}",
-            )
-            for one in many
-        ]
+        own = [f"{self._prefix}-{next(self._numbers)}" for _ in many]
+        prepared = Prepared.each(many, self._fit, self.steering, own)
         names = [one.options.id for one in (*self._enqueued.values(), *prepared)]
         if len(set(names)) != len(names):
             twice = next(n for n in names if names.count(n) > 1)

@@ -1,7 +1,8 @@
 """What one request asks of capflow. It travels in `SamplingParams.extra_args["capflow"]`.
 
-In Python it is a dict of plain values that `RequestOptions.pack` makes. Over HTTP it is JSON text in `vllm_xargs`,
-where packed vectors are base64.
+`RequestOptions.pack` makes three pieces of bytes of it: the program's rows, the rest of the program, and the rest of
+the options. vLLM's processes copy bytes, and need not make objects of them. Over HTTP it is JSON text in
+`vllm_xargs`, where packed vectors are base64.
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class PackedOptions(dict[str, Any]):
-    """The plain values of options that this process made, and those options themselves.
+    """The bytes of options that this process made, and those options themselves.
 
-    vLLM sends the values to its engine; this process reads the options. What a client sent is a plain dict or text.
+    vLLM sends the bytes to its engine; this process reads the options. What a client sent is a plain dict or text.
     """
 
     def __init__(self, options: RequestOptions) -> None:
-        super().__init__(msgspec.to_builtins(options, builtin_types=(bytes,)))
+        program = options.program
+        super().__init__(options=_encoder.encode(options.without_program()))
+        if program is not None:
+            self.update(program=program.head, rows=program.rows)
         self.options = options
 
     def __deepcopy__(self, memo: Any) -> Self:
@@ -69,8 +73,12 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     __repr__ = brief
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # One piece of msgpack, for pickle is slow with structs: 2 ms for 1,600 patches instead of 0.06.
-        return _decoded, (_encoder.encode(self),)
+        # Pickle is slow with structs. It writes a program once that several requests have.
+        return _decoded, (_encoder.encode(self.without_program()), self.program)
+
+    def without_program(self) -> RequestOptions:
+        """Return the options without their program."""
+        return self if self.program is None else msgspec.structs.replace(self, program=None)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -150,8 +158,10 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if isinstance(value, str):
             return cls.from_client(value)
         try:
-            return msgspec.convert(value, cls)
-        except msgspec.ValidationError as e:
+            packed = msgspec.convert(value, _Packed, builtin_types=(bytes,))
+            program = None if packed.program is None else SteeringProgram.unpack(packed.program, packed.rows)
+            return _decoded(packed.options, program)
+        except msgspec.MsgspecError as e:
             do = "make it with capflow.sampling_params"
             raise UsageError(explain(KEY, got=str(e), expected="packed options", do=do)) from e
 
@@ -169,8 +179,17 @@ def check_names(names: Iterable[str], id: str, where: str) -> None:
         raise UsageError(explain(where, got=id, expected=expected))
 
 
-def _decoded(data: bytes) -> RequestOptions:
-    return _decoder.decode(data)
+class _Packed(msgspec.Struct, forbid_unknown_fields=True):
+    """The pieces of `PackedOptions`."""
+
+    options: bytes
+    program: bytes | None = None
+    rows: bytes = b""
+
+
+def _decoded(data: bytes, program: SteeringProgram | None) -> RequestOptions:
+    options = _decoder.decode(data)
+    return options if program is None else msgspec.structs.replace(options, program=program)
 
 
 _NONE = RequestOptions()

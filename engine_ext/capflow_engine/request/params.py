@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -116,13 +117,32 @@ class Prepared(msgspec.Struct, frozen=True):
         name: the request's id if it brings none.
         Raises UsageError for what does not fit the model or the bank.
         """
-        asked = RequestOptions.unpack(params.extra_args)
-        options = msgspec.structs.replace(asked.compiled(fit, store), id=asked.id or name, samples=params.n)
-        check_names(options.names, options.id or name, "id")
-        steering, everywhere = asked.steering or NOTHING, store.global_state != NOTHING
-        applied = None
-        if options.program is not None or steering != NOTHING:
-            applied = SteeringSummary.of(options.program, steering, everywhere=everywhere, max_tokens=params.max_tokens)
-        clone = params.clone()
-        clone.extra_args = {**(params.extra_args or {}), KEY: Ready(options)}
-        return cls(clone, options, applied)
+        return cls.each([params], fit, store, [name])[0]
+
+    @classmethod
+    def each(
+        cls, many: Sequence[SamplingParams], fit: Fit, store: SteeringStore, names: Sequence[str]
+    ) -> list[Prepared]:
+        """Return a copy of each parameters, as `of` does. Those that several requests share are compiled once."""
+        compiled: dict[int, tuple[RequestOptions, SteeringSummary | None]] = {}
+        prepared = []
+        for params, name in zip(many, names, strict=True):
+            if id(params) not in compiled:
+                compiled[id(params)] = _compiled(params, fit, store)
+            options, applied = compiled[id(params)]
+            options = msgspec.structs.replace(options, id=options.id or name, samples=params.n)
+            check_names(options.names, options.id or name, "id")
+            clone = params.clone()
+            clone.extra_args = {**(params.extra_args or {}), KEY: Ready(options)}
+            prepared.append(cls(clone, options, applied))
+        return prepared
+
+
+def _compiled(params: SamplingParams, fit: Fit, store: SteeringStore) -> tuple[RequestOptions, SteeringSummary | None]:
+    """Return the options in parameters, checked and compiled, and the summary of their steering, if there is any."""
+    asked = RequestOptions.unpack(params.extra_args)
+    options = asked.compiled(fit, store)
+    steering, everywhere = asked.steering or NOTHING, store.global_state != NOTHING
+    if options.program is None and steering == NOTHING:
+        return options, None
+    return options, SteeringSummary.of(options.program, steering, everywhere=everywhere, max_tokens=params.max_tokens)

@@ -258,7 +258,7 @@ class Admission:
         program = self._options[request.request_id].program
         if program is None:
             return
-        if program.prefill != program.decode or any(written < 0 for written, _ in program.patched):
+        if not program.alike or any(written < 0 for written, _ in program.patched):
             self._fork_for_itself(request, position)
 
     def _key_cache(self, request: Any, program: SteeringProgram) -> None:
@@ -268,8 +268,7 @@ class Admission:
         parameters of a gate are part of the key from the first position on at which it can act.
         """
         prompt = self._steered_from(request)
-        prefill = program.effect_key(program.prefill, "prompt")
-        decode = program.effect_key(program.decode, "generated")
+        prefill, decode = program.phase_effects
         patched = program.patched_effects(prompt)
         if prefill:
             compat.fork_cache_from(request, 0, f"prompt:{prefill}", self.hash_block_size)

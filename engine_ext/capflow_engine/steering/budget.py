@@ -138,12 +138,9 @@ class Configured(NamedTuple):
     @classmethod
     def of(cls, program: SteeringProgram, prompt_length: int) -> Configured:
         """Return the configurations of a program for a prompt of this length."""
-
-        def named(ops: tuple[SiteOps, ...]) -> Configuration | None:
-            return Configuration(program.key(ops), ops) if ops else None
-
-        prefill = named(program.prefill)
-        decode = prefill if program.decode == program.prefill else named(program.decode)
+        keys = program.phase_keys
+        prefill = Configuration(keys[0], program.prefill) if program.prefill else None
+        decode = prefill if program.alike else Configuration(keys[1], program.decode) if program.decode else None
         patched = {p: Configuration(program.key(ops), ops) for p, ops in program.patches(prompt_length).items()}
         return cls(prefill, decode, patched)
 
