@@ -3,8 +3,8 @@
     PYTHONPATH=.:engine_ext python benchmarks/steering_requests.py
 
 Every request has a vector of 640 numbers for each of 18 layers. With one configuration all share their parameters, with
-256 each has its own. The parts are those that a request passes from `capflow.LLM` to a worker's bank, without vLLM's own
-copies. All of it is once a request, beside the steps.
+256 each has its own. The parts are those that a request passes from `capflow.LLM` to a worker's bank, without vLLM's
+own copies. All of it is once a request, beside the steps.
 
 Predicted: 0.1 ms for each request of one configuration, for its own copies; 0.6 ms for each of 256, by half for rows
 that are hashed and copied.

@@ -39,7 +39,7 @@ SITES = [f"post_block:{layer}" for layer in range(SHAPE["num_hidden_layers"])]
 
 
 class Client(threading.Thread):
-    """Sends requests one after another, and counts what came of them."""
+    """Sends requests one after another, and counts them and their rows."""
 
     def __init__(self, port: int, seed: int, root: Path, ended: threading.Event) -> None:
         super().__init__(name=f"client-{seed}", daemon=True)
