@@ -193,11 +193,10 @@ def scheduled_tokens(
 
     The drafts of a request are given as the position after the last one and their number.
     """
-    drafts = {
-        key: (requests[key].num_computed_tokens, len(tokens))
-        for key, tokens in scheduler_output.scheduled_spec_decode_tokens.items()
-        if tokens
-    }
+    drafted = scheduler_output.scheduled_spec_decode_tokens
+    if not drafted:
+        return scheduler_output.num_scheduled_tokens, {}
+    drafts = {key: (requests[key].num_computed_tokens, len(tokens)) for key, tokens in drafted.items() if tokens}
     return scheduler_output.num_scheduled_tokens, drafts
 
 

@@ -163,8 +163,9 @@ class EngineActions:
         self._freezes: list[FreezeOrder] = []
         # Ids of freezes and their ends that are answered with the next step.
         self._frozen_ids: list[str] = []
-        # Actions for the engine that were answered while it was idle; guarded by `_lock`, as is `_taking`.
+        # Actions for the engine that were answered while it was idle; guarded by `_lock`.
         self._latched: list[Act] = []
+        # Whether a step is being scheduled; set under `_lock`, so that nothing is latched from then on.
         self._taking = False
         self._lock = threading.Lock()
 
@@ -301,6 +302,9 @@ class EngineActions:
 
     def take(self, orders: Orders) -> list[Taken]:
         """Put everything into a step's orders; return the actions that it has and that are to be answered."""
+        if not (self._ordered or self._ended or self._freezes or self._frozen_ids):  # nearly always true
+            self._taking = False
+            return []
         ordered, self._ordered = self._ordered, []
         for _, (key, _, action, _), position in ordered:
             if position is not None:

@@ -216,8 +216,7 @@ class LeaseEnd(NamedTuple):
     label: str = ""
 
 
-@dataclass
-class Orders:
+class Orders(msgspec.Struct):
     """One step's orders. All keys are vLLM's ids of requests, unless said otherwise.
 
     settled: steps up to this number are settled: their accepted drafts and the ends of their requests are known.
@@ -240,17 +239,17 @@ class Orders:
 
     step: int
     settled: int = 0
-    cuts: dict[str, int] = field(default_factory=dict)
-    rejected: list[Rejection] = field(default_factory=list)
-    admitted: dict[str, Admitted] = field(default_factory=dict)
-    wants: dict[int, tuple[Wants, ...]] = field(default_factory=dict)
-    ended: dict[str, Ended] = field(default_factory=dict)
-    unscheduled: dict[str, Unscheduled] = field(default_factory=dict)
-    actions: list[Ordered] = field(default_factory=list)
-    decided: list[Decided] = field(default_factory=list)
-    marked: list[Marked] = field(default_factory=list)
-    leases: list[LeaseEnd] = field(default_factory=list)
-    freezes: list[FreezeOrder] = field(default_factory=list)
+    cuts: dict[str, int] = msgspec.field(default_factory=dict)
+    rejected: list[Rejection] = msgspec.field(default_factory=list)
+    admitted: dict[str, Admitted] = msgspec.field(default_factory=dict)
+    wants: dict[int, tuple[Wants, ...]] = msgspec.field(default_factory=dict)
+    ended: dict[str, Ended] = msgspec.field(default_factory=dict)
+    unscheduled: dict[str, Unscheduled] = msgspec.field(default_factory=dict)
+    actions: list[Ordered] = msgspec.field(default_factory=list)
+    decided: list[Decided] = msgspec.field(default_factory=list)
+    marked: list[Marked] = msgspec.field(default_factory=list)
+    leases: list[LeaseEnd] = msgspec.field(default_factory=list)
+    freezes: list[FreezeOrder] = msgspec.field(default_factory=list)
     weights: Weights = FIRST_WEIGHTS
 
     @property

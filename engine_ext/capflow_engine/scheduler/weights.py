@@ -39,5 +39,6 @@ class WeightsNow:
 
     def take(self) -> Weights:
         """Return the weights of a step that begins."""
-        self.last, self._next = self.now, None
+        if self._next is not None:
+            self.last, self._next = self._next, None
         return self.last
