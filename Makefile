@@ -10,7 +10,7 @@ STAY := $(shell test -t 2 && echo --stay)
 
 .DEFAULT_GOAL := help
 export NO_MKDOCS_2_WARNING := 1
-.PHONY: help demo check check-types check-waiting check-others test-one test lane-engines lane-waiting lane-browser-rows lane-others proof proof-engines proof-others notebooks simulate simulate-fleet fuzz chaos soak soak-engine soak-requests architectures matrix lint format bench docs docs-serve metrics proto env system compiler page-tools lock sbom audit clean
+.PHONY: help demo check check-types check-waiting check-others test-one test lane-engines lane-waiting lane-browser-rows lane-others proof proof-engines proof-others notebooks simulate simulate-fleet fuzz chaos soak soak-engine soak-requests architectures matrix lint format bench versus docs docs-serve metrics proto env system compiler page-tools lock sbom audit clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -136,6 +136,10 @@ format: env page-tools  ## let ruff and Biome rewrite what they can
 
 bench: env compiler  ## measure the cost of capflow against vLLM without it
 	$(PYTHON) benchmarks/overhead.py
+
+versus: env compiler  ## compare capflow with its peers and write the tables into docs/performance.md; half an hour
+	$(PYTHON) benchmarks/versus.py --write
+	$(PYTHON) benchmarks/versus.py --write --model llama --only disk,memory,extract
 
 docs: env  ## build the documentation site into site/
 	$(PYTHON) -m mkdocs build --strict

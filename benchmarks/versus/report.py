@@ -1,0 +1,240 @@
+"""The tables and the plot: printed, or put between the markers of the documentation."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .contenders import ABSENT, PLAIN, TASKS, Contender
+from .drive import Turn
+
+PLOT = "docs/images/versus.svg"
+TICK_S = 0.01
+"""Linux counts CPU time in these: a shorter turn has none."""
+
+
+@dataclass
+class Outcome:
+    """The result of a contender.
+
+    reason: why it has no result; empty if it has one.
+    turns: the cost of each turn, and of plain vLLM's turn of the same round.
+    peak_bytes: of memory. disk_bytes, row_bytes: of a turn.
+    answers_wrong, rows_wrong: the most of any turn. rows: how many a turn has.
+    """
+
+    contender: Contender
+    reason: str = ""
+    turns: list[tuple[Turn, Turn]] = field(default_factory=list)
+    peak_bytes: int = 0
+    disk_bytes: int = 0
+    row_bytes: int = 0
+    answers_wrong: int = 0
+    rows_wrong: int = 0
+    rows: int = 0
+
+    @property
+    def measured(self) -> bool:
+        """Whether there are ratios."""
+        return bool(self.turns) and not self.reason
+
+    @property
+    def wall(self) -> float:
+        """Tokens a second, as a share of plain vLLM's: the median."""
+        return statistics.median(plain.seconds / own.seconds for own, plain in self.turns)
+
+    @property
+    def cpu(self) -> float:
+        """Tokens in a second of CPU time, as a share of plain vLLM's: the median."""
+        return statistics.median(
+            max(plain.cpu_seconds, TICK_S) / max(own.cpu_seconds, TICK_S) for own, plain in self.turns
+        )
+
+    @property
+    def seconds(self) -> float:
+        """The median wall time of a turn."""
+        return statistics.median(own.seconds for own, _ in self.turns)
+
+    @property
+    def mb_s(self) -> float:
+        """Megabytes of rows delivered in a second."""
+        return self.row_bytes / 1e6 / self.seconds
+
+    def refusal(self, prompts: int) -> str:
+        """Return why its results do not count; empty if they do."""
+        if self.rows_wrong:
+            return f"{self.rows_wrong:,} of {self.rows:,} rows differ from Transformers"
+        # Two likeliest tokens may be equal but for rounding, so one answer may differ.
+        if self.answers_wrong > max(1, prompts // 10):
+            return f"{self.answers_wrong} of {prompts} answers differ from Transformers"
+        return ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it in plain values."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in {"contender", "turns"}}
+        turns = [{"own": own._asdict(), "plain": plain._asdict()} for own, plain in self.turns]
+        return {"name": self.contender.name} | values | {"turns": turns}
+
+
+COLUMNS: dict[str, tuple[Callable[[Outcome], float], str, bool]] = {
+    "tok/s of plain": (lambda outcome: outcome.wall, "{:.2f}", True),
+    "tok per CPU s of plain": (lambda outcome: outcome.cpu, "{:.2f}", True),
+    "MB/s delivered": (lambda outcome: outcome.mb_s, "{:.0f}", True),
+    "peak memory, GB": (lambda outcome: outcome.peak_bytes / 1e9, "{:.2f}", False),
+    "on disk, MB a turn": (lambda outcome: outcome.disk_bytes / 1e6, "{:.0f}", False),
+}
+"""A column's value, how it is printed, and whether more is better."""
+
+
+def tables(outcomes: Sequence[Outcome]) -> str:
+    """Return a table for each task, and where capflow is behind."""
+    parts = []
+    for task, title in TASKS.items():
+        some = [outcome for outcome in outcomes if outcome.contender.task == task]
+        if not some or (task == "serve" and len(some) == 1):
+            continue
+        names = [
+            name
+            for name in COLUMNS
+            if task in {"rows", "probe"} or name not in {"MB/s delivered", "on disk, MB a turn"}
+        ]
+        if task == "probe":
+            names.remove("MB/s delivered")
+        lines = [f"**{title}**", "", "| contender | " + " | ".join(names) + " | rows that differ | predicted |"]
+        lines.append("|---" * (len(names) + 3) + "|")
+        lines += [_line(outcome, names) for outcome in sorted(some, key=_place)]
+        measured = [outcome for outcome in some if outcome.measured and outcome.contender != PLAIN]
+        if {outcome.contender.ours for outcome in measured} == {True, False}:
+            behind = "; ".join(_behind(measured, names))
+            lines += ["", f"Behind: {behind}." if behind else "No peer is ahead of capflow in any column."]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _place(outcome: Outcome) -> tuple[bool, float]:
+    """Plain first, then the fastest; those without a result last."""
+    return not outcome.measured, -(9.0 if outcome.contender == PLAIN else outcome.wall if outcome.measured else 0.0)
+
+
+def _line(outcome: Outcome, names: Sequence[str]) -> str:
+    title, predicted = outcome.contender.title, outcome.contender.predicted
+    last = f"{predicted:.2f}" if predicted else "cannot run"
+    if not outcome.measured:
+        reason = (outcome.reason or "no turns").replace("|", "\\|")
+        return f"| {title} | not measured: {reason} |" + " |" * len(names) + f" {last} |"
+    cells = [COLUMNS[name][1].format(COLUMNS[name][0](outcome)) for name in names]
+    wrong = f"{outcome.rows_wrong:,} of {outcome.rows:,}" if outcome.rows else "no rows"
+    if outcome.answers_wrong:
+        wrong += f"; {outcome.answers_wrong} answers"
+    return f"| {title} | " + " | ".join(cells) + f" | {wrong} | {last} |"
+
+
+def _behind(outcomes: Iterable[Outcome], names: Sequence[str]) -> Iterable[str]:
+    """Yield a text for each column in which the best of capflow is behind a peer; both have been measured."""
+    ours = [outcome for outcome in outcomes if outcome.contender.ours]
+    peers = [outcome for outcome in outcomes if not outcome.contender.ours]
+    for name in names:
+        value, form, more = COLUMNS[name]
+        best = max if more else min
+        own, peer = best(ours, key=value), best(peers, key=value)
+        if form.format(value(own)) != form.format(value(peer)) and best(value(own), value(peer)) == value(peer):
+            yield f"{name} ({form.format(value(own))} against {form.format(value(peer))} of {peer.contender.title})"
+
+
+def summary(args: argparse.Namespace, idle_cpu_share: float) -> str:
+    """Return what was run, for the line above the tables."""
+    length, tokens = args.lengths.split(",")
+    model = {"demo": "Gemma-3-270m", "llama": "A Llama of the same shape, random weights"}.get(args.model, args.model)
+    compiled = "" if args.eager else ", `torch.compile` on where a contender allows it"
+    return (
+        f"{model} in float32{compiled}: {args.prompts} prompts of {length} tokens and {tokens} generated, "
+        f"{args.rounds} rounds. Contenders that waited for their turn took {idle_cpu_share:.2f} of a core at most."
+    )
+
+
+def print_tables(outcomes: Sequence[Outcome], args: argparse.Namespace, *, idle_cpu_share: float) -> None:
+    """Print them."""
+    print(f"\n{summary(args, idle_cpu_share)}\n\n{tables(outcomes)}")
+
+
+def write_docs(outcomes: Sequence[Outcome], args: argparse.Namespace, *, idle_cpu_share: float, root: Path) -> None:
+    """Put the tables into docs/performance.md, and those of the demo model also into README.md and a plot."""
+    marker = "versus" if args.model == "demo" else "versus-llama"
+    text = f"{wrapped(summary(args, idle_cpu_share))}\n\n{tables(outcomes)}"
+    if args.model == "demo":
+        absent = "\n".join(
+            wrapped(f"* {name} is not in the tables: {reason}.", "  ") for name, reason in ABSENT.items()
+        )
+        text += f"\n\n{absent}\n\n![Tokens a second, as a share of plain vLLM](images/{Path(PLOT).name})"
+        replace(root / "README.md", marker, short(outcomes))
+        plot(outcomes, root / PLOT)
+    replace(root / "docs" / "performance.md", marker, text)
+
+
+def short(outcomes: Sequence[Outcome]) -> str:
+    """Return the table of the README: who captures every row."""
+    names = ["tok/s of plain", "tok per CPU s of plain", "MB/s delivered", "peak memory, GB"]
+    some = [outcome for outcome in outcomes if outcome.contender.task == "rows" and outcome.measured]
+    lines = ["| every row captured by | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for outcome in sorted(some, key=_place):
+        cells = [COLUMNS[name][1].format(COLUMNS[name][0](outcome)) for name in names]
+        lines.append(f"| {outcome.contender.title} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def replace(path: Path, marker: str, text: str) -> None:
+    """Replace what is between two markers of a file.
+
+    Raises ValueError where one is missing.
+    """
+    begin, end = f"<!-- {marker}:begin -->", f"<!-- {marker}:end -->"
+    before, first, rest = path.read_text(encoding="utf-8").partition(begin)
+    _, second, after = rest.partition(end)
+    if not (first and second):
+        raise ValueError(f"{path}: no {begin} … {end}")
+    path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """Wrap prose as the documentation is."""
+    import textwrap
+
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def plot(outcomes: Sequence[Outcome], path: Path) -> None:
+    """Draw tokens a second of every contender, by task, and what was predicted."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams |= {"svg.hashsalt": "capflow", "font.size": 9, "svg.fonttype": "none"}
+    from matplotlib import pyplot as plt
+
+    groups = [
+        [o for o in outcomes if o.contender.task == task and o.measured and o.contender != PLAIN] for task in TASKS
+    ]
+    titles = [title.partition(":")[0] for title in TASKS.values()]
+    kept = [(title, group) for title, group in zip(titles, groups, strict=True) if group]
+    figure, axes = plt.subplots(
+        len(kept), 1, sharex=True, squeeze=False, layout="constrained",
+        figsize=(7, 0.6 + sum(0.35 + 0.28 * len(group) for _, group in kept)),
+        height_ratios=[len(group) + 0.6 for _, group in kept],
+    )  # fmt: skip
+    for (title, group), axis in zip(kept, axes[:, 0], strict=True):
+        fastest_last = sorted(group, key=lambda outcome: outcome.wall)
+        names = [outcome.contender.title.replace("**", "").replace("`", "") for outcome in fastest_last]
+        colors = ["#0b6e8f" if outcome.contender.ours else "#b8bec4" for outcome in fastest_last]
+        bars = axis.barh(names, [outcome.wall for outcome in fastest_last], color=colors, height=0.7)
+        axis.bar_label(bars, fmt="%.2f", padding=3)
+        axis.axvline(1, color="#444", linewidth=0.8, linestyle=":")
+        axis.set_title(title, loc="left", fontsize=9, fontweight="bold")
+        axis.set_xlim(0, max(1.15, 1.12 * max(outcome.wall for outcome in fastest_last)))
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1, 0].set_xlabel("generated tokens a second, as a share of plain vLLM")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
