@@ -4,7 +4,7 @@
 
 Each contender runs in a process and an environment of its own (`versus/programs`, `versus/requirements`,
 `build/versus`). Plain vLLM lives for the whole run. The others come in groups of `--alive`, whose turns interleave:
-plain A B C D, then D C B A plain, and so on. A ratio is the median of the ratios to plain's turn of the same round.
+plain A B, then B A plain, and so on. A ratio is the median of the ratios to plain's turn of the same round.
 
 A round before those that count warms up; memory is sampled in it. After every turn, off the clock, rows, scores and
 answers are compared with Transformers in float32. A contender whose rows differ has no ratio. One that does not start,
@@ -13,14 +13,17 @@ crashes or takes longer than `--limit` seconds is named in the table with its er
 * The clock of a turn stops when the contender has delivered: rows in synced files, scores in the database, or arrays.
 * CPU time is that of all its processes. Peak memory is their PSS, with the files that it keeps in memory.
 * `--model llama` has the shape of the demo model and random weights, for contenders that cannot run Gemma 3.
-* `--write` puts the tables and the plot into the documentation.
+* `--write` puts the tables and the plot into the documentation. A run that is ended prints the turns that it has.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from versus.run import main
 
 if __name__ == "__main__":
+    # Contenders lead sessions of their own: only this process can end them.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

@@ -65,8 +65,9 @@ CONTENDERS = {
 }
 
 ABSENT = {
-    "EasySteer": "a fork of vLLM 0.26.0, without a package of its own (`easysteer` of PyPI is another project); laid "
-    "over vLLM's CPU wheel of that version, it needs PyTorch 2.11.0 built for the CPU, which the registry lacks",
+    "EasySteer": "a fork of vLLM 0.26.0, without a package of its own (`easysteer` of PyPI is another project). vLLM's "
+    "CPU wheel of that version needs PyTorch 2.11.0 built for the CPU, which PyPI lacks; with 2.13.0 its kernels do "
+    "not load",
     "RhizoNymph's fork of vLLM": "no package and no CPU wheel; it is built from source, for hours on two cores",
 }
 """Peers that no requirements file can install, and why."""

@@ -25,7 +25,8 @@ import psutil
 PROGRAMS = Path(__file__).parent / "programs"
 SAMPLE_S = 0.25
 _ERROR = re.compile(r"\b(\w*(?:Error|Exception)): (.+)")
-_FOLLOWS = re.compile(r"See root cause above|cancelled|died unexpectedly|Worker failed with error")
+_FOLLOWS = re.compile(r"See root cause|See stack trace|cancelled|died unexpectedly|Executor failed")
+_KILLED = re.compile(r"\S+ died unexpectedly \(exit code: -9\)")
 
 
 class FailedError(Exception):
@@ -112,11 +113,18 @@ class Process:
     def _kill(self, tree: list[psutil.Process]) -> None:
         with contextlib.suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        for process in tree:
+        # A process whose parent died is in no tree, but still of the session.
+        for process in (*tree, *filter(self._is_ours, psutil.process_iter())):
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self._process.wait()
         self._stderr.close()
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            return os.getsid(process.pid) == self._process.pid
+        except OSError:
+            return False
 
     def _ask(self, line: Mapping[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -198,6 +206,8 @@ def reason_of(message: str, log: Path) -> str:
     if plain and not _FOLLOWS.search(message):
         causes.append((plain[1], plain[2]))
     line = f"{causes[-1][0]}: {causes[-1][1]}" if causes else message
+    if not causes and (killed := _KILLED.search(text)):
+        line = f"{killed[0]}: killed, as Linux does where no memory is left"
     line = " ".join(line.split())
     return line if len(line) <= 200 else f"{line[:197]}..."
 

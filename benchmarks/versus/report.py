@@ -163,23 +163,41 @@ def print_tables(outcomes: Sequence[Outcome], args: argparse.Namespace, *, idle_
 
 def write_docs(outcomes: Sequence[Outcome], args: argparse.Namespace, *, idle_cpu_share: float, root: Path) -> None:
     """Put the tables into docs/performance.md, and those of the demo model also into README.md and a plot."""
-    marker = "versus" if args.model == "demo" else "versus-llama"
+    pages, marker = documents(args, root)
     text = f"{wrapped(summary(args, idle_cpu_share))}\n\n{tables(outcomes)}"
     if args.model == "demo":
         absent = "\n".join(
             wrapped(f"* {name} is not in the tables: {reason}.", "  ") for name, reason in ABSENT.items()
         )
         text += f"\n\n{absent}\n\n![Tokens a second, as a share of plain vLLM](images/{Path(PLOT).name})"
-        replace(root / "README.md", marker, short(outcomes))
+        replace(pages[1], marker, short(outcomes))
         plot(outcomes, root / PLOT)
-    replace(root / "docs" / "performance.md", marker, text)
+    replace(pages[0], marker, text)
+
+
+def documents(args: argparse.Namespace, root: Path) -> tuple[list[Path], str]:
+    """Return the pages that get tables, and the name of their markers; raise ValueError if a page lacks them."""
+    names = ["docs/performance.md", *(["README.md"] if args.model == "demo" else [])]
+    pages, marker = [root / name for name in names], "versus" if args.model == "demo" else "versus-llama"
+    for page in pages:
+        parts(page, marker)
+    return pages, marker
 
 
 def short(outcomes: Sequence[Outcome]) -> str:
     """Return the table of the README: who captures every row."""
     names = ["tok/s of plain", "tok per CPU s of plain", "MB/s delivered", "peak memory, GB"]
     some = [outcome for outcome in outcomes if outcome.contender.task == "rows" and outcome.measured]
-    lines = ["| every row captured by | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    intro = (
+        "Other ways to capture every row of the same requests, all checked. `make versus` measures them, with steering "
+        "and probes; [performance](docs/performance.md#against-others) says how."
+    )
+    lines = [
+        wrapped(intro),
+        "",
+        "| every row captured by | " + " | ".join(names) + " |",
+        "|---" * (len(names) + 1) + "|",
+    ]
     for outcome in sorted(some, key=_place):
         cells = [COLUMNS[name][1].format(COLUMNS[name][0](outcome)) for name in names]
         lines.append(f"| {outcome.contender.title} | " + " | ".join(cells) + " |")
@@ -187,16 +205,18 @@ def short(outcomes: Sequence[Outcome]) -> str:
 
 
 def replace(path: Path, marker: str, text: str) -> None:
-    """Replace what is between two markers of a file.
-
-    Raises ValueError where one is missing.
-    """
-    begin, end = f"<!-- {marker}:begin -->", f"<!-- {marker}:end -->"
-    before, first, rest = path.read_text(encoding="utf-8").partition(begin)
-    _, second, after = rest.partition(end)
-    if not (first and second):
-        raise ValueError(f"{path}: no {begin} … {end}")
+    """Replace what is between two markers of a file; raise ValueError where one is missing."""
+    before, begin, end, after = parts(path, marker)
     path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+
+
+def parts(path: Path, marker: str) -> tuple[str, str, str, str]:
+    """Return a file up to a marker, the marker, that of its end, and the rest; raise ValueError without both."""
+    before, begin, rest = path.read_text(encoding="utf-8").partition(f"<!-- {marker}:begin -->")
+    _, end, after = rest.partition(f"<!-- {marker}:end -->")
+    if not (begin and end):
+        raise ValueError(f"{path}: got no <!-- {marker}:begin --> and end, expected both")
+    return before, begin, end, after
 
 
 def wrapped(text: str, indent: str = "") -> str:

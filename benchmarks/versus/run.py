@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from .check import Reference
 from .contenders import CONTENDERS, PLAIN, Contender, chosen
 from .drive import FailedError, MemoryPeak, Process, size_of
 from .environments import NotMadeError, python_of
-from .report import Outcome, print_tables, write_docs
+from .report import Outcome, documents, print_tables, write_docs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SHARED = Path("/dev/shm")  # noqa: S108, a directory below it has a name of its own
@@ -76,9 +75,8 @@ class Run:
             for name in names if number % 2 else reversed(names):
                 if (turn := self._turn(CONTENDERS[name])) is not None:
                     turns[name] = turn
-            for name, turn in turns.items():
-                if PLAIN.name in turns:
-                    self.outcomes[name].turns.append((turn, turns[PLAIN.name]))
+            for name, turn in turns.items() if PLAIN.name in turns else ():
+                self.outcomes[name].turns.append((turn, turns[PLAIN.name]))
         for contender in contenders:
             if contender != PLAIN:
                 self._end(contender.name)
@@ -166,7 +164,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default="demo", help="demo, llama (random weights) or a directory")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--lengths", default="128,32", help="tokens of a prompt and of an answer")
-    parser.add_argument("--alive", type=int, default=4, help="contenders that live at the same time, beside plain vLLM")
+    parser.add_argument("--alive", type=int, default=2, help="contenders that live at the same time, beside plain vLLM")
     parser.add_argument("--limit", type=float, default=240, help="seconds to load, and for a turn")
     parser.add_argument("--eager", action="store_true", help="vLLM without torch.compile")
     parser.add_argument("--build", type=Path, default=ROOT / "build" / "versus", help="environments and logs")
@@ -185,15 +183,19 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             parser.exit(2, f"versus: --{name}: got {getattr(args, name)}, expected 1 or more\n")
     if args.model not in {"demo", "llama"} and not (Path(args.model) / "config.json").is_file():
         parser.exit(2, f"versus: --model: got {args.model}, expected demo, llama or a directory with config.json\n")
+    if args.write and args.model not in {"demo", "llama"}:
+        parser.exit(2, f"versus: --write: got --model {args.model}, expected demo or llama\n")
     return args
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark, and print or write its tables."""
     args = parsed(arguments)
+    if args.write:
+        # A missing marker is better seen now than in half an hour.
+        documents(args, ROOT)
     (args.build / "logs").mkdir(parents=True, exist_ok=True)
-    # Contenders lead sessions of their own; a run that is ended ends them.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    whole = True
     shared = SHARED if SHARED.is_dir() and shutil.disk_usage(SHARED).free > SHARED_BYTES_MIN else None
     with (
         tempfile.TemporaryDirectory(prefix="work-", dir=args.build) as work,
@@ -209,12 +211,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except FailedError as e:
             print(f"versus: {e}", file=sys.stderr)
             return 1
+        except KeyboardInterrupt:
+            whole = False
         finally:
             run.close()
-    outcomes = [run.outcomes[contender.name] for contender in args.contenders]
+    outcomes = [run.outcomes[contender.name] for contender in args.contenders if contender.name in run.outcomes]
     print_tables(outcomes, args, idle_cpu_share=run.idle_cpu_share)
     if args.json is not None:
         args.json.write_text(json.dumps([outcome.as_json() for outcome in outcomes], indent=1))
-    if args.write:
+    if args.write and whole:
         write_docs(outcomes, args, idle_cpu_share=run.idle_cpu_share, root=ROOT)
-    return 0
+    return 0 if whole else 130

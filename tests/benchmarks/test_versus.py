@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from tests.kit.sources import ROOT
@@ -19,7 +20,7 @@ from versus import check, contenders, drive, environments, report, run
 TOKENS = [[7, 8], [9, 8]]
 ROWS = np.random.default_rng(0).standard_normal((2, 3, 4, 5)).astype(np.float32)
 PROGRAM = """
-import os, sys, time
+import os, subprocess, sys, time
 import numpy as np
 from child import nothing, serve
 
@@ -35,6 +36,8 @@ class Fake:
             # It is ended long before.
             time.sleep(60)
         if self.mode == "dies":
+            with open("child.pid", "w") as file:
+                print(subprocess.Popen(["sleep", "60"], process_group=0).pid, file=file)
             print("RuntimeError: out of luck", file=sys.stderr, flush=True)
             os._exit(3)
         return [[1, 1], [1, 1]] if self.mode == "answers" else self.job["right"]
@@ -75,13 +78,13 @@ def main(monkeypatch, tmp_path):
 
     monkeypatch.setattr(run.Run, "prepare", prepare)
 
-    def main(*modes, rounds=1, alive=4, limit=20, environment=""):
+    def main(*modes, rounds=1, alive=4, limit=20, environment="", status=0):
         for mode in modes:
             contender = contenders.Contender(mode, f"peer {mode}", "rows", "fake", mode, environment, 0.5)
             monkeypatch.setitem(contenders.CONTENDERS, mode, contender)
         result = tmp_path / "result.json"
         command = ["--only", ",".join(modes), "--rounds", rounds, "--alive", alive, "--limit", limit, "--prompts", 2]
-        assert run.main([*map(str, command), "--build", str(tmp_path / "build"), "--json", str(result)]) == 0
+        assert run.main([*map(str, command), "--build", str(tmp_path / "build"), "--json", str(result)]) == status
         return {outcome["name"]: outcome for outcome in json.loads(result.read_text())}
 
     return main
@@ -101,6 +104,25 @@ def test_each_turn_is_beside_one_of_plain_vllm(main, capsys):
     order = [line.split(":")[0] for line in capsys.readouterr().err.splitlines() if " s of CPU" in line]
     # The first three warm up.
     assert order[3:9] == ["plain", "right", "again", "again", "right", "plain"]
+
+
+def test_a_run_that_is_ended_prints_the_turns_that_it_has(main, monkeypatch):
+    whole = run.Run.group
+
+    def ended(self, some):
+        if some[0].name == "later":
+            raise KeyboardInterrupt
+        whole(self, some)
+
+    monkeypatch.setattr(run.Run, "group", ended)
+    outcomes = main("right", "later", alive=1, status=130)
+    assert {name: len(outcome["turns"]) for name, outcome in outcomes.items()} == {"plain": 1, "right": 1}
+
+
+def test_a_child_does_not_outlive_a_contender_that_dies(main, tmp_path):
+    assert main("dies")["dies"]["reason"] == "RuntimeError: out of luck"
+    pid = int((tmp_path / "build" / "logs" / "child.pid").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize(
@@ -235,7 +257,7 @@ def test_the_documents_get_tables_and_a_plot(tmp_path):
     assert "vllm-lens" in plot
     assert len(plot) < 60_000
     with pytest.raises(ValueError, match="versus-llama:begin"):
-        report.replace(tmp_path / "README.md", "versus-llama", "")
+        report.documents(run.parsed(["--model", "llama"]), tmp_path)
 
 
 def test_the_cause_of_a_failure_is_the_last_one_that_does_not_follow_from_another(tmp_path):
@@ -247,6 +269,12 @@ def test_the_cause_of_a_failure_is_the_last_one_that_does_not_follow_from_anothe
     message = "RuntimeError: Engine core initialization failed. See root cause above."
     assert drive.reason_of(message, log) == "RuntimeError: Unsupported device type: cpu"
     assert drive.reason_of("its process ended with -9", tmp_path / "none") == "its process ended with -9"
+    log.write_text(
+        "ERROR 11-29 Worker proc VllmWorker-0 died unexpectedly (exit code: -9), shutting down executor.\n"
+        "RuntimeError: Executor failed.\n"
+    )
+    message = "EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the root cause."
+    assert drive.reason_of(message, log).startswith("VllmWorker-0 died unexpectedly (exit code: -9): killed")
 
 
 @pytest.mark.engine

@@ -18,6 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+KV_CACHE_BYTES = 512 * 1024**2
+"""Enough for all prompts at once, and for the rows that `extract_hidden_states` keeps there."""
 Job = dict[str, Any]
 """Its fields:
 
@@ -81,6 +83,7 @@ def engine_arguments(job: Job) -> dict[str, Any]:
         "max_num_seqs": max(64, len(job["prompts"])),
         "enforce_eager": job["eager"],
         "enable_prefix_caching": False,
+        "kv_cache_memory_bytes": KV_CACHE_BYTES,
         "skip_tokenizer_init": True,
     }
 
