@@ -90,8 +90,8 @@ class Capflow:
     def _scores(self) -> Any:
         """Ask the consumer that runs for the scores of the last turn."""
         sql = "SELECT request_id, position, score FROM scores"
-        query = [sys.executable, "-m", "capflow.cli", "query", sql, "--path", str(self.database)]
-        answer = subprocess.run([*query, "--format", "jsonl", "--rows", "1000000"], capture_output=True, check=True)
+        query = [sys.executable, "-m", "capflow", "query", sql, "--path", str(self.database)]
+        answer = subprocess.run([*query, "--format", "jsonl", "--rows", "1000000"], stdout=subprocess.PIPE, check=True)
         names = {name: number for number, name in enumerate(self._names())}
         scores = np.full((len(names), len(self.job["prompts"][0]) + self.job["tokens"] - 1), np.nan, np.float32)
         for line in answer.stdout.splitlines():
