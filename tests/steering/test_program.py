@@ -1,5 +1,6 @@
 """Programs: what tiers, clamps, patches and modules come to, and when two of them do the same."""
 
+import functools
 import pickle
 import weakref
 
@@ -13,8 +14,9 @@ from capflow import limits
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site
 from capflow.errors import UsageError
-from capflow.steering.compiler import program_of, with_vectors
-from capflow.steering.compose import fits
+from capflow.steering.clamp import parse_clamps
+from capflow.steering.compiler import program_of, with_clamps, with_vectors
+from capflow.steering.compose import fits, merged, owner_of, scaled, with_gate
 from capflow.steering.patch import parse_patches
 from capflow.steering.program import ADD, CLAMP, PATCH, RELATIVE, Op, SiteOps, SteeringProgram
 from capflow.steering.request import Steering, Tier
@@ -432,3 +434,37 @@ def test_a_program_that_fits_one_model_is_checked_against_another():
     made.check(fits)
     with pytest.raises(UsageError, match="no tap at post_block:3"):
         made.check(ModelInfo("m", 8, 2, "float32", (Site(1, "post_block"),)))
+
+
+KEPT = [name for name, value in vars(SteeringProgram).items() if isinstance(value, functools.cached_property)]
+
+
+def keys(program):
+    """Everything that a program keeps once it is computed."""
+    return {name: getattr(program, name) for name in KEPT}
+
+
+def anew(program):
+    """An equal program for which nothing was computed."""
+    fields = {name: getattr(program, name) for name in SteeringProgram.__struct_fields__}
+    return SteeringProgram(**fields)
+
+
+CLAMPED = {"post_block": {3: {"vector": [1.0, 0.0], "max": 2.0}}}
+CHANGES = {
+    "gain": lambda made: scaled(made, {owner_of(made, op): 2.0 for site in made.decode for op in site.ops}),
+    "gate": lambda made: with_gate(made, "g", enabled=False) or made,
+    "vectors": lambda made: with_vectors(made, WIDTH, [SteeringVector.make(HERE, [5.0, 6.0])]),
+    "clamps": lambda made: with_clamps(made, WIDTH, parse_clamps(CLAMPED)),
+    "program": lambda made: merged(made, program({"steering_clamps": CLAMPED})),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_program_that_is_made_of_another_keeps_nothing_of_what_was_computed_of_that(part, change):
+    made = program(part)
+    keys(made)
+    changed = CHANGES[change](made)
+    assert keys(changed) == keys(anew(changed))
+    assert keys(made) == keys(anew(made))
