@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import logging
 import os
 import signal
@@ -723,7 +724,7 @@ def tokenizer_key(vllm_config: Any) -> str | None:
     """Return a digest of all that the texts of the engine's tokenizer depend on; None if that is not known.
 
     These are the files in the tokenizer's directory, the arguments that vLLM loads it with, and the versions of the
-    packages that do. A tokenizer with code of its own, or with an unknown directory, has no key.
+    packages that do. A tokenizer with code of its own, or with an unknown or a large directory, has no key.
     """
     model = vllm_config.model_config
     directory = _tokenizer_directory(model)
@@ -741,7 +742,10 @@ def tokenizer_key(vllm_config: Any) -> str | None:
     )
     digest.update(repr(about).encode())
     try:
-        for path in sorted(directory.rglob("*")):
+        paths = [*itertools.islice(directory.rglob("*"), _TOKENIZER_FILES_MAX + 1)]
+        if len(paths) > _TOKENIZER_FILES_MAX:
+            return None
+        for path in sorted(paths):
             if path.is_file():
                 digest.update(str(path.relative_to(directory)).encode() + b"\0")
                 _add_file(digest, path)
@@ -752,6 +756,8 @@ def tokenizer_key(vllm_config: Any) -> str | None:
 
 # Goes up with every change to what `tokenizer_key` is made of.
 _TEXTS = 1
+# More are no directory of a tokenizer alone, and would take long to read.
+_TOKENIZER_FILES_MAX = 1_000
 _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot"})
 
 

@@ -60,3 +60,10 @@ def test_a_tokenizer_that_is_not_on_this_machine_has_no_key(model, monkeypatch, 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     model.tokenizer = "nobody/nothing-of-this-name"
     assert key_of(model) is None
+
+
+def test_a_directory_with_more_files_than_a_tokenizer_has_is_not_read(model, monkeypatch):
+    monkeypatch.setattr(compat, "_TOKENIZER_FILES_MAX", 2)
+    assert key_of(model) is not None
+    monkeypatch.setattr(compat, "_TOKENIZER_FILES_MAX", 1)
+    assert key_of(model) is None
