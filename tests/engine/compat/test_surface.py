@@ -289,7 +289,7 @@ SCHEDULER = "vllm/v1/core/sched/scheduler.py"
         ),
         ("vllm/v1/request.py", "_block_hasher", "_hasher", CORE, "missing"),
         ("vllm/v1/request.py", "def update_block_hashes(", "def rehash(", CORE, "missing"),
-        ("vllm/v1/worker/gpu/input_batch.py", "query_start_loc_np", "query_starts", V2_RUNNER, "missing"),
+        ("vllm/v1/worker/gpu/input_batch.py", "num_computed_tokens_np", "num_computed_np", V2_RUNNER, "missing"),
         ("vllm/entrypoints/openai/completion/api_router.py", "def create_completion(", "def made(", HTTP, "missing"),
         ("vllm/entrypoints/generate/beam_search/offline.py", "_beam_search_step", "_beam_step", BEAM_SEARCH, "missing"),
     ],

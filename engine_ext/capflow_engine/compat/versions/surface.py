@@ -178,7 +178,7 @@ OVERRIDES = (
         "capflow_engine.scheduler.mixin:Captured",
         "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
         "__init__ add_request schedule _update_after_schedule update_from_output"
-        " _update_request_with_output _preempt_request _handle_stopped_request _update_request_as_session _free_request"
+        " _preempt_request _handle_stopped_request _update_request_as_session _free_request"
         " shutdown",
     ),
     *_overrides(
@@ -253,6 +253,10 @@ REPLACED = (
     Replaced(f"{_CORE_OF}.shutdown", "capflow_engine.compat.engine:call_before_kill"),
     Replaced(
         "vllm.v1.engine.output_processor:OutputProcessor.add_request", "capflow_engine.compat.engine:before_adding"
+    ),
+    Replaced(
+        "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_request_with_output",
+        "capflow_engine.scheduler.mixin:Captured.update_from_output",
     ),
     Replaced(f"{_REQUEST}._block_hasher", "capflow_engine.compat.engine:fork_cache_from"),
     Replaced(f"{_REQUEST}.skip_reading_prefix_cache", "capflow_engine.compat.cache:compute"),
@@ -331,8 +335,7 @@ READS = (
     _read("vllm.v1.worker.gpu.model_runner:GPUModelRunner", "get_model vllm_config", V2_RUNNER),
     _read(
         "vllm.v1.worker.gpu.input_batch:InputBatch",
-        "input_ids num_computed_tokens_np num_reqs num_scheduled_tokens num_tokens_after_padding query_start_loc_np"
-        " req_ids",
+        "input_ids num_computed_tokens_np num_reqs num_scheduled_tokens num_tokens_after_padding req_ids",
         V2_RUNNER,
     ),
     _read(
@@ -342,8 +345,8 @@ READS = (
     ),
     _read(
         "vllm.config:ModelConfig",
-        "enforce_eager get_hidden_size get_total_num_hidden_layers get_vocab_size max_model_len served_model_name"
-        " skip_tokenizer_init trust_remote_code",
+        "enforce_eager get_hidden_size get_total_num_hidden_layers get_vocab_size hf_config max_model_len"
+        " served_model_name skip_tokenizer_init tokenizer_mode tokenizer_revision trust_remote_code",
     ),
     _read(
         "vllm.config:ParallelConfig",
