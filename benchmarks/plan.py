@@ -135,7 +135,7 @@ def measure(case: Case, steps: int) -> tuple[Plan, dict[str, float]]:
     for batch in case.batches(steps):
         made: list[Plan] = []
         times["plan"].append(microseconds(lambda batch=batch, made=made: made.append(case.planner.plan(batch))))
-        times["loop"].append(microseconds(lambda parts=batch.parts: bare(parts)))
+        times["loop"].append(microseconds(lambda parts=batch.made: bare(parts)))
         buffer = torch.empty(made[0].rows, 1)
         times["step"].append(microseconds(lambda made=made, buffer=buffer: Step(made[0], buffer, bank)))
         tokens = made[0].tokens

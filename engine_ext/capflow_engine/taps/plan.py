@@ -30,7 +30,7 @@ import functools
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, overload
+from typing import NamedTuple, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,45 @@ from capflow_engine.taps.requests import (
     hashes_of,
 )
 
+T = TypeVar("T")
+
+
+class Made(Sequence[T]):
+    """Tuples that are kept as arrays, and made when they are first asked for."""
+
+    __slots__ = ("_made",)
+    _made: tuple[T, ...] | None
+
+    def _make(self) -> Iterator[T]:
+        raise NotImplementedError
+
+    @property
+    def made(self) -> tuple[T, ...]:
+        """All of them."""
+        if self._made is None:
+            self._made = tuple(self._make())
+        return self._made
+
+    @overload
+    def __getitem__(self, number: int) -> T: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[T]: ...
+
+    def __getitem__(self, number: int | slice) -> T | Sequence[T]:
+        return self.made[number]
+
+    def __len__(self) -> int:
+        return len(self.made)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self.made)
+
+    def __eq__(self, other: object) -> bool:
+        return self.made == (other.made if isinstance(other, Made) else other)
+
+    __hash__ = None  # type: ignore[assignment]
+
 
 class Scheduled(NamedTuple):
     """A request's part of a step: its tokens are rows `row .. row+length` of the model's tensors.
@@ -66,21 +105,21 @@ class Scheduled(NamedTuple):
     length: int
 
 
-class Batch(Sequence[Scheduled]):
+class Batch(Made[Scheduled]):
     """The requests of a step, in the order of their tokens.
 
     starts, lengths: the fields of `Scheduled`, as arrays.
     rows: the field `row`; None if the tokens of the requests follow one another from row 0 on.
     """
 
-    __slots__ = ("_parts", "_rows", "lengths", "requests", "starts")
+    __slots__ = ("_rows", "lengths", "requests", "starts")
 
     def __init__(
         self, requests: tuple[Tracked, ...], starts: Indices, lengths: Indices, rows: Indices | None = None
     ) -> None:
         self.requests, self.starts, self.lengths = requests, starts, lengths
         self._rows = rows
-        self._parts: tuple[Scheduled, ...] | None = None
+        self._made = None
 
     @property
     def rows(self) -> Indices:
@@ -108,13 +147,9 @@ class Batch(Sequence[Scheduled]):
         rows, starts, lengths = (np.array(column, np.int64) for column in columns)
         return cls(requests, starts, lengths, rows)
 
-    @property
-    def parts(self) -> tuple[Scheduled, ...]:
-        """Each request's part."""
-        if self._parts is None:
-            columns = (each.tolist() for each in (self.rows, self.starts, self.lengths))
-            self._parts = tuple(map(_scheduled, zip(self.requests, *columns, strict=True)))
-        return self._parts
+    def _make(self) -> Iterator[Scheduled]:
+        columns = (each.tolist() for each in (self.rows, self.starts, self.lengths))
+        return map(_scheduled, zip(self.requests, *columns, strict=True))
 
     def part(self, number: int) -> Scheduled:
         """Return the part of one request, without making those of the others."""
@@ -129,31 +164,14 @@ class Batch(Sequence[Scheduled]):
             return int(self.lengths.sum())
         return int((self._rows + self.lengths).max(initial=0))
 
-    @overload
-    def __getitem__(self, number: int) -> Scheduled: ...
-
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[Scheduled]: ...
-
-    def __getitem__(self, number: int | slice) -> Scheduled | Sequence[Scheduled]:
-        return self.parts[number]
-
     def __len__(self) -> int:
         return len(self.requests)
 
-    def __iter__(self) -> Iterator[Scheduled]:
-        return iter(self.parts)
 
-    def __eq__(self, other: object) -> bool:
-        return self.parts == (other.parts if isinstance(other, Batch) else other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class Spans(Sequence[Span]):
+class Spans(Made[Span]):
     """The spans of a block. They are made when they are first asked for, mostly in the sender's thread."""
 
-    __slots__ = ("_batch", "_begin", "_columns", "_end", "_spans")
+    __slots__ = ("_batch", "_begin", "_columns", "_end")
 
     def __init__(self, columns: tuple[Indices, ...], begin: int, end: int, batch: Batch | None = None) -> None:
         """Take entries `begin .. end` of the columns, which are the fields of `Span`.
@@ -161,41 +179,19 @@ class Spans(Sequence[Span]):
         batch: the positions begin where those of its requests do; None: where the columns say.
         """
         self._columns, self._begin, self._end, self._batch = columns, begin, end, batch
-        self._spans: tuple[Span, ...] | None = None
+        self._made = None
 
     def moved(self, batch: Batch) -> Spans:
         """Return the spans of a later step that has whole parts of the same requests in the same order."""
         return Spans(self._columns, self._begin, self._end, batch)
 
-    @property
-    def spans(self) -> tuple[Span, ...]:
-        """The spans."""
-        if self._spans is None:
-            numbers, starts, lengths, rows = (column[self._begin : self._end] for column in self._columns)
-            starts = starts if self._batch is None else self._batch.starts[numbers]
-            columns = (each.tolist() for each in (numbers, starts, lengths, rows))
-            self._spans = tuple(map(_span, zip(*columns, strict=True)))
-        return self._spans
-
-    @overload
-    def __getitem__(self, number: int) -> Span: ...
-
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[Span]: ...
-
-    def __getitem__(self, number: int | slice) -> Span | Sequence[Span]:
-        return self.spans[number]
+    def _make(self) -> Iterator[Span]:
+        numbers, starts, lengths, rows = (column[self._begin : self._end] for column in self._columns)
+        starts = starts if self._batch is None else self._batch.starts[numbers]
+        return map(_span, zip(*(each.tolist() for each in (numbers, starts, lengths, rows)), strict=True))
 
     def __len__(self) -> int:
         return self._end - self._begin
-
-    def __iter__(self) -> Iterator[Span]:
-        return iter(self.spans)
-
-    def __eq__(self, other: object) -> bool:
-        return self.spans == (other.spans if isinstance(other, Spans) else other)
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 class Run(NamedTuple):
@@ -252,7 +248,7 @@ class Slotted(NamedTuple):
     slot: int
 
 
-class Slots(Sequence[Slotted]):
+class Slots(Made[Slotted]):
     """The token rows that are steered; if two entries name the same row, the later one applies.
 
     sources, lengths, slots: the fields of `Slotted`, as arrays.
@@ -262,6 +258,7 @@ class Slots(Sequence[Slotted]):
 
     def __init__(self, sources: Indices, lengths: Indices, slots: Indices) -> None:
         self.sources, self.lengths, self.slots = sources, lengths, slots
+        self._made = None
 
     @property
     def end(self) -> int:
@@ -284,25 +281,11 @@ class Slots(Sequence[Slotted]):
             slots[np.repeat(self.sources, self.lengths) + counted(self.lengths)] = np.repeat(self.slots, self.lengths)
         return slots
 
-    @overload
-    def __getitem__(self, number: int) -> Slotted: ...
-
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[Slotted]: ...
-
-    def __getitem__(self, number: int | slice) -> Slotted | Sequence[Slotted]:
-        return tuple(self)[number]
+    def _make(self) -> Iterator[Slotted]:
+        return map(_slotted_run, zip(self.sources.tolist(), self.lengths.tolist(), self.slots.tolist(), strict=True))
 
     def __len__(self) -> int:
         return len(self.slots)
-
-    def __iter__(self) -> Iterator[Slotted]:
-        return map(_slotted_run, zip(self.sources.tolist(), self.lengths.tolist(), self.slots.tolist(), strict=True))
-
-    def __eq__(self, other: object) -> bool:
-        return tuple(self) == (tuple(other) if isinstance(other, Slots) else other)
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 _NO_INDICES = np.empty(0, np.int64)

@@ -392,7 +392,7 @@ class Sender:
 
         firsts, ends: their positions, by index in the batch.
         """
-        batch, histories, text_of = step.plan.batch.parts, step.plan.histories, self.text_of
+        batch, histories, text_of = step.plan.batch.made, step.plan.histories, self.text_of
         every_id = step.token_ids.tolist()
         for number, first in firsts.items():
             request, row, start, _ = batch[number]
