@@ -1,5 +1,7 @@
 """The planner against a reference that looks at every site, request and token by itself."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -275,9 +277,12 @@ class Twins:
             if which == 0 and requests == planner._table._requests:
                 requests = planner._table._requests  # as a worker's lineup does it
                 self.went_on += planner._steady is not None
+            batch = Batch(requests, starts, np.array(lengths, np.int64))
             if which == 1:
                 planner._steady = None
-            plans.append(planner.plan(Batch(requests, starts, np.array(lengths, np.int64))))
+                rows = itertools.accumulate(lengths, initial=0)
+                batch = Batch.of(list(map(Scheduled, requests, rows, starts.tolist(), lengths)))
+            plans.append(planner.plan(batch))
         for entry, length in zip(self.running, lengths, strict=True):
             entry[1] += length
         return plans
