@@ -29,10 +29,10 @@ def opened(chromium):
     """Return a function that opens a dashboard's page; whatever its console complains of fails the test."""
     contexts, pages = [], []
 
-    def make(consumer, place="", **settings):
+    def make(consumer, place="", answer=None, **settings):
         context = chromium.new_context(**({"viewport": {"width": 1280, "height": 800}} | settings))
         contexts.append(context)
-        pages.append(OpenPage(context.new_page(), consumer, place))
+        pages.append(OpenPage(context.new_page(), consumer, place, answer))
         return pages[-1]
 
     yield make

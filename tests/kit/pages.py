@@ -42,12 +42,13 @@ class OpenPage:
     """A page that is open on a dashboard.
 
     complaints: warnings and errors of its console, and requests to anywhere else.
+    answer: called with the route of each file that it asks for, to answer it.
     excused: a text of its console that is no complaint: what a test does itself.
     """
 
     excused = "\0"
 
-    def __init__(self, page, consumer, place=""):
+    def __init__(self, page, consumer, place="", answer=None):
         self.page = page
         self.consumer = consumer
         self.complaints = []
@@ -56,6 +57,8 @@ class OpenPage:
         page.on("dialog", lambda dialog: (self.complaints.append(dialog.message), dialog.dismiss()))
         page.on("request", self._on_request)
         page.set_default_timeout(LIMIT_MS)
+        if answer:
+            page.route("**/*", answer)
         page.goto(consumer.link)
         expect(page.locator("#link")).to_have_text(re.compile("live|stale"), timeout=LIMIT_MS)
         if place:
