@@ -11,9 +11,18 @@ import threading
 import weakref
 from typing import Any
 
+import numpy as np
 import torch
 
 _SIZE_MIN = 64 * 1024
+
+
+class _Lent(weakref.ref[Any]):
+    """A reference to a lent array, with the buffer that it is in."""
+
+    __slots__ = ("memory", "size")
+    memory: memoryview
+    size: int
 
 
 class Ring:
@@ -31,7 +40,9 @@ class Ring:
         # The bytes of all buffers, lent or free.
         self._bytes_held = 0
         # Free buffers, by size.
-        self._free: dict[int, list[torch.Tensor]] = {}
+        self._free: dict[int, list[memoryview]] = {}
+        # References to the lent arrays, by `id`.
+        self._lent: dict[int, _Lent] = {}
         # Guards the fields above; notified when a buffer comes back.
         self._changed = threading.Condition()
 
@@ -48,19 +59,23 @@ class Ring:
         """
         size = self.size_of(nbytes)
         with self._changed:
-            if not self._changed.wait_for(lambda: self._fits(size, held), timeout_s):
+            fits = self.bytes_lent + size <= self.bytes_max  # nearly always
+            if not fits and not self._changed.wait_for(lambda: self._fits(size, held), timeout_s):
                 return None
-            storage = self._take(size)
+            memory = self._take(size)
             self.bytes_lent += size
-        view = storage[:nbytes].numpy()
-        weakref.finalize(view, self._give_back, size, storage)
+        # A view of a part of this array keeps the array, as the memory below it is no array.
+        view = np.frombuffer(memory, np.uint8, nbytes)
+        lent = _Lent(view, self._give_back)
+        lent.size, lent.memory = size, memory
+        self._lent[id(lent)] = lent
         return view
 
     def _fits(self, size: int, held: int) -> bool:
         lent = self.bytes_lent - held
         return lent == 0 or lent + size <= self.bytes_max
 
-    def _take(self, size: int) -> torch.Tensor:
+    def _take(self, size: int) -> memoryview:
         if self._free.get(size):
             return self._free[size].pop()
         while self._bytes_held + size > self.bytes_max and any(self._free.values()):
@@ -68,10 +83,11 @@ class Ring:
             self._free[other].pop()
             self._bytes_held -= other
         self._bytes_held += size
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned)
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned).numpy().data
 
-    def _give_back(self, size: int, storage: torch.Tensor) -> None:
+    def _give_back(self, lent: _Lent) -> None:
         with self._changed:
-            self.bytes_lent -= size
-            self._free.setdefault(size, []).append(storage)
+            del self._lent[id(lent)]
+            self.bytes_lent -= lent.size
+            self._free.setdefault(lent.size, []).append(lent.memory)
             self._changed.notify_all()
