@@ -124,11 +124,11 @@ class HubLinks:
 
     def actions(self, ready: Callable[[Act], bool]) -> list[Act]:
         """Return the waiting actions that are ready, the hub's number before their ids. Never waits."""
-        return [
-            msgspec.structs.replace(act, id=f"{number}/{act.id}")
-            for number, link in enumerate(self._links)
-            for act in link.actions(ready)
-        ]
+        acts: list[Act] = []
+        for number, link in enumerate(self._links):
+            if link.waiting:
+                acts += (msgspec.structs.replace(act, id=f"{number}/{act.id}") for act in link.actions(ready))
+        return acts
 
     def outcome(self, outcome: Outcome) -> None:
         """Send the outcome of an action to the hub that asked for it. Never waits."""

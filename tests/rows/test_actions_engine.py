@@ -113,7 +113,7 @@ class Run:
         (link,) = self._scheduler.capflow.links._links
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             sent = pool.submit(self.client.act, list(actions), 60)
-            eventually(lambda: len(link._waiting) == len(actions))
+            eventually(lambda: len(link.waiting) == len(actions))
             self.step()
             return sent.result()
 
@@ -260,7 +260,7 @@ def test_a_lease_counts_from_the_input_that_came_before_its_action(tiny, tmp_pat
         action = Steer("talk", (added(1),), lease_positions=9)
         sender = threading.Thread(target=lambda: outcomes.append(client.act(action, 60)))
         sender.start()
-        eventually(lambda: scheduler.capflow.links._links[0]._waiting)
+        eventually(lambda: scheduler.capflow.links._links[0].waiting)
         two = driver.talk("talk", second, params)
         sender.join()
         driver.say("talk", [0], params, more=False)

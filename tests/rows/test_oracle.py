@@ -4,10 +4,10 @@
 the seed is printed.
 """
 
-import dataclasses
 import os
 import random
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
@@ -128,7 +128,7 @@ def by_one_row(plan):
 def by_one_layer(plan):
     """Put each layer's rows where the next one's belong."""
     blocks = [block._replace(sites=(*block.sites[1:], block.sites[0])) for block in plan.blocks]
-    return dataclasses.replace(plan, blocks=tuple(blocks))
+    return msgspec.structs.replace(plan, blocks=tuple(blocks))
 
 
 def by_one_position(plan):
@@ -145,7 +145,7 @@ def _regroup(plan, runs=lambda run: run, spans=lambda span: span):
     blocks = [
         block._replace(runs=tuple(map(runs, block.runs)), spans=tuple(map(spans, block.spans))) for block in plan.blocks
     ]
-    return dataclasses.replace(plan, blocks=tuple(blocks))
+    return msgspec.structs.replace(plan, blocks=tuple(blocks))
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ class SchedulerLink(Link):
     at_once: answers an action on all requests of an idle engine; None if the next step does. Called on the link's
         thread.
     holds: returns whether a request of this hub runs or waits; called on the link's thread.
+    waiting: the actions that the scheduler has not taken. Whether there is any may be read without the lock.
     """
 
     def __init__(
@@ -74,8 +75,8 @@ class SchedulerLink(Link):
         self._hands_over_since = 0.0
         self._handed_over = False
         self._lock = threading.Lock()
-        # Actions that the scheduler has not taken, by key; guarded by `_lock`.
-        self._waiting: dict[_Key, Act] = {}
+        # By key; guarded by `_lock`.
+        self.waiting: dict[_Key, Act] = {}
         # All actions that have not expired or whose answers are kept, by key, oldest first; guarded by `_lock`.
         self._pending: dict[_Key, _Pending] = {}
         # The action that the scheduler took and has not answered, by id; guarded by `_lock`.
@@ -96,13 +97,13 @@ class SchedulerLink(Link):
 
         ready: returns whether the scheduler can take an action now.
         """
-        if not self._waiting:
+        if not self.waiting:
             return []
         now = time.monotonic()
         with self._lock:
-            taken = {key: act for key, act in self._waiting.items() if now < self._pending[key].until and ready(act)}
+            taken = {key: act for key, act in self.waiting.items() if now < self._pending[key].until and ready(act)}
             for key, act in taken.items():
-                del self._waiting[key]
+                del self.waiting[key]
                 self._taken[act.id] = act
         return list(taken.values())
 
@@ -117,8 +118,8 @@ class SchedulerLink(Link):
     def reject(self, which: Callable[[Act], bool], reason: str) -> None:
         """Reject the actions that wait and for which `which` is true; never waits."""
         with self._lock:
-            for key, act in [(key, act) for key, act in self._waiting.items() if which(act)]:
-                del self._waiting[key]
+            for key, act in [(key, act) for key, act in self.waiting.items() if which(act)]:
+                del self.waiting[key]
                 self._answer(key, Rejected(act.id, reason))
         self._waker.wake()
 
@@ -172,9 +173,9 @@ class SchedulerLink(Link):
         """Drop the waiting actions of another hub: no one waits for their outcomes."""
         with self._lock:
             if hub != self._hub:
-                for key in self._waiting:
+                for key in self.waiting:
                     del self._pending[key]
-                self._waiting.clear()
+                self.waiting.clear()
             self._hub = hub
 
     def _take(self, act: Act) -> None:
@@ -191,7 +192,7 @@ class SchedulerLink(Link):
                 return
             if len(self._pending) >= limits.ACTIONS_KNOWN_MAX:
                 self._forget(now, all_expired=True)
-            if len(self._waiting) >= limits.ACTIONS_WAITING_MAX or len(self._pending) >= limits.ACTIONS_KNOWN_MAX:
+            if len(self.waiting) >= limits.ACTIONS_WAITING_MAX or len(self._pending) >= limits.ACTIONS_KNOWN_MAX:
                 reason = explain("actions of the engine", got=len(self._pending) + 1, expected="fewer; try again later")
             elif not now < until:
                 reason = _expired()
@@ -201,7 +202,7 @@ class SchedulerLink(Link):
                 reason = not_meant(act.action, incarnation)
             else:
                 self._pending[act.key] = _Pending(until, kept, [act.id], now)
-                self._waiting[act.key] = _of_incarnation(act, incarnation)
+                self.waiting[act.key] = _of_incarnation(act, incarnation)
                 return
             outcome = Rejected(act.id, reason)
             self._pending[act.key] = _Pending(until, kept, [], now, outcome)
@@ -214,9 +215,9 @@ class SchedulerLink(Link):
         # The actions on the whole engine that wait for a step, oldest first.
         earlier: list[Act] = []
         with self._lock:
-            for key, act in list(self._waiting.items()):
+            for key, act in list(self.waiting.items()):
                 if (outcome := self._idle_outcome(act, self._pending[key], now, earlier)) is not None:
-                    del self._waiting[key]
+                    del self.waiting[key]
                     self._answer(key, outcome)
                 elif not act.action.request:
                     earlier.append(act)
@@ -248,7 +249,7 @@ class SchedulerLink(Link):
     def _timeout(self, now: float) -> float | None:
         timeout = super()._timeout(now)
         with self._lock:
-            idle = any(not act.action.request for act in self._waiting.values())
+            idle = any(not act.action.request for act in self.waiting.values())
         return limits.ACTION_IDLE_S if idle and (timeout is None or timeout > limits.ACTION_IDLE_S) else timeout
 
 

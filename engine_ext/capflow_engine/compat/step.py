@@ -8,15 +8,16 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from capflow_engine.compat.engine import prompt_length
 
 
-class RunnerBatch(NamedTuple):
+class RunnerBatch(msgspec.Struct):
     """The requests of a step in the runner's order: their tokens follow one another in the model's tensors.
 
     keys: vLLM's ids. The list is the runner's own.
@@ -35,8 +36,9 @@ class RunnerBatch(NamedTuple):
 def scheduled_batch(runner: Any, num_scheduled_tokens: Any) -> RunnerBatch:
     """Return the V1 runner's batch; valid after it prepared its inputs, when its batch is in the step's order."""
     batch = runner.input_batch
-    lengths = num_scheduled_tokens[: batch.num_reqs].astype(np.int64)
-    starts = batch.num_computed_tokens_cpu[: batch.num_reqs].astype(np.int64)
+    requests = batch.num_reqs
+    lengths = num_scheduled_tokens[:requests].astype(np.int64)
+    starts = batch.num_computed_tokens_cpu[:requests].astype(np.int64)
     return RunnerBatch(batch.req_ids, starts, lengths)
 
 
@@ -46,11 +48,10 @@ def prepared_batch(batch: Any) -> RunnerBatch:
     return RunnerBatch(batch.req_ids, *(part[: batch.num_reqs].astype(np.int64) for part in parts))
 
 
-def step_token_ids(runner: Any, tokens: int) -> Any:
-    """Return the input ids of the prepared step, `[tokens]`, on the runner's device."""
+def input_ids(runner: Any) -> Any:
+    """Return the buffer of the input ids, int32, on the runner's device; it begins with those of the prepared step."""
     buffers = getattr(runner, "input_buffers", None)  # only the V2 runner has them
-    ids = runner.input_ids.gpu if buffers is None else buffers.input_ids
-    return ids[:tokens]
+    return runner.input_ids.gpu if buffers is None else buffers.input_ids
 
 
 def forward_tokens(input_ids: Any, kwargs: dict[str, Any]) -> int:
@@ -120,7 +121,8 @@ def new_requests(scheduler_output: Any) -> Iterator[tuple[str, int]]:
 
 def drafts(scheduler_output: Any) -> dict[str, int]:
     """Return the number of draft tokens of each request that a step verifies."""
-    return {key: len(tokens) for key, tokens in scheduler_output.scheduled_spec_decode_tokens.items() if tokens}
+    drafted = scheduler_output.scheduled_spec_decode_tokens
+    return {key: len(tokens) for key, tokens in drafted.items() if tokens} if drafted else {}
 
 
 _DECISIONS = "capflow_decisions"

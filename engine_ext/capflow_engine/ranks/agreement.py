@@ -61,6 +61,7 @@ class Agreement:
     stages, ranks: how many pipeline stages the engine has, and tensor-parallel ranks in each.
     store: None for an engine of one rank, which agrees with itself.
     reaction: what the engine does if ranks differ, as `Settings.on_divergence`.
+    divergence: what the scheduler is to know, until `take`.
     """
 
     def __init__(
@@ -84,8 +85,7 @@ class Agreement:
         # When this rank asked for the sums of requests, on the monotonic clock; and whether it was asked.
         self._asked_s: float | None = None
         self._was_asked = False
-        # For the scheduler, until `take`.
-        self._divergence: Divergence | None = None
+        self.divergence: Divergence | None = None
         self._seen: tuple[str, ...] = ()
         # The last compared step.
         self._step = 0
@@ -98,10 +98,9 @@ class Agreement:
         if self._make_store is not None:
             self._thread.start()
 
-    def stepped(self, step: int) -> None:
-        """Note that a step was folded; never waits."""
-        if step % limits.CHECKSUM_STEPS == 0:
-            self._wake.set()
+    def compare(self) -> None:
+        """Compare the sums of all ranks soon; called every `limits.CHECKSUM_STEPS` steps; never waits."""
+        self._wake.set()
 
     def close(self) -> None:
         """End the thread."""
@@ -132,7 +131,7 @@ class Agreement:
 
     def take(self) -> Divergence | None:
         """Return what the scheduler is to know of a difference, once; only in the rank that returns the outputs."""
-        divergence, self._divergence = self._divergence, None
+        divergence, self.divergence = self.divergence, None
         return divergence
 
     # The thread.
@@ -182,7 +181,7 @@ class Agreement:
             self._difference = difference
             logger.error("%s", self.trouble)
             if self._answers and self._reaction == "freeze":
-                self._divergence = Divergence(*difference)
+                self.divergence = Divergence(*difference)
             elif self._answers and self._reaction == "abort":
                 store.set(self._asking, difference.step.to_bytes(8, "little"))
                 self._asked_s = time.monotonic()
@@ -202,9 +201,9 @@ class Agreement:
         keys = {place: self._key(*place) + "/requests" for place in self._all}
         if store.check(list(keys.values())):
             sums = {place: _sums_decoder.decode(bytes(store.get(key))) for place, key in keys.items()}
-            self._divergence = Divergence(*self._difference, differing_requests(sums))
+            self.divergence = Divergence(*self._difference, differing_requests(sums))
         elif time.monotonic() - self._asked_s > limits.CHECKSUM_ANSWERS_S:
-            self._divergence = Divergence(*self._difference)
+            self.divergence = Divergence(*self._difference)
         else:
             return
         self._asked_s = None

@@ -63,18 +63,20 @@ class Checksums:
     """The sums of one rank. The step's thread folds; any thread takes the log.
 
     Each request was hashed with what steers it when that changed, so a step costs the hash of some numbers for each.
+
+    last: the last step, also one that was not folded.
+    folds: how many steps were folded.
+    gates: those of the steps that are not settled, oldest first.
     """
 
     def __init__(self) -> None:
         self._folded: deque[Folded] = deque(maxlen=limits.CHECKSUM_STEPS_MAX)
         self._recent: deque[_Recent] = deque(maxlen=limits.CHECKSUM_PARTS_MAX)
-        # The last step, and how many were folded.
         self.last = self.folds = 0
         self._shared = self._stage = 0
         # The last folded step that is no longer in the log.
         self._before = Folded(0, 0, 0)
-        # The gates of the steps that are not settled, oldest first.
-        self._gates: deque[tuple[int, npt.NDArray[Any], Callable[[], None]]] = deque()
+        self.gates: deque[tuple[int, npt.NDArray[Any], Callable[[], None]]] = deque()
         self._lock = threading.Lock()
 
     def fold(self, step: int, plan: Plan) -> None:
@@ -105,7 +107,7 @@ class Checksums:
 
         margins: float32 `[gates, tokens]`, in the host's memory; valid after `ready` returned.
         """
-        self._gates.append((step, margins, ready))
+        self.gates.append((step, margins, ready))
 
     def settle(self, settled: int) -> None:
         """Fold which gates were open in the steps up to number `settled`, with the next step that is folded.
@@ -113,8 +115,8 @@ class Checksums:
         The outputs of these steps are out, so their margins are in the host's memory. Scores are not folded: on some
         devices their last bits may differ between ranks that do the same.
         """
-        while self._gates and self._gates[0][0] <= settled:
-            step, margins, ready = self._gates.popleft()
+        while self.gates and self.gates[0][0] <= settled:
+            step, margins, ready = self.gates.popleft()
             ready()
             bits = np.packbits(margins >= 0).tobytes()
             self._stage = xxhash.xxh3_64_intdigest(step.to_bytes(8, "little") + bits, self._stage)

@@ -33,13 +33,15 @@ class _Report:
 
 
 class Reports:
-    """The scheduler's reports of the requests that run. The samples of one request share one report."""
+    """The scheduler's reports of the requests that run. The samples of one request share one report.
+
+    by_name: the report of each request that has anything to report, by the request's name.
+    """
 
     def __init__(self) -> None:
         # The name of the request and the name of this sample, by vLLM's id.
         self._members: dict[str, tuple[str, str]] = {}
-        # The report of each request that has anything to report, by the request's name.
-        self._reports: dict[str, _Report] = {}
+        self.by_name: dict[str, _Report] = {}
         # Requests that ended, until vLLM outputs their end.
         self._over: dict[str, tuple[str, str]] = {}
 
@@ -53,14 +55,14 @@ class Reports:
         """
         self._members[key] = together, name
         if hub is not None:
-            self._reports.setdefault(together, _Report(())).hubs[name] = hub
+            self.by_name.setdefault(together, _Report(())).hubs[name] = hub
         if controllers:
-            self._reports.setdefault(together, _Report(())).controllers = tuple(controllers)
+            self.by_name.setdefault(together, _Report(())).controllers = tuple(controllers)
 
     def act(self, key: str, action: Action, position: int) -> None:
         """Note an action that holds from a position of a request on. A report lists the first `limits.ACTED_MAX`."""
         together, name = self._members[key]
-        changes = self._reports.setdefault(together, _Report(())).changes
+        changes = self.by_name.setdefault(together, _Report(())).changes
         if len(changes) < limits.ACTED_MAX:
             sites = tuple(map(str, sites_of(action)))
             changes.append(Change(name, str(action.__struct_config__.tag), sites, position))
@@ -68,8 +70,8 @@ class Reports:
     def shift(self, key: str, first: int, count: int) -> None:
         """Lower the positions of a request's actions that hold from position `first` or from a later one."""
         together, name = self._members[key]
-        if together in self._reports:
-            changes = self._reports[together].changes
+        if together in self.by_name:
+            changes = self.by_name[together].changes
             for number, change in enumerate(changes):
                 if change.request == name and change.position >= first:
                     changes[number] = msgspec.structs.replace(change, position=change.position - count)
@@ -77,7 +79,7 @@ class Reports:
     def end(self, key: str) -> None:
         """Note that a request ended."""
         member = self._members.pop(key, None)
-        if member is not None and member[0] in self._reports:
+        if member is not None and member[0] in self.by_name:
             self._over[key] = member
 
     def attach(self, outputs: Mapping[int, Any], stopped: Mapping[str, int]) -> None:
@@ -85,19 +87,17 @@ class Reports:
 
         stopped: requests that a stop string ended.
         """
-        if not self._reports:
-            return
         for each in outputs.values():
             for output in each.outputs:
                 key = output.request_id
                 member = self._members.get(key) or self._over.get(key)
-                report = self._reports.get(member[0]) if member is not None else None
+                report = self.by_name.get(member[0]) if member is not None else None
                 if report is not None and (report.changes or output.finish_reason is not None or key in stopped):
                     output.kv_transfer_params = report.packed()
         running = {together for together, _ in self._members.values()} if self._over else set()
         for together, _ in self._over.values():
             if together not in running:
-                self._reports.pop(together, None)
+                self.by_name.pop(together, None)
         self._over.clear()
 
 

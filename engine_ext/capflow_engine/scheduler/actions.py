@@ -36,7 +36,7 @@ from capflow.steering.action import (
 from capflow.steering.compose import fits, own
 from capflow.steering.program import SteeringProgram
 from capflow.steering.request import Steering, Tier
-from capflow_engine.scheduler.orders import FreezeOrder, LeaseEnd, Ordered, Orders
+from capflow_engine.scheduler.orders import FreezeOrder, LeaseEnd, News, Ordered
 from capflow_engine.steering.budget import HOLDS_MORE, Holdings, Need, needs_of
 from capflow_engine.steering.timeline import (
     ENGINE,
@@ -130,6 +130,7 @@ class EngineActions:
     answer: sends an outcome.
     certain: takes vLLM's request, which gets no drafts from the next step on, so that its positions are certain.
     controllers: returns the owners' names of all hubs' controllers; called in any thread.
+    taking: whether a step is being scheduled. `begin` sets it; the caller ends it when the step has its orders.
     """
 
     def __init__(
@@ -165,8 +166,8 @@ class EngineActions:
         self._frozen_ids: list[str] = []
         # Actions for the engine that were answered while it was idle; guarded by `_lock`.
         self._latched: list[Act] = []
-        # Whether a step is being scheduled; set under `_lock`, so that nothing is latched from then on.
-        self._taking = False
+        # It is set under `_lock`, so that nothing is latched from then on.
+        self.taking = False
         self._lock = threading.Lock()
 
     def admit(self, key: str, program: SteeringProgram | None) -> SteeringProgram | None:
@@ -204,7 +205,7 @@ class EngineActions:
     def begin(self, running: Callable[[], Iterable[tuple[str, RunningRequest]]]) -> None:
         """Begin a step: take what was answered while the engine was idle, and end leases."""
         with self._lock:
-            self._taking, latched = True, bool(self._latched)
+            self.taking, latched = True, bool(self._latched)
         if latched:
             self.catch_up(running)
         if self._leases:
@@ -226,7 +227,7 @@ class EngineActions:
         idle: whether no request runs.
         """
         with self._lock:
-            if self._taking or not (idle or isinstance(act.action, Freeze | Unfreeze)):
+            if self.taking or not (idle or isinstance(act.action, Freeze | Unfreeze)):
                 return None
             latched = [isinstance(each.action, Freeze) for each in self._latched if not isinstance(each.action, Gain)]
             try:
@@ -300,21 +301,21 @@ class EngineActions:
             self._after_all(key, each, timeline)
         return None
 
-    def take(self, orders: Orders) -> list[Taken]:
+    @property
+    def any(self) -> bool:
+        """Whether there is anything for the next step's orders."""
+        return bool(self._ordered or self._ended or self._freezes or self._frozen_ids)
+
+    def take(self, news: News) -> list[Taken]:
         """Put everything into a step's orders; return the actions that it has and that are to be answered."""
-        if not (self._ordered or self._ended or self._freezes or self._frozen_ids):  # nearly always true
-            self._taking = False
-            return []
         ordered, self._ordered = self._ordered, []
         for _, (key, _, action, _), position in ordered:
             if position is not None:
                 self._note(key, action, position)
-        orders.actions = [each for _, each, _ in ordered]
-        orders.leases, self._ended = self._ended, []
-        orders.freezes, self._freezes = self._freezes, []
+        news.actions = [each for _, each, _ in ordered]
+        news.leases, self._ended = self._ended, []
+        news.freezes, self._freezes = self._freezes, []
         frozen, self._frozen_ids = self._frozen_ids, []
-        with self._lock:
-            self._taking = False
         taken = [Taken(action_id, each.key, position) for action_id, each, position in ordered if action_id]
         return [*(Taken(action_id) for action_id in frozen), *taken]
 

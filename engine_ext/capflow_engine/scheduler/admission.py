@@ -56,12 +56,12 @@ from capflow_engine.request.dynamic import Reports
 from capflow_engine.request.options import KEY, RequestOptions
 from capflow_engine.request.reach import check_patches, first_latching, length_max
 from capflow_engine.scheduler import divergence
-from capflow_engine.scheduler.actions import EngineActions, RunningRequest, frozen_needs
+from capflow_engine.scheduler.actions import EngineActions, RunningRequest, Taken, frozen_needs
 from capflow_engine.scheduler.answers import CertainAnswers, UnderWay
 from capflow_engine.scheduler.brought import HubSteering
 from capflow_engine.scheduler.decisions import Decisions
 from capflow_engine.scheduler.drafting import Drafting
-from capflow_engine.scheduler.orders import Admitted, Ended, Orders, Rejection, Unscheduled, Wants
+from capflow_engine.scheduler.orders import Admitted, Ended, News, Orders, Rejection, Unscheduled, Wants
 from capflow_engine.scheduler.stops import Stops
 from capflow_engine.scheduler.weights import WeightsNow
 from capflow_engine.settings import Settings
@@ -380,34 +380,51 @@ class Admission:
             # vLLM may never return the output of a step whose requests have all ended, if nothing else runs.
             for number in [n for n, step in self._under_way.items() if self._names.keys().isdisjoint(step.requests)]:
                 del self._under_way[number]
-        self.step += 1
-        orders = Orders(self.step, settled=min(self._under_way, default=self.step) - 1)
+        number = self.step = self.step + 1
+        orders = Orders(number, settled=min(self._under_way, default=number) - 1)
+        step = UnderWay(*compat_step.scheduled_tokens(scheduler_output, requests))
+        if step.requests:
+            self._under_way[number] = step
+            if self.weights.next is not None:
+                self.weights.take()
+        orders.weights = self.weights.last
         # A request that a stop string ended computes further tokens until the front end aborts it.
         for key, limit in self.stops.limits.items():
             self.cut(key, limit)
-        orders.cuts, self._cuts = self._cuts, {}
-        orders.rejected, self._rejected = self._rejected, []
-        step = UnderWay(*compat_step.scheduled_tokens(scheduler_output, requests))
-        if step.requests:
-            self._under_way[self.step] = step
-            self.weights.take()
-        orders.weights = self.weights.last
+        decisions = self.decisions
+        ready: Sequence[Taken] = ()
+        changed = self._unscheduled or self._ended or self._never or self._cuts or self._rejected or self._new_wants
+        if changed or self.actions.any or decisions.ready or decisions.marked:
+            ready = self._put_news(orders, scheduler_output)
+        self.actions.taking = False
+        orders.attach(scheduler_output)
+        for action_id, position in self._aborts:
+            self.links.outcome(ActionApplied(action_id, number, position))
+        self._aborts.clear()
+        for taken in ready:
+            self._answers.apply(taken.key, ActionApplied(taken.action_id, number, taken.position))
+        if self._answers.waiting:
+            self._answers.settle(self._under_way)
+
+    def _put_news(self, orders: Orders, scheduler_output: Any) -> Sequence[Taken]:
+        """Put into a step's orders what came, ended or changed; return the actions that are to be answered."""
+        orders.news = news = News()
         if self._unscheduled:
             for key, _ in compat_step.new_requests(scheduler_output):
                 if (admitted := self._unscheduled.pop(key, None)) is not None:
-                    orders.admitted[key] = admitted
-        orders.ended, self._ended = self._ended, {}
-        orders.unscheduled, self._never = self._never, {}
-        ready = self.actions.take(orders)
-        orders.decided, orders.marked = self.decisions.take(), self.decisions.take_marked()
-        orders.wants, self._new_wants = self._new_wants, {}
-        orders.attach(scheduler_output)
-        for action_id, position in self._aborts:
-            self.links.outcome(ActionApplied(action_id, self.step, position))
-        self._aborts.clear()
-        for taken in ready:
-            self._answers.apply(taken.key, ActionApplied(taken.action_id, self.step, taken.position))
-        self._answers.settle(self._under_way)
+                    news.admitted[key] = admitted
+        news.cuts, self._cuts = self._cuts, {}
+        news.rejected, self._rejected = self._rejected, []
+        news.ended, self._ended = self._ended, {}
+        news.unscheduled, self._never = self._never, {}
+        news.wants, self._new_wants = self._new_wants, {}
+        self.decisions.take(news)
+        return self.actions.take(news)
+
+    def read(self, model_runner_output: Any, requests: Mapping[str, Any]) -> bool:
+        """Take the decisions on a step's output; return whether the tokens of its requests are to be looked at."""
+        self.decisions.read(model_runner_output, requests, frozen=self.actions.frozen)
+        return bool(self.decisions.aborts or self.stops.watched)
 
     def settle(self, scheduler_output: Any, model_runner_output: Any) -> None:
         """Note that the scheduler has the output of a step. Rows of draft tokens that it rejects are dropped."""
@@ -417,7 +434,8 @@ class Admission:
                 accepted = max(compat_step.sampled_tokens(model_runner_output, key) - 1, 0)
                 if accepted < drafts and key in self._names:
                     self._reject(key, orders.step, end - drafts + accepted, drafts - accepted)
-            self._answers.settle(self._under_way)
+            if self._answers.waiting:
+                self._answers.settle(self._under_way)
 
     def _reject(self, key: str, step: int, limit: int, count: int) -> None:
         """Note that `count` drafts of a request were rejected in a step, the first of them at position `limit`."""

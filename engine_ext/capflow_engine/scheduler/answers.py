@@ -8,14 +8,14 @@ Invariant: an answer waits for no step that was scheduled with its action or lat
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 
 from capflow.steering.action import ActionApplied, Outcome
 
 
-class UnderWay(NamedTuple):
+class UnderWay(msgspec.Struct):
     """A step that was scheduled and whose output the scheduler does not have yet.
 
     requests: the number of tokens that the step computes of each request, by vLLM's id.
@@ -31,27 +31,28 @@ class CertainAnswers:
     """The answers that wait.
 
     send: sends an answer.
+    waiting: the answers, each with vLLM's id of its request.
     """
 
     def __init__(self, send: Callable[[Outcome], None]) -> None:
         self._send = send
         # With vLLM's ids of their requests, in the order of the actions.
-        self._waiting: list[tuple[str, ActionApplied]] = []
+        self.waiting: list[tuple[str, ActionApplied]] = []
 
     def apply(self, key: str, applied: ActionApplied) -> None:
         """Take the answer to an action; `settle` sends it.
 
         key: vLLM's id of the action's request; empty for all requests of the engine.
         """
-        self._waiting.append((key, applied))
+        self.waiting.append((key, applied))
 
     def shift(self, key: str, first: int, count: int) -> None:
         """Lower the positions of a request's actions that hold from position `first` or from a later one."""
-        self._waiting = [
+        self.waiting = [
             (its, replace(applied, position=applied.position - count))
             if its == key and applied.position is not None and applied.position >= first
             else (its, applied)
-            for its, applied in self._waiting
+            for its, applied in self.waiting
         ]
 
     def settle(self, under_way: Mapping[int, UnderWay]) -> None:
@@ -59,20 +60,18 @@ class CertainAnswers:
 
         under_way: by number.
         """
-        if not self._waiting:
-            return
-        waiting, self._waiting = self._waiting, []
+        waiting, self.waiting = self.waiting, []
         for key, applied in waiting:
             if any(number < applied.step and key in step.drafts for number, step in under_way.items()):
-                self._waiting.append((key, applied))
+                self.waiting.append((key, applied))
             else:
                 self._send(applied)
 
     def end(self, key: str) -> None:
         """Send the answers for a request that ended."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self.waiting = self.waiting, []
         for its, applied in waiting:
             if its == key:
                 self._send(applied)
             else:
-                self._waiting.append((its, applied))
+                self.waiting.append((its, applied))

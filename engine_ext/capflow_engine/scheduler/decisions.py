@@ -17,26 +17,30 @@ from typing import Any
 from capflow.steering.action import Abort
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import step as compat_step
-from capflow_engine.scheduler.orders import Decided, Divergence, Marked, StepAnswer
+from capflow_engine.scheduler.orders import Decided, Divergence, Marked, News, StepAnswer
 
 
 class Decisions:
     """The decisions of ordered controllers on running requests. Keys are vLLM's ids.
 
     fork: gives a request's cache blocks from a position on a key of their own.
+    any: whether there may be anything for `apply` and `take_diverged`.
+    aborts: the first decision to end each running request.
+    ready, marked: what `take` takes.
     """
 
     def __init__(self, fork: Callable[[Any, int], None]) -> None:
         self._fork = fork
+        self.any = False
         # Of the output that is being processed.
         self._taken: list[Decided] = []
-        # The first abort of each request, until the request ends.
-        self._aborts: dict[str, Decided] = {}
+        # Until the request ends.
+        self.aborts: dict[str, Decided] = {}
         # For the next step's orders.
-        self._ready: list[Decided] = []
+        self.ready: list[Decided] = []
         # The requests that a decision ended with status `stop` in the output that is being processed.
         self._stopped: set[str] = set()
-        self._marked: list[Marked] = []
+        self.marked: list[Marked] = []
         self._diverged: Divergence | None = None
 
     def read(self, model_runner_output: Any, requests: Mapping[str, Any], *, frozen: bool = False) -> None:
@@ -47,29 +51,24 @@ class Decisions:
         """
         data = compat_step.decisions_of(model_runner_output)
         if not data:
-            self._taken, self._diverged = [], None
             return
+        self.any = True
         answer = StepAnswer.decode(data)
         decided = [_placed(requests.get(each.key), each) for each in answer.decided]
         self._taken = [each for each in decided if not _dropped(requests.get(each.key), each)]
-        self._marked += answer.marked
+        self.marked += answer.marked
         self._diverged = answer.diverged
         if frozen:
             self._taken = [each for each in self._taken if each.action is None or isinstance(each.action, Abort)]
         for each in self._taken:
             if isinstance(each.action, Abort):
-                first = self._aborts.setdefault(each.key, each)
+                first = self.aborts.setdefault(each.key, each)
                 if _fired_at(each) < _fired_at(first):
-                    self._aborts[each.key] = each
-
-    @property
-    def aborting(self) -> bool:
-        """Whether a decision ends a running request."""
-        return bool(self._aborts)
+                    self.aborts[each.key] = each
 
     def kept(self, request: Any, tokens: list[int]) -> list[int]:
         """Return a step's tokens of a request without those behind the token that a firing row computed."""
-        abort = self._aborts.get(request.request_id)
+        abort = self.aborts.get(request.request_id)
         if abort is None:
             return tokens
         # The first new token has position `num_tokens`.
@@ -77,11 +76,11 @@ class Decisions:
 
     def stop(self, request: Any, stopped: bool) -> bool:
         """End a request that a controller aborts; return whether it stopped, which it may have done by itself."""
-        abort = self._aborts.get(request.request_id)
+        abort = self.aborts.get(request.request_id)
         if abort is None:
             return stopped
         if stopped:  # its last token is the firing row's own
-            del self._aborts[request.request_id]
+            del self.aborts[request.request_id]
             return True
         assert isinstance(abort.action, Abort)
         compat_step.end_by_decision(request, abort.action.as_, abort.action.reason)
@@ -96,8 +95,6 @@ class Decisions:
 
         outputs: for the front ends.
         """
-        if not (self._taken or self._stopped or self._aborts):
-            return []
         taken, self._taken = self._taken, []
         if self._stopped:
             compat.end_after_tokens(outputs, self._stopped)
@@ -115,22 +112,18 @@ class Decisions:
                 if compat.abort(scheduler, each.key, each.action.as_, each.action.reason):
                     ended.append(request)
                 continue
-            self._ready.append(each)
+            self.ready.append(each)
             if each.action is not None:
                 # Drafts under way may not be accepted, so no later position is certain.
                 self._fork(request, max(request.num_tokens - 1, request.num_prompt_tokens, each.row + 1))
-        self._aborts = {key: abort for key, abort in self._aborts.items() if key in scheduler.requests}
+        self.aborts = {key: abort for key, abort in self.aborts.items() if key in scheduler.requests}
+        self.any = bool(self.aborts)
         return ended
 
-    def take(self) -> list[Decided]:
-        """Return the decisions for a step's orders."""
-        ready, self._ready = self._ready, []
-        return ready
-
-    def take_marked(self) -> list[Marked]:
-        """Return what controllers of one pipeline stage steered, for a step's orders."""
-        marked, self._marked = self._marked, []
-        return marked
+    def take(self, news: News) -> None:
+        """Put the decisions into a step's orders, and what controllers of one pipeline stage steered."""
+        news.decided, self.ready = self.ready, []
+        news.marked, self.marked = self.marked, []
 
     def take_diverged(self) -> Divergence | None:
         """Return what the processed output says of ranks that steer differently."""
@@ -139,12 +132,13 @@ class Decisions:
 
     def ends(self, decided: Decided) -> None:
         """Note by what a request ends that is aborted now."""
-        self._aborts.setdefault(decided.key, decided)
+        self.aborts.setdefault(decided.key, decided)
+        self.any = True
 
     def end(self, key: str) -> Decided | None:
         """Forget a request that ended; return the decision that ended it, with the firing position as its row."""
-        self._ready = [each for each in self._ready if each.key != key]
-        abort = self._aborts.pop(key, None)
+        self.ready = [each for each in self.ready if each.key != key]
+        abort = self.aborts.pop(key, None)
         return None if abort is None else abort._replace(action=None, row=_fired_at(abort))
 
 

@@ -47,13 +47,14 @@ class Captured:
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule a step and put its orders on it."""
-        begun = SCHEDULER.begin_step(self.capflow.step + 1)
-        self.capflow.take_actions(self)
-        self.capflow.holding_back = False
+        capflow = self.capflow
+        begun = SCHEDULER.begin_step(capflow.step + 1)
+        capflow.take_actions(self)
+        capflow.holding_back = False
         SCHEDULER.end(begun)
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         begun = SCHEDULER.begin()
-        self.capflow.order(output, self.requests)  # type: ignore[attr-defined]
+        capflow.order(output, self.requests)  # type: ignore[attr-defined]
         SCHEDULER.end(begun)
         return output
 
@@ -67,28 +68,26 @@ class Captured:
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         """Take a step's output; requests that actions aborted are reported with it."""
-        begun = SCHEDULER.begin()
-        update = super().update_from_output  # type: ignore[misc]
-        requests = self.requests  # type: ignore[attr-defined]
-        self.capflow.decisions.read(model_runner_output, requests, frozen=self.capflow.actions.frozen)
+        capflow, update = self.capflow, super().update_from_output  # type: ignore[misc]
         # vLLM calls this for each request. A call of ours costs a microsecond, so there is one only if it may matter.
-        looks = self.capflow.decisions.aborting or self.capflow.stops.watching
+        looks = capflow.read(model_runner_output, self.requests)  # type: ignore[attr-defined]
         if looks:
             self._update_request_with_output = self._update_tokens
-        SCHEDULER.end(begun)
         try:
             outputs: dict[int, Any] = update(scheduler_output, model_runner_output)
         finally:
             if looks:
                 del self._update_request_with_output
         begun = SCHEDULER.begin()
-        self.capflow.settle(scheduler_output, model_runner_output)
-        self.capflow.aborted += self.capflow.decisions.apply(self, outputs)
-        self.capflow.aborted += self.capflow.react(self)
-        if self.capflow.aborted:
-            compat.add_finished_outputs(outputs, self.capflow.aborted)
-            self.capflow.aborted.clear()
-        self.capflow.reports.attach(outputs, self.capflow.stops.limits)
+        capflow.settle(scheduler_output, model_runner_output)
+        if capflow.decisions.any:
+            capflow.aborted += capflow.decisions.apply(self, outputs)
+            capflow.aborted += capflow.react(self)
+        if capflow.aborted:
+            compat.add_finished_outputs(outputs, capflow.aborted)
+            capflow.aborted.clear()
+        if capflow.reports.by_name:
+            capflow.reports.attach(outputs, capflow.stops.limits)
         SCHEDULER.end(begun)
         return outputs
 

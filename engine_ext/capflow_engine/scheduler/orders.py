@@ -216,10 +216,9 @@ class LeaseEnd(NamedTuple):
     label: str = ""
 
 
-class Orders(msgspec.Struct):
-    """One step's orders. All keys are vLLM's ids of requests, unless said otherwise.
+class News(msgspec.Struct):
+    """What came, ended or changed since the last step. All keys are vLLM's ids of requests, unless said otherwise.
 
-    settled: steps up to this number are settled: their accepted drafts and the ends of their requests are known.
     cuts: the position after the last row that belongs to each request, in the earlier steps that are not settled. Rows
         from there on were computed for tokens that were never taken.
     rejected: drafts that were rejected while later steps of their requests were under way, in the order of the steps.
@@ -231,14 +230,11 @@ class Orders(msgspec.Struct):
     actions: in order; all of them hold from this step on.
     decided: decisions of ordered controllers, whose actions hold from this step on.
     marked: what controllers of one pipeline stage steered in earlier steps, for the other stages; it applies before
-        `settled`.
+        `Orders.settled`.
     leases: leases that ended; they apply before `freezes`.
     freezes: freezes of the engine and their ends, in order; they apply before `actions`.
-    weights: the weights that compute the step.
     """
 
-    step: int
-    settled: int = 0
     cuts: dict[str, int] = msgspec.field(default_factory=dict)
     rejected: list[Rejection] = msgspec.field(default_factory=list)
     admitted: dict[str, Admitted] = msgspec.field(default_factory=dict)
@@ -250,24 +246,20 @@ class Orders(msgspec.Struct):
     marked: list[Marked] = msgspec.field(default_factory=list)
     leases: list[LeaseEnd] = msgspec.field(default_factory=list)
     freezes: list[FreezeOrder] = msgspec.field(default_factory=list)
-    weights: Weights = FIRST_WEIGHTS
 
-    @property
-    def quiet(self) -> bool:
-        """Whether nothing came, ended or changed: the orders only number a step and settle earlier ones."""
-        return not (
-            self.cuts
-            or self.rejected
-            or self.admitted
-            or self.wants
-            or self.ended
-            or self.unscheduled
-            or self.actions
-            or self.decided
-            or self.marked
-            or self.leases
-            or self.freezes
-        )
+
+class Orders(msgspec.Struct):
+    """One step's orders.
+
+    settled: steps up to this number are settled: their accepted drafts and the ends of their requests are known.
+    weights: the weights that compute the step.
+    news: None in a step that only goes on, which nearly every step does.
+    """
+
+    step: int
+    settled: int = 0
+    weights: Weights = FIRST_WEIGHTS
+    news: News | None = None
 
     def attach(self, scheduler_output: Any) -> None:
         """Put the orders on a step's scheduler output."""

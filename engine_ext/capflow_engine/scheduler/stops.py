@@ -8,7 +8,7 @@ Invariant: the scheduler only notes the end. The front end ends the request, as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from capflow_engine.compat import step as compat_step
@@ -18,24 +18,16 @@ class Stops:
     """The requests that have stop strings and are captured or steered.
 
     load_tokenizer: returns the model's tokenizer, or None. Called when a tokenizer is first needed.
+    watched: what searches each answer, by vLLM's id.
+    limits: the position after the last row of each request that stopped and has not ended, by vLLM's id.
     """
 
     def __init__(self, load_tokenizer: Callable[[], Any]) -> None:
         self._load_tokenizer = load_tokenizer
         # By vLLM's id; from `watch` to `end`, or to the stop.
-        self._watched: dict[str, Any] = {}
+        self.watched: dict[str, Any] = {}
         # By vLLM's id; from the stop to `end`.
-        self._limits: dict[str, int] = {}
-
-    @property
-    def limits(self) -> Mapping[str, int]:
-        """The position after the last row of each request that stopped and has not ended, by vLLM's id."""
-        return self._limits
-
-    @property
-    def watching(self) -> bool:
-        """Whether any answer is searched."""
-        return bool(self._watched)
+        self.limits: dict[str, int] = {}
 
     def watch(self, request: Any) -> None:
         """Search the answer of a new request from now on, if it has stop strings and they apply.
@@ -47,20 +39,20 @@ class Stops:
             return
         tokenizer = self._load_tokenizer()
         if tokenizer is not None:
-            self._watched[request.request_id] = compat_step.detokenizer(tokenizer, request)
+            self.watched[request.request_id] = compat_step.detokenizer(tokenizer, request)
 
     def take(self, request: Any, tokens: list[int]) -> None:
         """Search the tokens that a step generated; the request already holds them."""
-        detokenizer = self._watched.get(request.request_id)
+        detokenizer = self.watched.get(request.request_id)
         if detokenizer is None or not tokens:
             return
         before = detokenizer.num_output_tokens()
         if detokenizer.update(tokens, compat_step.stopped_by_token(request)):
             dropped = before + len(tokens) - detokenizer.num_output_tokens()
-            self._limits[request.request_id] = request.num_tokens - dropped - 1
-            del self._watched[request.request_id]
+            self.limits[request.request_id] = request.num_tokens - dropped - 1
+            del self.watched[request.request_id]
 
     def end(self, key: str) -> int | None:
         """Forget a request that ended. Returns the position after its last row if a stop string ended it."""
-        self._watched.pop(key, None)
-        return self._limits.pop(key, None)
+        self.watched.pop(key, None)
+        return self.limits.pop(key, None)

@@ -14,12 +14,14 @@ class WeightsNow:
     """The weights that compute the next step.
 
     They belong to the thread of the scheduler.
+
+    last: those of the last step.
+    next: those of the next step, if they changed since the last one.
     """
 
     def __init__(self) -> None:
         self.last = Weights(0)
-        # Those of the next step, if they changed since the last one.
-        self._next: Weights | None = None
+        self.next: Weights | None = None
 
     def change(self, name: str | None) -> None:
         """Note that the weights change.
@@ -27,18 +29,18 @@ class WeightsNow:
         name: of the new weights; None where the change does not name them.
         """
         label = "" if name is None else name[: limits.REQUEST_ID_LENGTH_MAX]
-        if self._next is None and name is not None and label == self.last.label:
+        if self.next is None and name is not None and label == self.last.label:
             return
-        if self._next is None or name is not None:
-            self._next = Weights(self.last.version + 1, label)
+        if self.next is None or name is not None:
+            self.next = Weights(self.last.version + 1, label)
 
     @property
     def now(self) -> Weights:
         """The weights that compute the next step."""
-        return self.last if self._next is None else self._next
+        return self.last if self.next is None else self.next
 
     def take(self) -> Weights:
         """Return the weights of a step that begins."""
-        if self._next is not None:
-            self.last, self._next = self._next, None
+        if self.next is not None:
+            self.last, self.next = self.next, None
         return self.last

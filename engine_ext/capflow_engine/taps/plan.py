@@ -29,11 +29,12 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar, overload
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from capflow.capture.frame import Block, Span
 from capflow.capture.places import FOREVER
@@ -110,15 +111,16 @@ class Batch(Made[Scheduled]):
 
     starts, lengths: the fields of `Scheduled`, as arrays.
     rows: the field `row`; None if the tokens of the requests follow one another from row 0 on.
+    adjoins: whether they do.
     """
 
-    __slots__ = ("_rows", "lengths", "requests", "starts")
+    __slots__ = ("_rows", "adjoins", "lengths", "requests", "starts")
 
     def __init__(
         self, requests: tuple[Tracked, ...], starts: Indices, lengths: Indices, rows: Indices | None = None
     ) -> None:
         self.requests, self.starts, self.lengths = requests, starts, lengths
-        self._rows = rows
+        self._rows, self.adjoins = rows, rows is None
         self._made = None
 
     @property
@@ -128,15 +130,9 @@ class Batch(Made[Scheduled]):
             self._rows = np.cumsum(self.lengths) - self.lengths
         return self._rows
 
-    def lies_as(self, other: Batch) -> bool:
-        """Return whether the tokens of both batches are in the same rows."""
-        if not np.array_equal(self.lengths, other.lengths):
-            return False
-        return (self._rows is None and other._rows is None) or np.array_equal(self.rows, other.rows)
-
     def later(self, starts: Indices) -> Batch:
         """Return the batch with other positions."""
-        return Batch(self.requests, starts, self.lengths, self._rows)
+        return Batch(self.requests, starts, self.lengths, None if self.adjoins else self._rows)
 
     @classmethod
     def of(cls, parts: Sequence[Scheduled]) -> Batch:
@@ -310,8 +306,7 @@ class SteeredParts(NamedTuple):
     shared: Hashes
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """The plan of one step.
 
     blocks: those of class 0 for consumers, those for controllers, then those of further classes, class by class.
@@ -334,7 +329,7 @@ class Plan:
     gated: tuple[int, ...] = ()
     latched: tuple[int, ...] = ()
     gates: int = 0
-    histories: Mapping[int, tuple[SlotRange, ...]] = field(default_factory=dict)
+    histories: Mapping[int, tuple[SlotRange, ...]] = msgspec.field(default_factory=dict)
     steering: SteeredParts | None = None
     shaped: tuple[int, ...] = ()
 
@@ -356,7 +351,7 @@ class Plan:
     @property
     def idle(self) -> bool:
         """Whether no tap has anything to do."""
-        return not self.blocks and not self.steered
+        return not self.blocks and not len(self.steered.slots)
 
     def slots(self, tokens: int) -> npt.NDArray[np.int32]:
         """Return the slot that steers each of `tokens` token rows; -1: none."""
@@ -424,12 +419,12 @@ class Planner:
 
     def plan(self, parts: Sequence[Scheduled]) -> Plan:
         """Return the plan of a step and mark its positions as computed."""
-        batch, table = Batch.of(parts), self._table
-        if not len(batch):
+        batch, table = parts if isinstance(parts, Batch) else Batch.of(parts), self._table
+        if not batch.requests:
             return EMPTY_PLAN
         ends = batch.starts + batch.lengths
         steady, self._steady = self._steady, None
-        if steady is not None and steady.goes_on(batch, ends, table.version):
+        if steady is not None and steady.goes_on(batch, table.version):
             table.computed[steady.places] = ends
             self._steady = steady.after(batch, ends)
             return self._steady.plan
@@ -444,7 +439,9 @@ class Planner:
         if version == table.version and (computed == batch.starts).all():
             stops = np.where(table.asks[:, places], table.stop[:, places], FOREVER).min(axis=0)
             if plan.steering is None or (plan.steering.starts >= table.steady[places[plan.steering.numbers]]).all():
-                self._steady = _Steady(batch, places, ends, stops, version, plan)
+                left = int(((stops - ends) // np.maximum(batch.lengths, 1)).min())
+                lengths = batch.lengths.tobytes()
+                self._steady = _Steady(batch, places, ends, ends.tobytes(), lengths, left, version, plan)
         return plan
 
     def _plan(self, batch: Batch, places: Indices, firsts: Indices, ends: Indices) -> Plan:
@@ -568,26 +565,31 @@ class _Steady(NamedTuple):
 
     places: of the requests in the table.
     ends: the positions after those of the step.
-    stops: the position of each request from which on other sites want it.
+    follows, lengths: the bytes of `ends` and of the lengths of its parts.
+    left: in how many further steps the same sites want the positions of all requests.
     version: of the table.
     """
 
     batch: Batch
     places: Indices
     ends: Indices
-    stops: Indices
+    follows: bytes
+    lengths: bytes
+    left: int
     version: int
     plan: Plan
 
-    def goes_on(self, batch: Batch, ends: Indices, version: int) -> bool:
+    def goes_on(self, batch: Batch, version: int) -> bool:
         """Return whether a step computes the next positions of the same requests, wanted and steered as before."""
         last = self.batch
         return (
             batch.requests is last.requests
             and version == self.version
-            and np.array_equal(batch.starts, self.ends)
-            and batch.lies_as(last)
-            and bool((ends <= self.stops).all())
+            and self.left > 0
+            and batch.starts.tobytes() == self.follows
+            and batch.lengths.tobytes() == self.lengths
+            and batch.adjoins == last.adjoins
+            and (batch.adjoins or np.array_equal(batch.rows, last.rows))
         )
 
     def after(self, batch: Batch, ends: Indices) -> _Steady:
@@ -598,7 +600,7 @@ class _Steady(NamedTuple):
             steering = steering._replace(starts=batch.starts[steering.numbers])
         blocks = tuple(block._replace(spans=_moved(block.spans, batch)) for block in plan.blocks)
         plan = replace(plan, batch=batch, blocks=blocks, steering=steering)
-        return self._replace(batch=batch, ends=ends, plan=plan)
+        return _Steady(batch, self.places, ends, ends.tobytes(), self.lengths, self.left - 1, self.version, plan)
 
 
 def _moved(spans: Sequence[Span], batch: Batch) -> Spans:

@@ -52,9 +52,13 @@ class Step:
         for block in plan.blocks:
             source, here = _source(block.runs), buffers[block.width_class]
             assert here is not None
-            rows = here[block.base : block.end].view(len(block.sites), block.rows, here.shape[1])
-            for site, each in zip(block.sites, rows.unbind(0), strict=True):
-                self._copies.setdefault(site, []).append((source, each))
+            shape = len(block.sites), block.rows, here.shape[1]
+            rows = here if block.end - block.base == len(here) else here[block.base : block.end]
+            for site, each in zip(block.sites, rows.view(shape).unbind(0), strict=True):
+                if (copies := self._copies.get(site)) is None:
+                    self._copies[site] = [(source, each)]
+                else:
+                    copies.append((source, each))
 
     def tap(self, site: int, hidden: torch.Tensor, residual: torch.Tensor | None, scale: float = 1.0) -> None:
         """Copy the site's wanted rows, then steer the site.

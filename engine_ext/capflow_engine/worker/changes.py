@@ -18,7 +18,7 @@ from capflow.steering.action import (
 )
 from capflow.steering.compose import without_controllers
 from capflow.steering.program import SteeringProgram
-from capflow_engine.scheduler.orders import Decided, Ended, FreezeOrder, LeaseEnd, Ordered, Orders
+from capflow_engine.scheduler.orders import Decided, Ended, FreezeOrder, LeaseEnd, News, Ordered
 from capflow_engine.steering.timeline import ENGINE, hub_owner
 from capflow_engine.taps.requests import Tracked
 from capflow_engine.worker.control.controllers import Controllers
@@ -70,14 +70,14 @@ class Changes:
         else:
             self._note_gains(tracked, 0)
 
-    def take(self, orders: Orders) -> None:
+    def take(self, news: News) -> None:
         """Apply what the scheduler ordered."""
-        for lease in orders.leases:
+        for lease in news.leases:
             if lease.key in self._requests:
                 self._end_lease(lease)
-        for order in orders.freezes:
+        for order in news.freezes:
             self._freeze(order)
-        for ordered in orders.actions:
+        for ordered in news.actions:
             self._order(ordered)
 
     def _order(self, ordered: Ordered) -> None:

@@ -18,13 +18,13 @@ class Events:
     """The events of the step that begins or runs, until it is pending.
 
     number: the number of that step.
+    step: what it has for consumers so far; None if it has no events.
     """
 
     def __init__(self, pending: Pending) -> None:
         self.number = 0
         self._pending = pending
-        # The step that begins or runs; None if it has no events.
-        self._step: Computed | None = None
+        self.step: Computed | None = None
 
     def note(
         self,
@@ -53,7 +53,7 @@ class Events:
             noted = Noted(tracked, event, position + (kind == "gate"))
             of = self._pending.step(number) if step is not None else None
             if of is None:
-                of = self._step = self._step or bare(self.number)
+                of = self.step = self.step or bare(self.number)
             of.note(noted)
 
     def note_gates(self, firing: Firing, settled: int, requests: Mapping[str, Tracked]) -> None:
@@ -74,17 +74,17 @@ class Events:
 
     def keep(self) -> None:
         """Keep the events of a step without a forward pass until it is settled."""
-        step, self._step = self._step, None
+        step, self.step = self.step, None
         if step is not None and step.events:
             self._pending.add(step)
 
     @property
     def any(self) -> bool:
         """Whether the step has events."""
-        return self._step is not None and bool(self._step.events)
+        return self.step is not None and bool(self.step.events)
 
     def move(self, step: Computed) -> None:
         """Give the events so far to a step, and begin anew."""
-        if self._step is not None:
-            step.events, step.events_lost = self._step.events, self._step.events_lost
-            self._step = None
+        if self.step is not None:
+            step.events, step.events_lost = self.step.events, self.step.events_lost
+            self.step = None

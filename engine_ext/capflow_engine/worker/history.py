@@ -98,6 +98,9 @@ class Histories:
     """The histories of one worker's requests.
 
     reserve: the part of the bank for what controllers add.
+    gains: those of owners for all requests.
+    frozen: whether nothing but a request's own steering holds.
+    leases: the labels of the leased actions of controllers.
     """
 
     def __init__(self, bank: Bank, reserve: Size, info: ModelInfo) -> None:
@@ -107,11 +110,9 @@ class Histories:
         # By vLLM's id, for requests that were ever steered.
         self._histories: dict[str, _History] = {}
         self._numbers = itertools.count()
-        # The gains of owners for all requests.
         self.gains: dict[str, float] = {}
         self.frozen = False
-        # The labels of the leased actions of controllers.
-        self._leases: dict[tuple[str, ActionSlot], str] = {}
+        self.leases: dict[tuple[str, ActionSlot], str] = {}
 
     def admit(self, tracked: Tracked, program: SteeringProgram) -> None:
         """Steer a new request by its own program, under the gains of the engine, and less if the engine is frozen.
@@ -178,19 +179,19 @@ class Histories:
             self._renew(tracked, first, by_hub=True)
             raise
         if not owner.by_hub and entry.until != FOREVER:
-            self._leases[tracked.key, slot] = action.label
+            self.leases[tracked.key, slot] = action.label
         return True
 
     def ended_leases(self) -> list[LeaseOver]:
         """Return the leases of controllers' actions that have ended, each once."""
         over = []
-        for (key, slot), label in list(self._leases.items()):
+        for (key, slot), label in list(self.leases.items()):
             history = self._histories[key]
             entry = history.timeline.parts[-1].entries.get(slot)
             if entry is None or entry.until == FOREVER:  # it was undone or replaced
-                del self._leases[key, slot]
+                del self.leases[key, slot]
             elif entry.until <= history.tracked.computed:
-                del self._leases[key, slot]
+                del self.leases[key, slot]
                 over.append(LeaseOver(key, slot, entry.until, label))
         return over
 
@@ -230,8 +231,8 @@ class Histories:
     def forget(self, tracked: Tracked) -> None:
         """Give back everything that a finished request holds."""
         history = self._histories.pop(tracked.key, None)
-        for lease in [lease for lease in self._leases if lease[0] == tracked.key]:
-            del self._leases[lease]
+        for lease in [lease for lease in self.leases if lease[0] == tracked.key]:
+            del self.leases[lease]
         if history is not None:
             self._drop(history, 0)
             tracked.steered = None

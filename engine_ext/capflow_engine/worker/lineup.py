@@ -34,9 +34,9 @@ class Lineup:
 
     def of(self, batch: RunnerBatch) -> Batch:
         """Return the batch of a step. Ids of no running request are left out."""
-        keys, starts, lengths = batch
-        if keys != self._keys:
-            self._look_up(keys[: len(lengths)])
+        starts, lengths = batch.starts, batch.lengths
+        if batch.keys != self._keys:
+            self._look_up(batch.keys[: len(lengths)])
         if self._which is None:
             return Batch(self._found, starts, lengths)
         rows = np.cumsum(lengths) - lengths

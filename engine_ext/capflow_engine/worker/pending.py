@@ -28,32 +28,36 @@ def bare(number: int) -> Computed:
 
 
 class Pending:
-    """The unsettled steps of one worker, oldest first, and the finished requests that have a part in them."""
+    """The unsettled steps of one worker, and the finished requests that have a part in them.
+
+    steps: oldest first.
+    finished: each with its end.
+    """
 
     def __init__(self) -> None:
-        self._steps: deque[Computed] = deque()
-        self._finished: list[tuple[Tracked, Ended]] = []
+        self.steps: deque[Computed] = deque()
+        self.finished: list[tuple[Tracked, Ended]] = []
 
     def add(self, step: Computed) -> None:
         """Add a step that was just launched."""
-        self._steps.append(step)
+        self.steps.append(step)
 
     def step(self, number: int) -> Computed | None:
         """Return an unsettled step; None if it is settled or was not added."""
-        return next((step for step in self._steps if step.number == number), None)
+        return next((step for step in self.steps if step.number == number), None)
 
     def last_step_of(self, key: str) -> int | None:
         """Return the number of the last step that holds a request, with which its end leaves; None if there is none."""
-        return next((step.number for step in reversed(self._steps) if step.holds(key)), None)
+        return next((step.number for step in reversed(self.steps) if step.holds(key)), None)
 
     def cut(self, key: str, limit: int) -> None:
         """Drop a request's rows at position `limit` and later from every step."""
-        for step in self._steps:
+        for step in self.steps:
             step.cut(key, limit)
 
     def reject(self, rejection: Rejection) -> None:
         """Drop the rows of rejected drafts from their step, and lower the positions of the request's later steps."""
-        for step in self._steps:
+        for step in self.steps:
             if step.number <= rejection.step:
                 step.cut(rejection.key, rejection.limit)
             elif step.holds(rejection.key):
@@ -68,16 +72,16 @@ class Pending:
     def end(self, request: Tracked, ended: Ended) -> None:
         """Add the end of a request; it leaves with the request's last step, or with a later one."""
         self.cut(request.key, ended.limit)
-        self._finished.append((request, ended))
+        self.finished.append((request, ended))
 
     def settle(self, settled: int) -> list[Computed]:
         """Return the steps up to number `settled`, in order, with the ends of requests that no later step holds."""
         steps = []
-        while self._steps and self._steps[0].number <= settled:
-            steps.append(self._steps.popleft())
-        ended = [end for end in self._finished if not any(step.holds(end[0].key) for step in self._steps)]
+        while self.steps and self.steps[0].number <= settled:
+            steps.append(self.steps.popleft())
+        ended = [end for end in self.finished if not any(step.holds(end[0].key) for step in self.steps)]
         if ended:
-            self._finished = [end for end in self._finished if end not in ended]
+            self.finished = [end for end in self.finished if end not in ended]
             if not steps:
                 steps.append(bare(settled))
             steps[-1].ended = ended
@@ -86,4 +90,4 @@ class Pending:
     @property
     def bytes_held(self) -> int:
         """The bytes that unsettled steps hold in the ring; waiting for the sender does not free them."""
-        return sum(step.lent for step in self._steps)
+        return sum(step.lent for step in self.steps)

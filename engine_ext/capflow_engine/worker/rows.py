@@ -38,13 +38,15 @@ class RowMemory:
 
         rows: how many of the rows of class 0 come to the host.
         """
-        return sum(self._sizes(plan, rows))
+        return sum(self._sizes(plan, rows)) if plan.shaped else self.shaped_at(rows)
 
     def host(self, buffer: Any, plan: Plan, rows: int) -> list[torch.Tensor | None]:
         """Return the places of a plan's rows in a buffer of `nbytes` bytes, by class; None without a buffer."""
-        counts = (rows, *plan.shaped)
         if buffer is None:
-            return [None] * len(counts)
+            return [None] * (1 + len(plan.shaped))
+        if not plan.shaped and rows:  # nearly always
+            return [torch.frombuffer(buffer, dtype=self._dtype).view(rows, -1)]
+        counts = (rows, *plan.shaped)
         memory = torch.from_numpy(buffer).split(self._sizes(plan, rows))
         each = zip(counts, memory, self._classes, strict=False)
         return [part.view(self._dtype).view(count, width.width) if count else None for count, part, width in each]

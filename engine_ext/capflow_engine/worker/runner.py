@@ -15,7 +15,16 @@ from capflow_engine.worker.marks import StageMarks
 
 
 class StepCapture(Protocol):
-    """The interface that a runner calls; `WorkerCapture` implements it."""
+    """The interface that a runner calls; `WorkerCapture` implements it.
+
+    margins: those of the step that was launched last; None if it had no gates.
+    marks: what controllers of one pipeline stage steer in the step that was prepared last; None if no stage has one.
+    rests: whether no tap has anything to do in the forward pass that begins; then `rest` is called, not `forward`.
+    """
+
+    margins: Any
+    marks: StageMarks | None
+    rests: bool
 
     def prepare(self, batch: compat_step.RunnerBatch) -> None:
         """Plan a step for its batch."""
@@ -24,20 +33,8 @@ class StepCapture(Protocol):
     def gates(self) -> bool:
         """Whether the prepared step has gates."""
 
-    @property
-    def margins(self) -> Any:
-        """The margins of the step that was launched last; None if it had no gates."""
-
     def receive(self, margins: Any) -> None:
         """Take the margins that earlier pipeline stages scored in the prepared step."""
-
-    @property
-    def marks(self) -> StageMarks | None:
-        """What controllers of one pipeline stage steer in the step that was prepared last; None if no stage has one."""
-
-    @property
-    def rests(self) -> bool:
-        """Whether no tap has anything to do in the forward pass that begins; then `rest` is called, not `forward`."""
 
     def rest(self) -> None:
         """Begin a forward pass in which the taps are idle."""
@@ -53,8 +50,6 @@ class _StagedRunner:
     """A mixin of both model runners: margins of gates and marks go from one pipeline stage to the next."""
 
     capflow: StepCapture
-    # Closed at the end of the running `execute_model`.
-    _capflow_step: contextlib.ExitStack
     # The tensors that this pipeline stage received for the running `execute_model`.
     _capflow_received: Any = None
 
@@ -62,23 +57,25 @@ class _StagedRunner:
         """Run a step."""
         self._capflow_received = intermediate_tensors
         try:
-            with contextlib.ExitStack() as self._capflow_step:
-                output = super().execute_model(  # type: ignore[misc]
-                    scheduler_output, intermediate_tensors, *args, **kwargs
-                )
+            output = super().execute_model(  # type: ignore[misc]
+                scheduler_output, intermediate_tensors, *args, **kwargs
+            )
         except BaseException:
             self.capflow.interrupt()
             raise
-        if (margins := self.capflow.margins) is not None:
-            output = compat_step.with_margins(output, margins)
-        if (marks := self.capflow.marks) is not None:
-            output = compat_step.with_marks(output, marks.data)
+        capflow = self.capflow
+        if capflow.margins is not None:
+            output = compat_step.with_margins(output, capflow.margins)
+        if capflow.marks is not None:
+            output = compat_step.with_marks(output, capflow.marks.data)
         return output
 
     def _capflow_prepare(self, batch: compat_step.RunnerBatch) -> None:
         """Plan the step; take the margins before the runner copies the other tensors to its buffers."""
         self.capflow.prepare(batch)
         received, self._capflow_received = self._capflow_received, None
+        if received is None:
+            return
         if self.capflow.gates and (margins := compat_step.take_margins(received)) is not None:
             self.capflow.receive(margins)
         if (marks := self.capflow.marks) is not None and (data := compat_step.take_marks(received)):
@@ -108,6 +105,14 @@ class StepRunnerV2(_StagedRunner):
     The V2 runner has no method of its own for the forward pass. So the step is open from the end of `prepare_inputs`,
     which a dummy run does not call, to the end of `execute_model`.
     """
+
+    # Closed at the end of the running `execute_model`.
+    _capflow_step: contextlib.ExitStack
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step."""
+        with contextlib.ExitStack() as self._capflow_step:
+            return super().execute_model(*args, **kwargs)
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare a step's batch."""

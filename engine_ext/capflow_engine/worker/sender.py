@@ -19,7 +19,6 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -63,8 +62,7 @@ class Noted(NamedTuple):
         return Noted(self.request, event, self.decided - count)
 
 
-@dataclass
-class Computed:
+class Computed(msgspec.Struct, eq=False):
     """A step that was computed.
 
     rows: its rows for consumers as bytes, those of class 0 first; None if it has none, or if they are lost.
@@ -90,15 +88,15 @@ class Computed:
     token_ids: npt.NDArray[Any]
     ready: Callable[[], None]
     lost: str | None = None
-    ended: list[tuple[Tracked, Ended]] = field(default_factory=list)
-    limits: dict[str, int] = field(default_factory=dict)
-    shifts: dict[str, int] = field(default_factory=dict)
+    ended: list[tuple[Tracked, Ended]] = msgspec.field(default_factory=list)
+    limits: dict[str, int] = msgspec.field(default_factory=dict)
+    shifts: dict[str, int] = msgspec.field(default_factory=dict)
     lent: int = 0
     shaped_at: int = 0
-    events: list[Noted] = field(default_factory=list)
-    events_lost: Counter[Tracked] = field(default_factory=Counter)
+    events: list[Noted] = msgspec.field(default_factory=list)
+    events_lost: Counter[Tracked] = msgspec.field(default_factory=Counter)
     opened: Callable[[Tracked], Opened] | None = None
-    marks: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    marks: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
     weights: Weights | None = None
 
     def note(self, noted: Noted) -> None:
@@ -134,7 +132,7 @@ class Computed:
             )
             for number, held in self.plan.histories.items()
         }
-        self.plan = replace(self.plan, batch=batch, blocks=blocks, histories=histories)
+        self.plan = msgspec.structs.replace(self.plan, batch=batch, blocks=blocks, histories=histories)
 
     def holds(self, key: str) -> bool:
         """Return whether a request has a part in the step."""

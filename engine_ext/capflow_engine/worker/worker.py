@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
@@ -45,6 +46,7 @@ from capflow_engine.scheduler.orders import (
     FIRST_WEIGHTS,
     Admitted,
     Ended,
+    News,
     Orders,
     Rejection,
     Unscheduled,
@@ -102,6 +104,11 @@ class WorkerCapture:
 
     # The texts of tokens; None without a tokenizer, and in ranks that send nothing.
     _texts: TokenTexts | None = None
+    # Of the step that was prepared last; None if no pipeline stage has a controller of its own.
+    marks: StageMarks | None = None
+    # Whether the taps have nothing to do in the forward pass that begins, and it has no events. Then `rest` is called,
+    # not `forward`.
+    rests = False
 
     def __init__(self, worker: Any, settings: Settings) -> None:
         self.settings = settings
@@ -135,7 +142,7 @@ class WorkerCapture:
         self.wants: dict[int, tuple[_HubWants, ...]] = {}
         self.controllers = [self._controllers((), hub) for hub in range(len(self.settings.hubs))]
         self.latches, self._clock = Latches(self.device), StepClock()
-        self.firing, self._marks, self._pending = Firing(), StageMarks(), Pending()
+        self.firing, self._pending = Firing(), Pending()
         # The last pipeline stage has the margins of all stages; its first rank reports them.
         self._reports_gates = self.rank.tp == 0 and self.rank.pp == self.info.stages - 1
         # The step that was launched last, if it had gates; only in ranks that ship rows or report gates.
@@ -257,52 +264,81 @@ class WorkerCapture:
             requests=requests,
         )
 
+    @functools.cached_property
+    def _ids(self) -> Any:
+        """The runner's buffer of input ids, on the CPU: it is there once the runner has prepared a step."""
+        return compat_step.input_ids(self.runner).numpy()
+
     # --- between steps ---
 
     def begin(self, orders: Orders | None, scheduler_output: Any) -> None:
         """Take the orders of the step that begins, and send the steps that they settle."""
         orders = orders or Orders(self._events.number)
         begun = self._clock.begin_step(orders.step)
-        self._events.keep()
-        cuts: dict[str, int] = {}
-        if not (quiet := orders.quiet):
-            cuts = orders.cuts | {key: ended.limit for key, ended in orders.ended.items()}
-            for rejection in orders.rejected:
-                self._reject(rejection, cuts.get(rejection.key))
-            for key, limit in cuts.items():
-                self.firing.cut(key, limit)
-        self._events.note_gates(self.firing, orders.settled, self.requests)
-        self.checksums.settle(orders.settled)
-        decisions = self.deciding.begin(compat_step.drafts(scheduler_output), cuts)
-        if not quiet:
-            self._cut(orders.cuts)
-            for key, ended in orders.ended.items():
-                self._forget(key, ended, orders.step)
-            for number, wants in orders.wants.items():
-                self.wants[number] = tuple(_HubWants(w, self._program(w.wanted, hub)) for hub, w in enumerate(wants))
-            self._end_unscheduled(orders.unscheduled)
-            self._pending.mark(orders.marked)
-        for step in self._pending.settle(orders.settled):
-            assert self.outlets is not None
-            self.outlets.put(step)
+        news, settled, drafts = orders.news, orders.settled, compat_step.drafts(scheduler_output)
+        if self._events.step is not None:
+            self._events.keep()
+        cuts = {} if news is None else self._take_back(news)
+        # The forward pass empties the caches, so each call costs a microsecond: there is none without a reason.
+        if self.firing.steps:
+            self._events.note_gates(self.firing, settled, self.requests)
+        if self.checksums.gates:
+            self.checksums.settle(settled)
+        decisions = self.deciding.begin(drafts, cuts)
+        if news is not None:
+            self._end(news, orders.step)
+        if self._pending.steps or self._pending.finished:
+            for step in self._pending.settle(settled):
+                assert self.outlets is not None
+                self.outlets.put(step)
         self._events.number = orders.step
         self._weights = orders.weights
-        self.changes.end_controllers_leases()
-        for decided in (*decisions, *orders.decided):
+        if self.histories.leases:
+            self.changes.end_controllers_leases()
+        for decided in decisions:
             self.changes.decide(decided)
-        if not quiet:
-            self.changes.take(orders)
+        if news is not None:
+            for decided in news.decided:
+                self.changes.decide(decided)
+            self.changes.take(news)
         for key, prompt_length in compat_step.new_requests(scheduler_output):
-            if key in orders.admitted and key not in self.requests:
-                self._admit(key, prompt_length, orders.admitted[key])
-            elif key in self.requests and self.requests[key].prompt_length != prompt_length:
-                # Streaming input makes the prompt longer. Pending steps keep the prompt that they were planned with.
-                former = self.requests[key]
-                self.requests[key] = replace(former, prompt_length=prompt_length)
-                self.planner.drop(former)
-                self._lineup.change()
-                self.histories.lengthen(self.requests[key])
+            self._take_new(key, prompt_length, {} if news is None else news.admitted)
         self._clock.end(begun)
+
+    def _take_back(self, news: News) -> dict[str, int]:
+        """Correct the steps that are not settled; return the position after the last row of each request."""
+        cuts = news.cuts | {key: ended.limit for key, ended in news.ended.items()}
+        for rejection in news.rejected:
+            self._reject(rejection, cuts.get(rejection.key))
+        for key, limit in cuts.items():
+            self.firing.cut(key, limit)
+        return cuts
+
+    def _end(self, news: News, step: int) -> None:
+        """Forget the requests that ended before a step, and take what the hubs want from now on."""
+        self._cut(news.cuts)
+        for key, ended in news.ended.items():
+            self._forget(key, ended, step)
+        for number, wants in news.wants.items():
+            self.wants[number] = tuple(_HubWants(w, self._program(w.wanted, hub)) for hub, w in enumerate(wants))
+        self._end_unscheduled(news.unscheduled)
+        self._pending.mark(news.marked)
+
+    def _take_new(self, key: str, prompt_length: int, admitted: Mapping[str, Admitted]) -> None:
+        """Take a request that the step sends as new.
+
+        admitted: those that are first scheduled now.
+        """
+        former = self.requests.get(key)
+        if former is None:
+            if key in admitted:
+                self._admit(key, prompt_length, admitted[key])
+        elif former.prompt_length != prompt_length:
+            # Streaming input makes the prompt longer. Pending steps keep the prompt that they were planned with.
+            self.requests[key] = replace(former, prompt_length=prompt_length)
+            self.planner.drop(former)
+            self._lineup.change()
+            self.histories.lengthen(self.requests[key])
 
     def _reject(self, rejection: Rejection, cut: int | None) -> None:
         """Correct the positions of a request's steps, which were planned as if all drafts were accepted.
@@ -333,6 +369,10 @@ class WorkerCapture:
             self.outlets.expect(hub)
         if wants.controllers != self.controllers[hub].specs:
             self.controllers[hub] = self._controllers(wants.controllers, hub)
+            if self.info.stages > 1:
+                specs = (spec for controllers in self.controllers for spec in controllers.specs)
+                marks = any(spec.runs and not spec.ordered for spec in specs)
+                self.marks = (self.marks or StageMarks()) if marks else None
         options = request.options
         wanted = wants.wanted
         if options.capture is not None:
@@ -383,9 +423,12 @@ class WorkerCapture:
 
     def answer(self, output: Any) -> Any:
         """Send decisions on a step, the marks of all stages, and a difference of ranks with the step's output."""
-        marked = () if (marks := self.marks) is None else marks.take()
-        diverged = None if output is None else self.agreement.take()
-        return self.deciding.answer(output, marked, diverged)
+        marked = () if self.marks is None else self.marks.take()
+        diverged = None if output is None or self.agreement.divergence is None else self.agreement.take()
+        deciding = self.deciding
+        if marked or diverged or deciding.unanswered or deciding.guarded or deciding.marking:
+            return deciding.answer(output, marked, diverged)
+        return output
 
     def _forget(self, key: str, ended: Ended, step: int) -> None:
         tracked = self.requests.get(key)
@@ -426,17 +469,22 @@ class WorkerCapture:
 
     def prepare(self, batch: compat_step.RunnerBatch) -> None:
         """Plan the step; called when the runner has prepared its batch."""
-        begun = self._clock.begin()
+        begun, number = self._clock.begin(), self._events.number
         planned = self.planner.plan(self._lineup.of(batch))
         self._planned = self._plan = planned
         self.gated_step = self.margins = None
-        if (marks := self.marks) is not None:
-            marks.begin(self._events.number, planned)
-        self.checksums.fold(self._events.number, planned)
-        self.agreement.stepped(self._events.number)
+        if self.marks is not None:
+            self.marks.begin(number, planned)
+        if planned.steering is None:
+            self.checksums.last = number
+        else:
+            self.checksums.fold(number, planned)
+        if number % limits.CHECKSUM_STEPS == 0:
+            self.agreement.compare()
         self._buffer = self._lost = self._rested = None
-        if not planned.idle:
+        if not (idle := planned.idle):
             self._plan = self._with_room(planned)
+        self.rests = idle and not planned.gates and not (self._events.step is not None and self._events.any)
         self._clock.end(begun)
 
     def _with_room(self, planned: Plan) -> Plan:
@@ -451,7 +499,7 @@ class WorkerCapture:
         if self.tables.resident and not self.tables.holds(plan):
             for controllers in self.controllers:
                 controllers.missed(plan.rows, self.tables.staging.shape[0])
-            plan = replace(plan, blocks=(), rows=0, ship_rows=0, shaped=())
+            plan = msgspec.structs.replace(plan, blocks=(), rows=0, ship_rows=0, shaped=())
         if self._buffer is None and self._rows_copied(plan):
             # A copy to memory that is not page-locked waits for the device.
             size, pinned = self._bytes_copied(plan), self.tables.resident
@@ -465,8 +513,11 @@ class WorkerCapture:
             return None, "no_hub"
         if self.tables.resident and not self.tables.holds(plan):
             return None, "staging_full"
-        wait_s = limits.BLOCK_S_MAX if self.settings.outbound.blocks and self.outlets.patient else 0.0
-        buffer = self.ring.acquire(self._bytes_copied(plan), wait_s, self._pending.bytes_held)
+        size = self._bytes_copied(plan)
+        buffer = self.ring.acquire(size, 0.0)
+        if buffer is None:
+            wait_s = limits.BLOCK_S_MAX if self.settings.outbound.blocks and self.outlets.patient else 0.0
+            buffer = self.ring.acquire(size, wait_s, self._pending.bytes_held)
         return buffer, (None if buffer is not None else self.outlets.give_up())
 
     def _rows_copied(self, plan: Plan) -> int:
@@ -482,7 +533,7 @@ class WorkerCapture:
     @contextlib.contextmanager
     def forward(self, tokens: int) -> Iterator[None]:
         """Bracket the model's forward pass over tensors of `tokens` rows."""
-        plan, self._plan = self._plan, None
+        plan, self._plan, self.rests = self._plan, None, False
         if plan is None:  # a dummy run
             yield
             return
@@ -493,21 +544,12 @@ class WorkerCapture:
             self._undo(plan)
             raise
 
-    @property
-    def rests(self) -> bool:
-        """Whether the taps have nothing to do in the forward pass that begins. Then `rest` is called, not `forward`.
-
-        A step with events is no such step.
-        """
-        planned = self._planned
-        return self._plan is planned and planned.idle and not planned.gates and not self._events.any
-
     def rest(self) -> None:
         """Begin a forward pass in which the taps are idle, or one that belongs to no step.
 
         It must not overwrite the last step's rows.
         """
-        self._rested, self._plan = self._plan, None
+        self._rested, self._plan, self.rests = self._plan, None, False
         if self.tables.resident:
             self.tables.load(EMPTY_PLAN, 0)
 
@@ -543,7 +585,7 @@ class WorkerCapture:
             ready, token_ids = self._copy_out(plan, tokens, scored, joined) if wanted else (READY, _NO_TOKENS)
         else:
             out, *shaped = self.memory.host(self._buffer, plan, self._rows_copied(plan))
-            parts = self.memory.parts(self._planned, shaped)
+            parts = self.memory.parts(self._planned, shaped) if self._planned.shaped else []
             gating = Gating(plan, tokens, carried, received) if plan.gates else None
             step_module.current = step = Step(plan, out, self.bank, gating, self._ways, parts)
             self._ways = step.ways or self._ways
@@ -555,13 +597,16 @@ class WorkerCapture:
             begun = self._clock.begin()
             if gating is not None:
                 self._take_margins(plan, carried, gating.margins[:, : plan.batch.end])
-            scored = [self._score(controllers, plan, out) for controllers in self.controllers]
-            for rows, target in zip(self.memory.joined(self._planned, parts), shaped, strict=False):
-                if rows is not None and target is not None:
-                    target.copy_(rows, non_blocking=True)
+            scored = []
+            if plan.rows > plan.ship_rows:
+                scored = [self._score(controllers, plan, out) for controllers in self.controllers]
+            if self._planned.shaped:
+                for rows, target in zip(self.memory.joined(self._planned, parts), shaped, strict=False):
+                    if rows is not None and target is not None:
+                        target.copy_(rows, non_blocking=True)
             ready, token_ids = READY, _NO_TOKENS
             if plan.ships and self.sends:
-                token_ids = compat_step.step_token_ids(self.runner, tokens).numpy().copy()
+                token_ids = self._ids[:tokens].copy()
         self._finish(plan, ready, token_ids, scored)
         self._clock.end(begun)
 
@@ -581,14 +626,6 @@ class WorkerCapture:
     def gates(self) -> bool:
         """Whether the prepared step has gates."""
         return self._planned.gates > 0
-
-    @property
-    def marks(self) -> StageMarks | None:
-        """The marks of the step that was prepared last; None if no pipeline stage has a controller of its own."""
-        if self.info.stages == 1:
-            return None
-        specs = (spec for controllers in self.controllers for spec in controllers.specs)
-        return self._marks if any(spec.runs and not spec.ordered for spec in specs) else None
 
     def receive(self, margins: torch.Tensor) -> None:
         """Take the margins that earlier pipeline stages scored in the prepared step, `[gates, tokens]`."""
@@ -640,13 +677,13 @@ class WorkerCapture:
         if (self._planned.ships and self.sends) or self._events.any:
             rows = self._buffer if plan.ships else None
             now = time.time_ns()
-            lent = self.ring.size_of(self._bytes_copied(plan)) if rows is not None else 0
+            lent = self.ring.size_of(rows.nbytes) if rows is not None else 0
             step = Computed(number, now, self._planned, rows, token_ids, ready, self._lost, lent=lent)
             step.shaped_at = self.memory.shaped_at(self._rows_copied(plan))
             step.weights = self._weights
             self._events.move(step)
             step.opened = None if self.gated_step is None else self.gated_step.opened
-            step.marks = {} if (marks := self.marks) is None else dict(marks.runs)
+            step.marks = {} if self.marks is None else dict(self.marks.runs)
             self._pending.add(step)
         self._buffer = None
 
@@ -663,7 +700,7 @@ class WorkerCapture:
         joined: the rows that were divided among ranks, by further width class.
         """
         ids = torch.empty(tokens, dtype=torch.int32, pin_memory=True)
-        ids.copy_(compat_step.step_token_ids(self.runner, tokens), non_blocking=True)
+        ids.copy_(compat_step.input_ids(self.runner)[:tokens], non_blocking=True)
         self._copy_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copy_stream):
             for number, out in enumerate(self.memory.host(self._buffer, plan, self._rows_copied(plan))):

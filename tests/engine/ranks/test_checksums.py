@@ -179,7 +179,7 @@ def agreements_of(ranks, shelf, reaction="warn"):
     def run():
         for each, agreement in zip(ranks, agreements, strict=True):
             each.run(limits.CHECKSUM_STEPS)
-            agreement.stepped(each.step)
+            agreement.compare()
 
     agreements = [
         Agreement(each.checksums, Rank(n // 2, 0, n % 2), stages=2, ranks=2, store=lambda: shelf, reaction=reaction)

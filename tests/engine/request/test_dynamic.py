@@ -201,7 +201,7 @@ class Acting:
     def act(self, number, action):
         """Return the position from which an action must hold."""
         link = self.scheduler.capflow.links._links[0]
-        waiting = len(link._waiting)
+        waiting = len(link.waiting)
 
         def send():
             with Client(self._hub) as client:
@@ -209,7 +209,7 @@ class Acting:
 
         thread = threading.Thread(target=send)
         thread.start()
-        eventually(lambda: len(link._waiting) > waiting)
+        eventually(lambda: len(link.waiting) > waiting)
         self._threads.append(thread)
         return self._computed[number]
 

@@ -42,9 +42,9 @@ class Engine:
         return self.actions.apply_to_all(Act("0/e", action, owner="client"), lambda: [("k", self.running)])
 
     def step(self):
-        from capflow_engine.scheduler.orders import Orders
+        from capflow_engine.scheduler.orders import News
 
-        return self.actions.take(Orders(1))
+        return self.actions.take(News())
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_an_action_holds_behind_the_steps_under_way_of_a_preempted_request(actin
 
 def test_an_event_alone_is_recorded_in_a_frozen_engine():
     from capflow_engine.scheduler.decisions import Decisions
-    from capflow_engine.scheduler.orders import Decided, StepAnswer
+    from capflow_engine.scheduler.orders import Decided, News, StepAnswer
 
     decisions, request = Decisions(lambda request, first: None), SimpleNamespace(num_tokens=9, num_prompt_tokens=4)
     request.is_finished = lambda: False
@@ -131,4 +131,5 @@ def test_an_event_alone_is_recorded_in_a_frozen_engine():
     output = SimpleNamespace(capflow_decisions=StepAnswer([shadow, steer]).encode())
     decisions.read(output, {"k": request}, frozen=True)
     decisions.apply(SimpleNamespace(requests={"k": request}), {})
-    assert decisions.take() == [shadow]
+    decisions.take(news := News())
+    assert news.decided == [shadow]

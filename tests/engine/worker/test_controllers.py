@@ -22,7 +22,7 @@ from capflow.steering.action import Abort, Steer, Unsteer
 from capflow.steering.vector import SteeringVector
 from capflow.transport.links.worker import Staged
 from capflow_engine.scheduler.decisions import Decisions
-from capflow_engine.scheduler.orders import Decided, FreezeOrder, Orders, StepAnswer, decode, encode
+from capflow_engine.scheduler.orders import Decided, FreezeOrder, News, StepAnswer, decode, encode
 from capflow_engine.steering.budget import Size
 from capflow_engine.taps.bank import Bank
 from capflow_engine.taps.plan import Planner, Scheduled
@@ -237,7 +237,7 @@ def test_an_action_that_meets_a_freeze_is_counted_and_no_trouble(started, mode, 
         return controllers.run(step(), {"r": "key"}, ordered=mode == "ordered")
 
     (before,) = decided()
-    changes.take(Orders(1, freezes=[FreezeOrder(frozen=True, label="")]))
+    changes.take(News(freezes=[FreezeOrder(frozen=True, label="")]))
     changes.decide(before)
     assert [decided() for _ in range(3)] == [[], [], []]
     assert controllers.troubles == ()
@@ -248,7 +248,7 @@ def test_an_action_that_meets_a_freeze_is_counted_and_no_trouble(started, mode, 
     kind.step = [STEER, Steer("other", (TWO,))]
     assert decided() == []
     assert "refused actions: 1; the last: on_step: request: got one that is not running" in controllers.troubles[0]
-    changes.take(Orders(2, freezes=[FreezeOrder(frozen=False, label="")]))
+    changes.take(News(freezes=[FreezeOrder(frozen=False, label="")]))
     kind.step = [STEER]
     (after,) = decided()
     changes.decide(after)

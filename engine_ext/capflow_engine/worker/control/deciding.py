@@ -60,6 +60,7 @@ class Deciding:
     controllers: those of each hub; one may be replaced by another.
     ranks: the number of tensor-parallel ranks.
     drafts: the number of draft tokens of each request in the step that begins or runs, by vLLM's id.
+    unanswered: the launched step, until its output is taken, if controllers read rows of it.
     guarded: the launched step, until its output is taken, if a gate may end a request; in the rank that reports gates.
     marking: the same if other pipeline stages need to know where its gates opened.
     """
@@ -78,8 +79,7 @@ class Deciding:
         self._visible: Sequence[Mapping[str, str]] | None = None
         # The previous step, until the next one begins.
         self._viewed: Viewed | None = None
-        # The step that was launched, until its output is taken.
-        self._unanswered: Viewed | None = None
+        self.unanswered: Viewed | None = None
 
     def change(self) -> None:
         """Look anew at which requests controllers see: one came or went."""
@@ -87,7 +87,7 @@ class Deciding:
 
     def begin(self, drafts: Mapping[str, int], cuts: Mapping[str, int]) -> list[Decided]:
         """Show the previous step to the replicated controllers; return their decisions, the same on each rank."""
-        self._unanswered = self.guarded = self.marking = None
+        self.unanswered = self.guarded = self.marking = None
         self.drafts = drafts
         viewed, self._viewed = self._viewed, None
         decided: list[Decided] = []
@@ -109,7 +109,7 @@ class Deciding:
         viewed = Viewed(number, plan, buffer, rows, scored, ready, self._seen(), self.drafts)
         if any(controllers.here for controllers in self._controllers):
             self._viewed = viewed
-        self._unanswered = viewed
+        self.unanswered = viewed
 
     def answer(self, output: Any, marked: Sequence[Marked] = (), diverged: Divergence | None = None) -> Any:
         """Have the ordered controllers decide when a step's output is taken, and the decisions travel with it.
@@ -118,7 +118,7 @@ class Deciding:
 
         marked, diverged: what travels with the decisions.
         """
-        viewed, self._unanswered = self._unanswered, None
+        viewed, self.unanswered = self.unanswered, None
         guarded, self.guarded = self.guarded, None
         marking, self.marking = self.marking, None
         if viewed is not None and not any(controllers.ordered for controllers in self._controllers):

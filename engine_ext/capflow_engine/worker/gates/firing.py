@@ -149,27 +149,29 @@ class GatedStep:
 
 
 class Firing:
-    """The gates of one worker's requests, as events see them."""
+    """The gates of one worker's requests, as events see them.
+
+    steps: those that are not settled, oldest first.
+    """
 
     def __init__(self) -> None:
-        # Steps that are not settled, oldest first.
-        self._steps: deque[GatedStep] = deque()
+        self.steps: deque[GatedStep] = deque()
         # By vLLM's id: which gates are open, as bits, and the first position without events.
         self._open: dict[str, tuple[int, int]] = {}
 
     def add(self, step: GatedStep) -> None:
         """Add a step that was just launched."""
-        self._steps.append(step)
+        self.steps.append(step)
 
     def cut(self, key: str, limit: int) -> None:
         """Drop a request's positions from `limit` on from every step."""
-        for step in self._steps:
+        for step in self.steps:
             step.limits[key] = min(limit, step.limits.get(key, limit))
 
     def reject(self, rejection: Rejection) -> None:
         """Drop the positions of rejected drafts from their step, and lower those of the request's later steps."""
         key = rejection.key
-        for step in self._steps:
+        for step in self.steps:
             if step.number <= rejection.step:
                 step.limits[key] = min(rejection.limit, step.limits.get(key, rejection.limit))
             else:
@@ -180,8 +182,8 @@ class Firing:
 
         A latched gate crosses its threshold once.
         """
-        while self._steps and self._steps[0].number <= settled:
-            step = self._steps.popleft()
+        while self.steps and self.steps[0].number <= settled:
+            step = self.steps.popleft()
             step.ready()
             for crossing in self._crossings(step):
                 yield step.number, crossing
