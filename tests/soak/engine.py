@@ -93,6 +93,8 @@ def running(home: Path) -> Iterator[tuple[int, dict[str, int]]]:
     consumer = f"filesystem:root={home}/rows,capture=requests"
     serve = ("serve", str(model), "--port", str(port), "--dtype", "float32", "--enforce-eager")
     more = ("--max-model-len", "256", "--served-model-name", "tiny", "--disable-uvicorn-access-log")
+    # All of it is used within minutes. With a large one, each block that is used for the first time looks like growth.
+    more += ("--kv-cache-memory-bytes", str(16 << 20))
     with (
         process("run", "--consumer", consumer, **wrapped) as (hub, _),
         process(*serve, *more, environment=variables) as (server, lines),

@@ -141,7 +141,7 @@ class WorkerCapture:
         # The wants of each hub, by the number that orders give them.
         self.wants: dict[int, tuple[_HubWants, ...]] = {}
         self.controllers = [self._controllers((), hub) for hub in range(len(self.settings.hubs))]
-        self.latches, self._clock = Latches(self.device), StepClock()
+        self.latches, self.clock = Latches(self.device), StepClock()
         self.firing, self._pending = Firing(), Pending()
         # The last pipeline stage has the margins of all stages; its first rank reports them.
         self._reports_gates = self.rank.tp == 0 and self.rank.pp == self.info.stages - 1
@@ -222,7 +222,7 @@ class WorkerCapture:
     def _cpu_times(self) -> dict[str, CpuTime]:
         """Return the processor time of capflow in this process. Callable on any thread."""
         threads = {name: CpuTime(spent) for name, spent in thread_times_ns().items()}
-        times = {"worker": self._clock.time, "scheduler": SCHEDULER.time}
+        times = {"worker": self.clock.time, "scheduler": SCHEDULER.time}
         return threads | {part: spent for part, spent in times.items() if spent.steps}
 
     def _agreement(self) -> Agreement:
@@ -274,7 +274,7 @@ class WorkerCapture:
     def begin(self, orders: Orders | None, scheduler_output: Any) -> None:
         """Take the orders of the step that begins, and send the steps that they settle."""
         orders = orders or Orders(self._events.number)
-        begun = self._clock.begin_step(orders.step)
+        begun = self.clock.begin_step(orders.step)
         news, settled, drafts = orders.news, orders.settled, compat_step.drafts(scheduler_output)
         if self._events.step is not None:
             self._events.keep()
@@ -303,7 +303,7 @@ class WorkerCapture:
             self.changes.take(news)
         for key, prompt_length in compat_step.new_requests(scheduler_output):
             self._take_new(key, prompt_length, {} if news is None else news.admitted)
-        self._clock.end(begun)
+        self.clock.end(begun)
 
     def _take_back(self, news: News) -> dict[str, int]:
         """Correct the steps that are not settled; return the position after the last row of each request."""
@@ -469,7 +469,7 @@ class WorkerCapture:
 
     def prepare(self, batch: compat_step.RunnerBatch) -> None:
         """Plan the step; called when the runner has prepared its batch."""
-        begun, number = self._clock.begin(), self._events.number
+        begun, number = self.clock.begin(), self._events.number
         planned = self.planner.plan(self._lineup.of(batch))
         self._planned = self._plan = planned
         self.gated_step = self.margins = None
@@ -485,7 +485,7 @@ class WorkerCapture:
         if not (idle := planned.idle):
             self._plan = self._with_room(planned)
         self.rests = idle and not planned.gates and not (self._events.step is not None and self._events.any)
-        self._clock.end(begun)
+        self.clock.end(begun)
 
     def _with_room(self, planned: Plan) -> Plan:
         """Find memory for the rows of a step; return what the taps do, which is less without room."""
@@ -567,16 +567,16 @@ class WorkerCapture:
     @contextlib.contextmanager
     def _tapped(self, plan: Plan, tokens: int) -> Iterator[None]:
         """Have the taps follow a plan in a forward pass, and take its rows afterwards."""
-        begun = self._clock.begin()
+        begun = self.clock.begin()
         received, self._received = self._received, None
         carried = self.latches.begin(plan)
         if self.tables.resident:
             if self._copied is not None:
                 torch.cuda.current_stream().wait_event(self._copied)
             self.tables.load(plan, tokens, carried, received)
-            self._clock.end(begun)
+            self.clock.end(begun)
             yield
-            begun = self._clock.begin()
+            begun = self.clock.begin()
             if plan.gates:  # the next step writes the table again
                 self._take_margins(plan, carried, self.tables.margins[: plan.gates, : plan.batch.end].clone())
             scored = [self._score(controllers, plan) for controllers in self.controllers]
@@ -589,12 +589,12 @@ class WorkerCapture:
             gating = Gating(plan, tokens, carried, received) if plan.gates else None
             step_module.current = step = Step(plan, out, self.bank, gating, self._ways, parts)
             self._ways = step.ways or self._ways
-            self._clock.end(begun)
+            self.clock.end(begun)
             try:
                 yield
             finally:
                 step_module.current = None
-            begun = self._clock.begin()
+            begun = self.clock.begin()
             if gating is not None:
                 self._take_margins(plan, carried, gating.margins[:, : plan.batch.end])
             scored = []
@@ -608,7 +608,7 @@ class WorkerCapture:
             if plan.ships and self.sends:
                 token_ids = self._ids[:tokens].copy()
         self._finish(plan, ready, token_ids, scored)
-        self._clock.end(begun)
+        self.clock.end(begun)
 
     def _score(self, controllers: Controllers, plan: Plan, rows: Any = None) -> Scored:
         """Score a step's rows for the controllers of a hub: at once on the CPU, started on a GPU."""

@@ -405,7 +405,7 @@ def capture(started, locked):
     capture.controllers = [started(step=[STEER])[0]]
     capture._events, capture.checksums = SimpleNamespace(number=1), SimpleNamespace(fold=lambda *_: None)
     capture.agreement = SimpleNamespace(stepped=lambda _: None)
-    capture._lineup, capture._clock = Lineup(capture.requests), StepClock()
+    capture._lineup, capture.clock = Lineup(capture.requests), StepClock()
     capture.info, capture.deciding = MODEL, Deciding(capture.requests, capture.controllers, MODEL, 1)
     seen, nothing = capture.planner.program({1: Positions.ALL}), capture.planner.nothing
     for key, view in (("seen", seen), ("unseen", nothing)):
