@@ -83,10 +83,14 @@ class Took(NamedTuple):
         return Took(now.wall_s - self.wall_s, now.cpu_s - self.cpu_s)
 
 
-def frames(count: int, layers: int, tokens: int) -> Iterator[tuple[Frame, RequestDone]]:
-    """Yield requests, each as a frame with all of its rows, and its end; all share one payload."""
+def frames(count: int, layers: int, tokens: int, payload: bytes | None = None) -> Iterator[tuple[Frame, RequestDone]]:
+    """Yield requests, each as a frame with all of its rows, and its end; all share one payload.
+
+    payload: rows `[layers, tokens, HIDDEN]` bfloat16; random bits by default.
+    """
     sites = tuple(Site(layer, "post_block") for layer in range(layers))
-    payload = np.random.default_rng(0).bytes(layers * tokens * HIDDEN * 2)
+    if payload is None:
+        payload = np.random.default_rng(0).bytes(layers * tokens * HIDDEN * 2)
     for number in range(count):
         name = f"r{number}"
         rows = RequestRows(name, tokens, 0, tuple(range(tokens)))

@@ -124,6 +124,7 @@ class RequestCapture(DerivedRows, Tabular, ABC):
         self.path = path
         self.sidecar = sidecar
         self._entries = {entry.site: entry for entry in sidecar.sites}
+        self._rounded = {entry.site: entry.quantization for entry in sidecar.sites if entry.quantization}
 
     def __repr__(self) -> str:
         about = f"{len(self.sites)} sites, {self.sidecar.rows} rows, {self.prompt_length} prompt tokens"
@@ -222,6 +223,13 @@ class RequestCapture(DerivedRows, Tabular, ABC):
         """
         return self._entry(site).row_shape(self.sidecar.hidden_size)
 
+    def quantization_of(self, site: tuple[int, str] | str) -> layout.Quantization | None:
+        """Return what a site's rows were rounded to; None if they are as they were captured.
+
+        `sidecar.dtype` is the dtype in which they were captured. Raises UsageError if the site has no rows.
+        """
+        return self._rounded.get(self._entry(site).site)
+
     def rows_at(self, site: Site) -> int:
         """Return how many rows a site has according to the sidecar."""
         entry = self._entries.get(site)
@@ -235,6 +243,8 @@ class RequestCapture(DerivedRows, Tabular, ABC):
 
     def __getitem__(self, site: tuple[int, str] | str) -> Rows:
         """Return a site's rows, read-only. They are memory-mapped unless they are compressed or come in several parts.
+
+        Rows that were rounded are float32; see `quantization_of`.
 
         Raises UsageError if the site has no rows, and CapflowError if they are damaged.
         """
@@ -426,4 +436,5 @@ def _added(had: layout.SiteFile, entry: layout.SiteFile) -> layout.SiteFile:
         xxh3_64="",
         rows_overflowed=had.rows_overflowed + entry.rows_overflowed,
         offset=0,
+        quantization=entry.quantization or had.quantization,
     )

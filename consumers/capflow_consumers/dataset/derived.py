@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -21,10 +22,14 @@ from capflow_consumers.dataset.rows import shown
 if TYPE_CHECKING:
     from capflow.capture.attention import AttentionForm
     from capflow.capture.router import RouterForm
+    from capflow_consumers.dataset.layout import Quantization
 
 
 class DerivedRows(ABC):
     """A capture, finished or running, of whose rows attention's weights and the chosen experts are computed."""
+
+    # What the rows of sites were rounded to; others are exact.
+    _rounded: Mapping[Site, Quantization] = MappingProxyType({})
 
     @abstractmethod
     def _forms(self, name: Literal["attention", "router"]) -> Mapping[Site, Any]:
@@ -78,14 +83,17 @@ class DerivedRows(ABC):
         positions: the tokens, as a spec names positions, and in their order; None for all that were captured.
         bias: of a biased router, the number for each expert, `[experts]`, from the model's weights.
 
-        Raises UsageError for rows that are missing, and for what `capflow.chosen_experts` refuses; CapflowError for
-        damaged rows.
+        Raises UsageError for rows that are missing or were rounded, and for what `capflow.chosen_experts` refuses;
+        CapflowError for damaged rows.
         """
         capture: Any = self
         _check_layer(layer)
         where, site = f"{capture.path}: experts of layer {layer}", Site(layer, "router")
         spec = f'{{"hooks": {{"router": [{layer}]}}, "positions": "all"}}'
         form = _router_form(where, self._forms("router"), site, spec)
+        if (rounded := self._rounded.get(site)) is not None:
+            do = "capture them without quantization; of rounded logits others may be the highest"
+            raise UsageError(explain(where, got=f"logits rounded to {rounded}", expected="exact ones", do=do))
         rows, _ = _rows_at(capture, site, positions, where, spec)
         return chosen_experts(rows.shaped, form, bias=bias)
 

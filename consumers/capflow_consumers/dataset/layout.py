@@ -52,6 +52,9 @@ from capflow.text import jsontext
 
 Layout = Literal["per_file", "packed", "sharded"]
 
+Quantization = Literal["int8", "float8_e4m3"]
+"""What numbers are rounded to; see `capflow_consumers.dataset.shards.quantization`."""
+
 FORMAT = 1
 FORMAT_SHAPED = 2
 """The format of a capture with rows of another shape than the stream's; readers of format 1 alone refuse it."""
@@ -78,6 +81,8 @@ class SiteFile(msgspec.Struct, frozen=True):
     shape: the shape of a row; left out where it is `[hidden_size]`.
     attention: at `q`, how attention makes its weights; left out where the engine did not say it, or has no tap at `k`.
     router: at `router`, how experts are chosen; left out where the engine did not say it.
+    quantization: in a shard, what the rows are rounded to; `dtype` is then float32, in which they are read. Left out
+        where they are not rounded.
     """
 
     layer: Total
@@ -93,6 +98,7 @@ class SiteFile(msgspec.Struct, frozen=True):
     shape: Shape | msgspec.UnsetType = msgspec.UNSET
     attention: AttentionForm | msgspec.UnsetType = msgspec.UNSET
     router: RouterForm | msgspec.UnsetType = msgspec.UNSET
+    quantization: Quantization | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def site(self) -> Site:

@@ -3,9 +3,9 @@
 For each site, such as `post_block.012`, `NAME.safetensors` has these tensors: `post_block.012.rows` `[n, hidden_size]`,
 or at a hook such as `heads` in the rows' own shape, `[n, heads, head_dim]`, bit for bit as stored;
 `post_block.012.positions`, int64 `[n]`; `post_block.012.token_ids`, int32 `[n]`; and `post_block.012.steered`, bool
-`[n]`, unless the data set does not say which positions were steered. The header's
-`__metadata__` has the request's fields `METADATA`, as text. NAME is the directory name of the request's id in a data
-set; a second capture of the same id has `~2` appended.
+`[n]`, unless the data set does not say which positions were steered. The header's `__metadata__` has the request's
+fields `METADATA`, as text, and what rounded rows were rounded to as `post_block:12.quantization`. NAME is the directory
+name of the request's id in a data set; a second capture of the same id has `~2` appended.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ def _write(capture: RequestCapture, sites: Sequence[Site], stream: Any, *, unste
         if (steered := steered_at(capture.sidecar, at)) is not None:
             tensors.append((f"{name}.steered", steered.dtype, steered.shape, [steered]))
     fields = {name: getattr(capture.sidecar, name) for name in METADATA}
+    fields |= {f"{site}.quantization": rounded for site in sites if (rounded := capture.quantization_of(site))}
     header: dict[str, Any] = {
         "__metadata__": {name: "" if value is None else str(value) for name, value in fields.items()}
     }

@@ -40,6 +40,7 @@ from capflow.extras import require
 from capflow.plugins.consumer import Backlog, Consumer, Context, hookimpl
 from capflow.steering.action import Answered
 from capflow_consumers.dataset import disk, layout
+from capflow_consumers.dataset.layout import Quantization
 from capflow_consumers.dataset.names import slug
 from capflow_consumers.dataset.objects.address import OBJECT_BYTES_MAX, ObjectRoot, endpoint_in_use, is_url, parse
 from capflow_consumers.dataset.running import About
@@ -66,6 +67,8 @@ class FilesystemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         on the disk once it is sealed. `false`: never; rows are with the kernel only.
     tail_s: with `per_file`, how often the rows of running requests are written, seconds; 0 is never.
     compression, shard_bytes: with `sharded`.
+    quantization: with `sharded`, what each number is rounded to, with one scale for each row; see
+        `capflow_consumers.dataset.shards.quantization`.
     threads: with `per_file`, the number of threads that write beside the consumer's own.
     staging: with a root in an object store, the local directory in which shards are written; by default below
         `$XDG_STATE_HOME/capflow/uploads`.
@@ -86,6 +89,7 @@ class FilesystemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fsync: bool | Literal["seal"] = True
     tail_s: float = 1.0
     compression: Literal["none", "zstd"] = "none"
+    quantization: Literal["none", Quantization] = "none"
     shard_bytes: int = 1024 * limits.MIB
     staging: str = ""
     staging_bytes_max: int = 16 * 1024 * limits.MIB
@@ -96,7 +100,13 @@ class FilesystemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _DEFAULTS = FilesystemConfig("")
 # Requests without rows whose events are kept.
 _EARLY_MAX = 4096
-_LAYOUT_OF = {"compression": "sharded", "shard_bytes": "sharded", "tail_s": "per_file", "threads": "per_file"}
+_LAYOUT_OF = {
+    "compression": "sharded",
+    "quantization": "sharded",
+    "shard_bytes": "sharded",
+    "tail_s": "per_file",
+    "threads": "per_file",
+}
 _OBJECTS_ONLY = ("staging", "staging_bytes_max")
 """The options that only one layout uses."""
 
@@ -213,6 +223,9 @@ class FilesystemConsumer(Consumer):
             default = getattr(_DEFAULTS, name)
             if getattr(config, name) != default and config.layout != only:
                 raise self._refused(name, f"{default} with {config.layout}", f"set layout={only}, or remove it")
+        if config.quantization != "none" and config.dtype != "model":
+            do = "remove it; rounded rows are read as float32"
+            raise self._refused("dtype", f"model with quantization={config.quantization}", do)
 
     def _locate(self) -> None:
         """Find the root in an object store, and the directory for what is not there yet. Raises UsageError."""
@@ -266,6 +279,7 @@ class FilesystemConsumer(Consumer):
         config = self.config
         options: dict[str, Any] = {
             "compressed": config.compression == "zstd",
+            "quantization": None if config.quantization == "none" else config.quantization,
             "shard_bytes": config.shard_bytes,
             "sync_requests": config.fsync is True,
         }
@@ -377,6 +391,8 @@ class FilesystemConsumer(Consumer):
                 request.files.prepare(pieces, request.tokens, counts)
             except OSError as e:
                 self._fail_or_raise(request, e)
+            if request.files.exact:
+                self._count("requests_not_rounded")
         nbytes = request.buffer.nbytes
         request.buffer.clear()
         del self._requests[key]

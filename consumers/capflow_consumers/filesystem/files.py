@@ -105,6 +105,8 @@ class RequestFiles:
         self.runs: dict[Site, Runs] = {}
         # Whether rows were written before the end.
         self.early = False
+        # Whether rows that were to be rounded are stored exactly, because one of them cannot be; set by `prepare`.
+        self.exact = False
         # Counted by `FiledRequest.add`.
         self.rows_overflowed: Counter[Site] = Counter()
         # The prepared files, from `prepare` to `release`.

@@ -26,7 +26,7 @@ logger = logging.getLogger("capflow.consumer")
 class ShardStore(Store):
     """Shards of many requests.
 
-    name_bytes, names: as in `ShardWriter`.
+    compressed, quantization, name_bytes, names: as in `ShardWriter`.
     """
 
     def __init__(
@@ -34,6 +34,7 @@ class ShardStore(Store):
         work: WorkDir,
         *,
         compressed: bool,
+        quantization: layout.Quantization | None,
         shard_bytes: int,
         sync_requests: bool,
         name_bytes: int = 3,
@@ -43,6 +44,7 @@ class ShardStore(Store):
         # Held while a shard moves from the open to the sealed ones, and while both are searched.
         self._lock = threading.Lock()
         self._compressed = compressed
+        self._quantization = quantization
         self._shard_bytes = shard_bytes
         self._sync_requests = sync_requests
         self._name_bytes = name_bytes
@@ -55,6 +57,7 @@ class ShardStore(Store):
             self.work.root,
             self.work.path,
             compressed=self._compressed,
+            quantization=self._quantization,
             bytes_max=self._shard_bytes,
             sync=self._sync_requests,
             sync_seals=self.work.fsync,

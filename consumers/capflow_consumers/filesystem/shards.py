@@ -16,10 +16,11 @@ import secrets
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from capflow.capture.dtypes import DTYPES
 from capflow.capture.model import width_of
@@ -28,6 +29,7 @@ from capflow.errors import CapflowError, explain
 from capflow_consumers.dataset import disk, layout
 from capflow_consumers.dataset.rows import Piece, TokenLog
 from capflow_consumers.dataset.shards.file import EncodedBatch, ShardFile, batches_of
+from capflow_consumers.dataset.shards.quantization import Quantised, quantised
 from capflow_consumers.dataset.shards.reader import site_digest
 from capflow_consumers.dataset.shards.recovery import publish
 from capflow_consumers.dataset.shards.stream import Kind, common_width
@@ -46,6 +48,7 @@ class ShardWriter:
     root: where sealed shards go.
     directory: the writer's hidden one.
     compressed: whether rows are compressed.
+    quantization: what rows are rounded to; None to store them as they come.
     bytes_max: the size from which a shard is sealed.
     sync: whether requests are synced to disk.
     sync_seals: whether sealed shards are.
@@ -60,6 +63,7 @@ class ShardWriter:
         directory: Path,
         *,
         compressed: bool,
+        quantization: layout.Quantization | None,
         bytes_max: int,
         sync: bool,
         sync_seals: bool,
@@ -70,6 +74,7 @@ class ShardWriter:
         self.root = root
         self.directory = directory
         self.compressed = compressed
+        self.quantization = quantization
         self.bytes_max = bytes_max
         self.sync = sync
         self.sync_seals = sync_seals
@@ -218,6 +223,19 @@ class ShardWriter:
         yield from self._other_names()
 
 
+class _Stored(NamedTuple):
+    """The rows of a request as a shard stores them.
+
+    dtype: of the stored numbers.
+    parts: of each site, parts `[k, row_bytes]` uint8, one after another.
+    scales: `[n]` float32 of all rows in the same order; None where they are not rounded.
+    """
+
+    dtype: str
+    parts: list[list[Any]]
+    scales: npt.NDArray[np.float32] | None
+
+
 class ShardRows(RequestFiles):
     """A request whose rows go into a shard when it ends; early rows wait in files of their sites."""
 
@@ -243,26 +261,28 @@ class ShardRows(RequestFiles):
 
     def _prepare(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, expected: Mapping[Site, int]) -> None:
         sites = list(self._all(pieces, tokens))
-        dtypes = {self.dtype_of(rows.site) for rows in sites} or {self.dtype}
-        dtype = dtypes.pop() if len(dtypes) == 1 else "float32"  # holds every number of the other dtypes
         widths = {rows.site: width_of(self.shapes.get(rows.site, ()), self.hidden_size) for rows in sites}
         width = common_width(set(widths.values()) or {self.hidden_size or 1})
         # Rows of one width together, so that they come in few batches.
         sites.sort(key=lambda rows: (widths[rows.site], rows.site))
+        dtype, parts, scales = self._rounded(sites) or self._exact(sites)
         self._kind = kind = Kind(dtype, width, self._shards.compressed)
-        parts = [self._as(dtype, rows) for rows in sites]
         positions = np.concatenate([np.zeros(0, np.int32), *(rows.positions for rows in sites)]).astype(np.int32)
         token_ids = np.concatenate([np.zeros(0, np.int32), *(rows.token_ids for rows in sites)])
-        self._batches = list(batches_of(kind, parts, positions, token_ids))
+        self._batches = list(batches_of(kind, parts, positions, token_ids, scales))
         hashes = np.concatenate([np.zeros(0, np.uint64), *(batch.hashes for batch in self._batches)])
+        columns = [positions, token_ids, hashes, *([] if scales is None else [scales])]
+        quantization = msgspec.UNSET if scales is None else self._shards.quantization
+        row_dtype = dtype if scales is None else "float32"
         self._entries = []
         begin = 0
         for rows in sites:
             end = begin + len(rows.positions)
-            digest = site_digest(positions[begin:end], token_ids[begin:end], hashes[begin:end])
-            part = self.part(rows.site)._replace(dtype=dtype)
-            size = part.rows * part.row_bytes
-            self._entries.append(self._entry(part, "", expected.get(part.site), size, digest, begin))
+            digest = site_digest(*(column[begin:end] for column in columns))
+            part = self.part(rows.site)._replace(dtype=row_dtype)
+            size = part.rows * (kind.bytes_of(widths[rows.site]) + (0 if scales is None else scales.itemsize))
+            entry = self._entry(part, "", expected.get(part.site), size, digest, begin)
+            self._entries.append(msgspec.structs.replace(entry, quantization=quantization))
             begin = end
 
     def write(self) -> list[layout.SiteFile]:
@@ -299,6 +319,32 @@ class ShardRows(RequestFiles):
         self.shard = None
         super().discard()
         return path
+
+    def _rounded(self, sites: Sequence[SiteRows]) -> _Stored | None:
+        """Return the rows rounded; None where they are not to be, or where one of them cannot be."""
+        quantization = self._shards.quantization
+        if quantization is None:
+            return None
+        parts: list[list[Any]] = []
+        scales = [np.zeros(0, np.float32)]
+        for rows in sites:
+            dtype = DTYPES[self.dtype_of(rows.site)]
+            rounded: list[Quantised] = []
+            for part in rows.parts:
+                if (of_part := quantised(part.view(dtype), quantization)) is None:
+                    self.exact = True
+                    return None
+                rounded.append(of_part)
+            parts.append([of_part.codes for of_part in rounded])
+            scales += [of_part.scales for of_part in rounded]
+        return _Stored(quantization, parts, np.concatenate(scales))
+
+    def _exact(self, sites: Sequence[SiteRows]) -> _Stored:
+        """Return the rows in one dtype that holds every number."""
+        dtypes = {self.dtype_of(rows.site) for rows in sites} or {self.dtype}
+        # Beside rounded rows, which are read as float32, that dtype too.
+        dtype = dtypes.pop() if len(dtypes) == 1 and self._shards.quantization is None else "float32"
+        return _Stored(dtype, [self._as(dtype, rows) for rows in sites], None)
 
     def _as(self, dtype: str, rows: SiteRows) -> list[Any]:
         """Return a site's rows as bytes of a dtype."""

@@ -83,7 +83,8 @@ def _show(survey: Survey, console: Console) -> None:
 
 def _cells(site: SiteSurvey, *, norms: bool) -> list[str]:
     shape = "/".join(", ".join(map(str, shape)) for shape in site.shapes)
-    cells = [site.site, str(site.captures), f"[{site.rows}, {shape}]".replace("[", r"\["), "/".join(site.dtypes)]
+    dtype = "/".join(site.dtypes) + (f" ({'/'.join(site.quantizations)})" if site.quantizations else "")
+    cells = [site.site, str(site.captures), f"[{site.rows}, {shape}]".replace("[", r"\["), dtype]
     cells.append(str(site.rows_missing or "-"))
     if norms:
         values = (site.norm_median, site.norm_mean, site.norm_min, site.norm_max)

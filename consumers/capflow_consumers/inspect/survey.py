@@ -31,7 +31,8 @@ class SiteSurvey(msgspec.Struct):
 
     captures: captures with rows of the site.
     rows_missing: expected rows that are not stored.
-    bytes: size of the rows.
+    bytes: size of the rows, as they are stored.
+    quantizations: what some of the rows were rounded to.
     hidden_sizes: the widths of the rows.
     shapes: the shapes of a row.
     norm_mean, norm_median, norm_min, norm_max: None without a finite norm.
@@ -44,6 +45,7 @@ class SiteSurvey(msgspec.Struct):
     rows_missing: int = 0
     bytes: int = 0
     dtypes: list[str] = []
+    quantizations: list[str] = []
     hidden_sizes: list[int] = []
     shapes: list[tuple[int, ...]] = []
     norm_mean: float | None = None
@@ -72,7 +74,7 @@ class Survey(msgspec.Struct):
 
     checked: whether rows were read. If not, there are no norms, and only damage to sidecars is found.
     captures: all captures, also those with unreadable sidecars.
-    bytes: size of the rows.
+    bytes: size of the rows, as they are stored.
     bytes_on_disk: size of every file below the root.
     positions: the last position with a row, plus one.
     models: captures by model.
@@ -189,20 +191,24 @@ class Surveyor:
         for part in capture.in_batches(site):
             every = np.concatenate([every, part.positions])
             capture.check_positions(site, every)
-            self._count(site, part)
+            self._count(site, part, capture.quantization_of(site))
         self._sites[site].captures += 1
         return every
 
-    def _count(self, site: Site, part: Rows) -> None:
+    def _count(self, site: Site, part: Rows, quantization: str | None) -> None:
         rows, positions, _ = part
         entry, survey = self._sites.setdefault(site, SiteSurvey(str(site))), self._survey
         entry.rows += len(rows)
-        entry.bytes += rows.nbytes
+        nbytes = (
+            rows.nbytes if quantization is None else len(rows) * (rows.shape[1] + 4)
+        )  # a byte a number, and a float32 scale
+        entry.bytes += nbytes
         entry.dtypes = sorted({*entry.dtypes, rows.dtype.name})
+        entry.quantizations = sorted({*entry.quantizations, *filter(None, [quantization])})
         entry.hidden_sizes = sorted({*entry.hidden_sizes, rows.shape[1]})
         entry.shapes = sorted({*entry.shapes, part.row_shape})
         survey.rows += len(rows)
-        survey.bytes += rows.nbytes
+        survey.bytes += nbytes
         if len(positions):
             survey.positions = max(survey.positions, int(positions[-1]) + 1)
         if survey.checked:

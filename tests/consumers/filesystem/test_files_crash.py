@@ -13,6 +13,7 @@ import pytest
 
 import capflow
 from capflow_consumers.dataset.layout import SHARD_PATTERN
+from capflow_consumers.dataset.shards.quantization import dequantised, quantised
 from tests.kit.frames import row_of
 from tests.kit.processes.files import REQUESTS, rows_of
 from tests.kit.sources import PROCESSES
@@ -21,7 +22,12 @@ from tests.kit.stored_layouts import LAYOUTS
 
 CHILD = PROCESSES / "files.py"
 SMALL = {"sharded": {"shard_bytes": 1 << 20}}  # so that shards are sealed now and then
-WRITERS = {**LAYOUTS, "threads": {"layout": "per_file", "threads": 2}, "seal": {"layout": "sharded", "fsync": "seal"}}
+WRITERS = {
+    **LAYOUTS,
+    "threads": {"layout": "per_file", "threads": 2},
+    "seal": {"layout": "sharded", "fsync": "seal"},
+    "int8": {"layout": "sharded", "quantization": "int8"},
+}
 
 
 def live(root, call, options):
@@ -32,7 +38,9 @@ def live(root, call, options):
     return run.stdout.split(), run.returncode != 0
 
 
-def assert_has(root, requests):
+def assert_has(root, requests, options):
+    """Assert that a data set has these requests, whole, and return it."""
+    rounding = options.get("quantization")
     dataset = capflow.open(root)
     for name in requests:
         (capture,) = dataset.captures(name)
@@ -42,17 +50,20 @@ def assert_has(root, requests):
         for site in SITES:
             rows, positions, _ = capture[site]
             assert positions.tolist() == list(range(length))
-            assert rows.tobytes() == np.stack([row_of(name, site, p, 1024) for p in range(length)]).tobytes()
+            expected = np.stack([row_of(name, site, p, 1024) for p in range(length)])
+            if rounding:
+                expected = dequantised(*quantised(expected, rounding), rounding)
+            assert rows.tobytes() == expected.tobytes()
     return dataset
 
 
 def killed_at(root, call, options):
     acknowledged, died = live(root, call, options)
     if acknowledged:  # also before the next one puts it in order
-        assert_has(root, [name for name in acknowledged if name != "end"])
+        assert_has(root, [name for name in acknowledged if name != "end"], options)
     again, _ = live(root, 0, options)
     assert again[-1] == "end"
-    dataset = assert_has(root, again[:-1])
+    dataset = assert_has(root, again[:-1], options)
     assert sorted(dataset.requests()) == sorted(f"r{number}" for number in range(REQUESTS))
     dataset.verify()
     assert not list(root.glob(".partial-*"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -113,6 +114,25 @@ def test_a_data_set_in_a_bucket_is_as_one_in_a_directory(server, tmp_path, compr
     assert_has(url, range(21))
     numbers = [int(name[6:12]) for name in server.names(prefix)]
     assert numbers == list(range(1, len(shards) + 2))
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+@pytest.mark.parametrize("quantization", ["int8", "float8_e4m3"])
+def test_rounded_rows_in_a_bucket_are_those_in_a_directory(server, tmp_path, quantization, compression):
+    url, options = server.url(f"rows/{quantization}-{compression}"), {"compression": compression}
+    consumer = writer(url, tmp_path / "staging", quantization=quantization, **options)
+    beside = opened(tmp_path / "rows", SITES, layout="sharded", quantization=quantization)
+    for number in range(4):
+        assert give(consumer, number).status == give(beside, number).status == "ok"
+    consumer.close()
+    beside.close()
+    bucket, directory = capflow.open(url), capflow.open(tmp_path / "rows")
+    bucket.verify()
+    for number, site in itertools.product(range(4), SITES):
+        ours, theirs = bucket[f"r{number}"], directory[f"r{number}"]
+        assert ours.quantization_of(site) == quantization
+        assert ours[site].rows.dtype == np.float32
+        assert np.array_equal(ours[site].rows, theirs[site].rows)
 
 
 def test_other_programs_read_a_bucket(server, tmp_path):

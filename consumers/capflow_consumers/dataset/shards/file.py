@@ -30,6 +30,8 @@ BATCH_BYTES_MAX = 64 * limits.MIB
 COMPRESSED_BATCH_BYTES_MAX = 8 * limits.MIB
 # A batch of at least so many bytes of rows is its own row group; the seal copies smaller ones together.
 IN_PLACE_BYTES_MIN = 2 * limits.MIB
+# The bound is smaller for rounded rows, whose dictionary takes 1 KiB instead of 256. The other columns take some 2 KiB.
+ROUNDED_IN_PLACE_BYTES_MIN = 256 * limits.KIB
 _COPY_BYTES = 8 * limits.MIB
 # Several requests together, because a shard is synced with many.
 _AHEAD_BYTES_MIN = 16 * limits.MIB
@@ -47,6 +49,7 @@ class EncodedBatch(NamedTuple):
     page: the parts of the bytes that make the rows a Parquet page: the page's head, or a whole compressed page. Empty
         where the seal copies the rows.
     width: how many numbers a row has.
+    scales: `[n]` float32 of rounded rows; None of others.
     """
 
     rows: list[Bytes]
@@ -55,20 +58,28 @@ class EncodedBatch(NamedTuple):
     hashes: npt.NDArray[np.uint64]
     page: Sequence[Any]
     width: int
+    scales: npt.NDArray[np.float32] | None
 
 
 def batches_of(
-    kind: Kind, sites: Sequence[Sequence[Bytes]], positions: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]
+    kind: Kind,
+    sites: Sequence[Sequence[Bytes]],
+    positions: npt.NDArray[np.int32],
+    token_ids: npt.NDArray[np.int32],
+    scales: npt.NDArray[np.float32] | None,
 ) -> Iterator[EncodedBatch]:
     """Divide the rows of a request into batches; yield each with its hashes and its page.
 
     sites: of each site, parts `[k, row_bytes]` one after another.
     positions, token_ids: `[n]` of all rows, in the same order.
+    scales: the same of rounded rows; None of others.
 
     A batch has whole sites of one width, or a part of one site that is larger than a batch.
     """
     done = 0
     bytes_max = COMPRESSED_BATCH_BYTES_MAX if kind.compressed else BATCH_BYTES_MAX
+    if kind.quantised:  # a reader makes a float32 of each byte
+        bytes_max //= 4
     for row_bytes, alike in itertools.groupby(sites, key=lambda parts: int(parts[0].shape[1])):
         width = row_bytes // kind.bytes_of(1)
         for rows in _batched(list(alike), max(1, bytes_max // row_bytes)):
@@ -76,7 +87,8 @@ def batches_of(
             span = slice(done, done + count)
             hashes, crc = _checksums(kind, width, rows, count)
             page = _page(kind, width, rows, count, crc)
-            yield EncodedBatch(rows, positions[span], token_ids[span], hashes, page, width)
+            factors = None if scales is None else scales[span]
+            yield EncodedBatch(rows, positions[span], token_ids[span], hashes, page, width, factors)
             done += count
 
 
@@ -116,7 +128,8 @@ class ShardFile:
 
     def put(self, batch: EncodedBatch) -> None:
         """Append a batch; raises OSError."""
-        parts = self._encoder.batch(batch.positions, batch.token_ids, batch.hashes, batch.page, width=batch.width)
+        columns = batch.positions, batch.token_ids, batch.hashes
+        parts = self._encoder.batch(*columns, batch.page, width=batch.width, scales=batch.scales)
         nbytes = 0 if self.kind.compressed else len(batch.positions) * self.kind.bytes_of(batch.width)
         rows = [] if self.kind.compressed else [*batch.rows, bytes(-nbytes % 8)]
         self._batches.append(self._tip)
@@ -246,5 +259,6 @@ def _page(kind: Kind, width: int, rows: list[Bytes], count: int, crc: int) -> Se
 
 def _in_place(kind: Kind, width: int, count: int) -> bool:
     """Return whether the rows of a batch lie in the file as a page."""
-    whole = kind.dtype != "bfloat16" or count * width % 8 == 0
-    return not kind.compressed and whole and count * kind.bytes_of(width) >= IN_PLACE_BYTES_MIN
+    whole = kind.dtype not in parquet.INDEX_BITS or count * width % 8 == 0
+    least = ROUNDED_IN_PLACE_BYTES_MIN if kind.quantised else IN_PLACE_BYTES_MIN
+    return not kind.compressed and whole and count * kind.bytes_of(width) >= least

@@ -8,7 +8,8 @@ another reason (the message of an Arrow stream, in `capflow_consumers.dataset.sh
 
 float32 and float16 are PLAIN. bfloat16 is stored as uint16, for which Parquet has INT32 only, of four bytes. A
 dictionary of all 65,536 numbers in order makes each number its own index, and packed indices of 16 bits are the rows
-themselves. Each page has its CRC32.
+themselves. int8 and float8_e4m3 have a dictionary of 256 numbers in the order of their bits, and indices of 8 bits. So
+float8_e4m3, which Parquet does not have, is FLOAT for every reader. Each page has its CRC32.
 https://parquet.apache.org/docs/file-format/ is the format.
 
 Why this is not `pyarrow.parquet.ParquetWriter`, fed from the Arrow stream at the seal: that writer copies every row and
@@ -38,6 +39,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from isal import isal_zlib
 
+from capflow_consumers.dataset.shards.quantization import CODES, numbers_of
 from capflow_consumers.dataset.shards.thrift import BINARY, BYTE, I32, I64, LIST, STRUCT, TRUE, struct, varint
 
 MAGIC = b"PAR1"
@@ -46,7 +48,7 @@ _BOOLEAN = 0
 _INT32, _INT64, _FLOAT, _BYTE_ARRAY, _FIXED = 1, 2, 4, 6, 7
 _PLAIN, _RLE, _RLE_DICTIONARY = 0, 3, 8
 _REQUIRED, _REPEATED = 0, 2
-_UTF8, _LIST, _UINT16, _UINT64 = 0, 3, 12, 14
+_UTF8, _LIST, _UINT16, _UINT64, _INT8 = 0, 3, 12, 14, 15
 _DATA_PAGE, _DICTIONARY_PAGE = 0, 2
 _ZSTD = 6
 _NUMBERS = 1 << 16
@@ -55,11 +57,20 @@ _BOUND_LENGTH_MAX = 256
 # Bytes of rows from which bfloat16 has the dictionary, which takes a quarter of that.
 _DICTIONARY_WORTH_BYTES = 1 << 20
 
-_VECTOR_TYPES = {"bfloat16": pa.uint16(), "float16": pa.float16(), "float32": pa.float32()}
+_VECTOR_TYPES = {
+    "bfloat16": pa.uint16(),
+    "float16": pa.float16(),
+    "float32": pa.float32(),
+    "int8": pa.int8(),
+    "float8_e4m3": pa.float32(),
+}
+
+INDEX_BITS = {"bfloat16": 16, "int8": 8, "float8_e4m3": 8}
+"""Of each dtype that has a dictionary: the bits of an index, which are those of the number."""
 
 
-def _unsigned(bits: int) -> bytes:
-    return struct((10, STRUCT, struct((1, BYTE, bits), (2, TRUE, False))))
+def _integer(bits: int, *, signed: bool) -> bytes:
+    return struct((10, STRUCT, struct((1, BYTE, bits), (2, TRUE, signed))))
 
 
 # Of each Arrow type: Parquet's physical type and its length, the converted type, and the logical type.
@@ -67,8 +78,9 @@ _LEAVES: dict[Any, tuple[int, int | None, int | None, bytes | None]] = {
     pa.string(): (_BYTE_ARRAY, None, _UTF8, struct((1, STRUCT, struct()))),
     pa.bool_(): (_BOOLEAN, None, None, None),
     pa.int32(): (_INT32, None, None, None),
-    pa.uint16(): (_INT32, None, _UINT16, _unsigned(16)),
-    pa.uint64(): (_INT64, None, _UINT64, _unsigned(64)),
+    pa.int8(): (_INT32, None, _INT8, _integer(8, signed=True)),
+    pa.uint16(): (_INT32, None, _UINT16, _integer(16, signed=False)),
+    pa.uint64(): (_INT64, None, _UINT64, _integer(64, signed=False)),
     pa.float16(): (_FIXED, 2, None, struct((15, STRUCT, struct()))),
     pa.float32(): (_FLOAT, None, None, None),
 }
@@ -129,7 +141,7 @@ class RowGroup(NamedTuple):
 def schema(kind: str, size: int, about: dict[str, str]) -> pa.Schema:
     """Return the columns as an Arrow schema.
 
-    kind: `bfloat16`, `float16` or `float32`.
+    kind: `bfloat16`, `float16`, `float32`, `int8` or `float8_e4m3`; the last two have a scale for each row.
     size: the length of a vector; 0 where vectors have several lengths.
     about: the metadata of the schema.
     """
@@ -145,18 +157,19 @@ def schema(kind: str, size: int, about: dict[str, str]) -> pa.Schema:
         ("token_id", pa.int32()),
         ("steered", pa.bool_()),
         ("xxh3", pa.uint64()),
-        ("vector", vector_type(kind, size)),
+        *([("scale", pa.float32())] if kind in CODES else []),
+        ("vector", vector_type(_VECTOR_TYPES[kind], size)),
     ]
     return pa.schema([pa.field(*column, nullable=False) for column in columns], metadata=about)
 
 
-def vector_type(kind: str, size: int) -> Any:
-    """Return the Arrow type of a vector; that of a list where `size` is 0."""
-    return pa.list_(pa.field("element", _VECTOR_TYPES[kind], nullable=False), size or -1)
+def vector_type(number: Any, size: int) -> Any:
+    """Return the Arrow type of a vector of numbers of a type; that of a list where `size` is 0."""
+    return pa.list_(pa.field("element", number, nullable=False), size or -1)
 
 
 def numbers(values: npt.NDArray[Any]) -> tuple[bytes, ColumnChunk]:
-    """Return the page of a column of int32 or uint64, and its chunk, which begins at 0."""
+    """Return the page of a column of int32, uint64 or float32, and its chunk, which begins at 0."""
     page = _data_page(values.tobytes(), len(values), _PLAIN)
     signed = values.dtype.kind == "i"
     lowest, highest = (values.min().tobytes(), values.max().tobytes()) if signed else (None, None)
@@ -195,7 +208,7 @@ def vector_head(kind: str, size: int, rows: int, crc: int, nbytes: int) -> Vecto
     crc: the CRC32 of `vector_levels` and the rows after them.
     nbytes: the length of the rows.
     """
-    dictionary = _numbers_page(compressed=False) if kind == "bfloat16" else b""
+    dictionary = _numbers_page(kind, compressed=False) if kind in INDEX_BITS else b""
     header, levels = _vector_header(kind, size, rows, crc, nbytes), vector_levels(kind, size, rows)
     body = len(dictionary) + len(header)
     return VectorPages((dictionary, header, levels), len(dictionary), body, len(levels) + nbytes)
@@ -203,7 +216,7 @@ def vector_head(kind: str, size: int, rows: int, crc: int, nbytes: int) -> Vecto
 
 def vector_head_bytes_max(kind: str, size: int, rows: int, nbytes: int) -> int:
     """Return the largest length of `vector_head` over all values of the CRC32."""
-    dictionary = len(_numbers_page(compressed=False)) if kind == "bfloat16" else 0
+    dictionary = len(_numbers_page(kind, compressed=False)) if kind in INDEX_BITS else 0
     crc = 1 << 31  # the CRC32 with the longest encoding
     return dictionary + len(_vector_header(kind, size, rows, crc, nbytes)) + len(vector_levels(kind, size, rows))
 
@@ -216,9 +229,11 @@ def vector_pages(kind: str, size: int, rows: int, values: bytes, *, compressed: 
     wide = kind == "bfloat16" and (len(values) < _DICTIONARY_WORTH_BYTES or rows * size % 8)
     if wide:
         values = np.frombuffer(values, np.uint16).astype(np.int32).tobytes()
+    elif kind in CODES:
+        values += _padding(rows * size)
     plain = vector_levels("float32" if wide else kind, size, rows) + values
     page = pa.compress(plain, "zstd", asbytes=True) if compressed else plain
-    dictionary = _numbers_page(compressed=compressed) if kind == "bfloat16" and not wide else b""
+    dictionary = _numbers_page(kind, compressed=compressed) if kind in INDEX_BITS and not wide else b""
     encoding = _RLE_DICTIONARY if dictionary else _PLAIN
     header = _page_header(_DATA_PAGE, len(plain), len(page), isal_zlib.crc32(page), rows * size, encoding)
     return VectorPages((dictionary, header, page), len(dictionary), len(dictionary) + len(header), len(plain))
@@ -232,6 +247,11 @@ def page_rows(kind: str, size: int, rows: int, page: Any, plain_bytes: int) -> n
     Raises ValueError when that length fits no such rows.
     """
     plain = np.frombuffer(pa.decompress(page, plain_bytes, "zstd"), np.uint8)
+    if kind in CODES:
+        begin, count = len(vector_levels(kind, size, rows)), rows * size
+        if begin + count + len(_padding(count)) != plain_bytes:
+            raise ValueError(plain_bytes)
+        return plain[begin : begin + count].reshape(rows, size)
     # `wide` first: without it, bfloat16 comes only in multiples of 8 numbers.
     for wide in (True, False):
         levels = len(vector_levels("float32" if wide else kind, size, rows))
@@ -249,9 +269,9 @@ def vector_levels(kind: str, size: int, rows: int) -> bytes:
     count = rows * size
     row = varint(1 << 1) + b"\0" + (varint((size - 1) << 1) + b"\1" if size > 1 else b"")
     start = b""
-    if kind == "bfloat16":
-        assert count % 8 == 0
-        start = b"\x10" + varint(count // 8 << 1 | 1)
+    if kind in INDEX_BITS:
+        assert kind in CODES or count % 8 == 0
+        start = bytes([INDEX_BITS[kind]]) + varint((count + 7) // 8 << 1 | 1)
     return _counted(row * rows) + _counted(varint(count << 1) + b"\1") + start
 
 
@@ -288,15 +308,18 @@ def footer(columns: pa.Schema, groups: Sequence[RowGroup], created_by: str) -> b
     return metadata + len(metadata).to_bytes(4, "little") + MAGIC
 
 
-def vector_chunk(begin: int, length: int, values: int, pages: VectorPages, *, compressed: bool) -> ColumnChunk:
+def vector_chunk(
+    kind: str, begin: int, length: int, values: int, pages: VectorPages, *, compressed: bool
+) -> ColumnChunk:
     """Return the chunk of pages of vectors.
 
+    kind: the dtype of the numbers.
     begin: where they lie in the file.
     length: the length of the pages and of the rows after them.
     values: how many numbers there are.
     pages: their parts.
     """
-    dictionary = len(_numbers_page(compressed=False)) if pages.data_page else 0
+    dictionary = len(_numbers_page(kind, compressed=False)) if pages.data_page else 0
     plain_bytes = dictionary + pages.body - pages.data_page + pages.plain_body
     return ColumnChunk(begin, length, pages.data_page, values, plain_bytes, compressed)
 
@@ -384,17 +407,26 @@ def _dictionary_page(body: bytes, values: int, plain_bytes: int | None = None) -
     return _page_header(_DICTIONARY_PAGE, length, len(body), isal_zlib.crc32(body), values, _PLAIN) + body
 
 
-@functools.lru_cache(maxsize=2)
-def _numbers_page(*, compressed: bool) -> bytes:
-    """Return the page of the dictionary in which each 16-bit number is its own index."""
-    body = np.arange(_NUMBERS, dtype=np.int32).tobytes()
+@functools.cache
+def _numbers_page(kind: str, *, compressed: bool) -> bytes:
+    """Return the page of the dictionary in which the bits of each number are its index."""
+    if kind == "bfloat16":
+        values: npt.NDArray[Any] = np.arange(_NUMBERS, dtype=np.int32)
+    else:
+        values = numbers_of(kind).astype(np.int32 if kind == "int8" else np.float32)
+    body = values.tobytes()
     page = pa.compress(body, "zstd", asbytes=True) if compressed else body
-    return _dictionary_page(page, _NUMBERS, len(body))
+    return _dictionary_page(page, len(values), len(body))
+
+
+def _padding(count: int) -> bytes:
+    """Return the zeros that fill `count` indices of one byte up to a multiple of 8."""
+    return bytes(-count % 8)
 
 
 def _vector_header(kind: str, size: int, rows: int, crc: int, nbytes: int) -> bytes:
     length = len(vector_levels(kind, size, rows)) + nbytes
-    encoding = _RLE_DICTIONARY if kind == "bfloat16" else _PLAIN
+    encoding = _RLE_DICTIONARY if kind in INDEX_BITS else _PLAIN
     return _page_header(_DATA_PAGE, length, length, crc, rows * size, encoding)
 
 

@@ -25,6 +25,7 @@ from capflow.files import open_regular
 from capflow_consumers.dataset import layout
 from capflow_consumers.dataset.capture import RequestCapture, Rows, concatenated, damaged
 from capflow_consumers.dataset.shards import seal
+from capflow_consumers.dataset.shards.quantization import dequantised
 from capflow_consumers.dataset.shards.seal import Entry
 from capflow_consumers.dataset.shards.stream import (
     HEAD,
@@ -226,7 +227,6 @@ class ShardCapture(RequestCapture):
         return _read_only(concatenated(parts))
 
     def _parts(self, entry: layout.SiteFile) -> Iterator[Rows]:
-        kind = self._shard.kind
         shape = entry.row_shape(self.sidecar.hidden_size)
         width = math.prod(shape)
         batches = self._decoded()
@@ -242,7 +242,7 @@ class ShardCapture(RequestCapture):
                 if batch.width != width:
                     got = f"rows of {batch.width} numbers at {entry.site} of {self.id}"
                     raise damaged(self.path, got, f"{width}, as its sidecar says")
-                rows = self._bytes(batch, low, high).view(DTYPES[kind.dtype]).reshape(high - low, width)
+                rows = self._numbers(batch, low, high)
                 positions = batch.positions[low:high].astype(np.int64)
                 yield _read_only(Rows(rows, positions, batch.token_ids[low:high], shape))
 
@@ -255,11 +255,18 @@ class ShardCapture(RequestCapture):
             if (bad := np.flatnonzero(hashes != batch.hashes)).size:
                 got = f"a wrong checksum of row {bad[0]} of batch {number} of {self.id}"
                 raise damaged(self.path, got, "that of the row that was written")
-        columns = [np.concatenate(arrays) for arrays in zip(*(b[:3] for b in batches), strict=True)] if batches else []
+        columns = [np.concatenate(arrays) for arrays in zip(*map(_columns, batches), strict=True)]
         for entry in self.sidecar.sites:
             part = slice(entry.offset, entry.offset + entry.rows)
             if site_digest(*(column[part] for column in columns)) != entry.xxh3_64:
                 raise damaged(self.path, f"a wrong checksum of {entry.site} of {self.id}", entry.xxh3_64)
+
+    def _numbers(self, batch: StoredBatch, low: int, high: int) -> npt.NDArray[Any]:
+        """Return rows `low..high` of a batch `[n, width]`, float32 where they are rounded."""
+        dtype, rows = self._shard.kind.dtype, self._bytes(batch, low, high)
+        if batch.scales is not None:
+            return dequantised(rows, batch.scales[low:high], dtype)
+        return rows.view(DTYPES[dtype]).reshape(high - low, batch.width)
 
     def _bytes(self, batch: StoredBatch, low: int, high: int) -> npt.NDArray[np.uint8]:
         try:
@@ -277,14 +284,20 @@ class ShardCapture(RequestCapture):
         return self._batches
 
 
-def site_digest(positions: npt.NDArray[Any], token_ids: npt.NDArray[Any], hashes: npt.NDArray[Any]) -> str:
+def site_digest(*columns: npt.NDArray[Any]) -> str:
     """Return the xxh3 of a site's columns in a shard, all but the rows themselves.
 
-    positions, token_ids: hashed as int32.
-    hashes: of the rows, hashed as uint64.
+    columns: positions and token ids, hashed as int32; the rows' hashes, as uint64; of rounded rows their scales, as
+        float32.
     """
-    columns = (positions, np.int32), (token_ids, np.int32), (hashes, np.uint64)
-    return xxhash.xxh3_64_hexdigest(b"".join([np.asarray(column, dtype).tobytes() for column, dtype in columns]))
+    dtypes = np.int32, np.int32, np.uint64, np.float32
+    parts = [np.asarray(column, dtype).tobytes() for column, dtype in zip(columns, dtypes, strict=False)]
+    return xxhash.xxh3_64_hexdigest(b"".join(parts))
+
+
+def _columns(batch: StoredBatch) -> tuple[npt.NDArray[Any], ...]:
+    """Return the columns of a batch that `site_digest` takes."""
+    return batch[:3] if batch.scales is None else (*batch[:3], batch.scales)
 
 
 def _read_only(rows: Rows) -> Rows:
@@ -296,7 +309,8 @@ def _read_only(rows: Rows) -> Rows:
 def _kind_within(file: Any) -> Kind | None:
     """Infer the kind of rows from surviving sidecars when the stream's head is damaged; None when there are none."""
     for _, sidecar in layout.sidecars_within(file):
-        dtype = next((entry.dtype for entry in sidecar.sites if entry.dtype), sidecar.dtype)
+        dtypes = (entry.quantization or entry.dtype for entry in sidecar.sites)
+        dtype = next(filter(None, dtypes), sidecar.dtype)
         widths = {math.prod(entry.row_shape(sidecar.hidden_size)) for entry in sidecar.sites}
         width = common_width(widths or {sidecar.hidden_size or 1})
         for compressed in (False, True):

@@ -95,7 +95,7 @@ def _copy(shard: Shard, entries: Sequence[Entry]) -> ShardFile:
             *batches, commit = (decode(shard.file, place, shard.kind, shard.schema) for place in entry.batches)
             for batch in batches:
                 rows = [] if batch.rows is None else [batch.rows]
-                copy.put(EncodedBatch(rows, *batch[:3], (batch.page,), batch.width))
+                copy.put(EncodedBatch(rows, *batch[:3], (batch.page,), batch.width, batch.scales))
             assert commit.sidecar is not None
             copy.commit(entry.request, entry.engine, commit.sidecar)
     finally:

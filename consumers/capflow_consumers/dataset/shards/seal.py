@@ -222,7 +222,7 @@ def _gather(fd: int, tip: int, groups: list[parquet.RowGroup], pieces: list[_Pie
     values = b"".join(rows_of(piece.batch, kind).tobytes() for piece in pieces)
     count, width = sum(len(piece.batch.positions) for piece in pieces), pieces[0].batch.width
     pages = parquet.vector_pages(kind.dtype, width, count, values, compressed=False)
-    chunk = parquet.vector_chunk(tip, pages.nbytes, count * width, pages, compressed=False)
+    chunk = parquet.vector_chunk(kind.dtype, tip, pages.nbytes, count * width, pages, compressed=False)
     return _add(fd, write(fd, pages.parts, tip), groups, pieces, chunk)
 
 
@@ -257,6 +257,9 @@ def _columns(pieces: list[_Piece]) -> Iterator[tuple[bytes, parquet.ColumnChunk]
     yield parquet.numbers(_joined([piece.batch.token_ids for piece in pieces]))
     yield parquet.flags(np.concatenate([_steered(piece) for piece in pieces]))
     yield parquet.numbers(_joined([piece.batch.hashes for piece in pieces]))
+    scales = [piece.batch.scales for piece in pieces if piece.batch.scales is not None]
+    if scales:
+        yield parquet.numbers(_joined(scales))
 
 
 def _steered(piece: _Piece) -> npt.NDArray[np.bool_]:

@@ -15,6 +15,9 @@ In a stream whose rows have several widths, `capflow.hidden_size` is 0, and a co
 numbers it has. All rows of a batch have one width. There is no `vector`: without compression, the vectors are the end
 of `page`. Arrow would put the ends of lists between a page and its vectors.
 
+Where `capflow.dtype` is int8 or float8_e4m3, `vector` has the bits of codes, and a column `scale` the factor of each
+row, float32: see `capflow_consumers.dataset.shards.quantization`.
+
 Invariant: everything up to the end of a commit is whole, unless the disk damaged it. Bytes after the last commit
 belong to no request. A message begins at a multiple of 8 bytes and with a mark, so that a reader finds the next message
 after a damaged one.
@@ -33,13 +36,21 @@ import pyarrow as pa
 import xxhash
 
 from capflow import limits
-from capflow.capture.dtypes import DTYPES
 from capflow_consumers.dataset.shards import parquet
+from capflow_consumers.dataset.shards.quantization import CODES, NUMBERS
 
 HEAD = parquet.MAGIC + bytes(4)
 END = b"\xff\xff\xff\xff\0\0\0\0"
 """The end mark of an Arrow stream."""
 
+# Of each dtype: the Arrow type of a number in the stream.
+_VECTOR_TYPES = {
+    "bfloat16": pa.uint16(),
+    "float16": pa.float16(),
+    "float32": pa.float32(),
+    "int8": pa.int8(),
+    "float8_e4m3": pa.uint8(),
+}
 _PAGE_HEAD = struct.Struct("<4I")
 # The mark that begins an Arrow message. The length of its metadata follows.
 _CONTINUATION = 0xFFFFFFFF
@@ -51,7 +62,7 @@ _SEARCHED_AT_ONCE = 1 << 20
 class Kind(NamedTuple):
     """The kind of a shard's rows.
 
-    dtype: by name.
+    dtype: of the stored numbers, by name.
     width: the width of a row; 0 where rows have several widths.
     compressed: whether rows are compressed with zstd.
     """
@@ -62,7 +73,12 @@ class Kind(NamedTuple):
 
     def bytes_of(self, width: int) -> int:
         """Return the length of a row of a width, bytes."""
-        return width * DTYPES[self.dtype].itemsize
+        return width * NUMBERS[self.dtype].itemsize
+
+    @property
+    def quantised(self) -> bool:
+        """Whether rows are codes, each row with a scale."""
+        return self.dtype in CODES
 
     @property
     def vectors_in_page(self) -> bool:
@@ -86,8 +102,15 @@ class Kind(NamedTuple):
         if not self.width:
             columns.insert(3 if self.vectors_in_page else 5, ("width", pa.int32()))
         elif not self.compressed:
-            columns.append(("vector", parquet.vector_type(self.dtype, self.width)))
+            columns.append(("vector", self.vector_type))
+        if self.quantised:
+            columns.insert(3, ("scale", pa.float32()))
         return pa.schema([pa.field(*column, nullable=False) for column in columns], metadata=self.about())
+
+    @property
+    def vector_type(self) -> Any:
+        """The Arrow type of a row of `width` numbers in the stream."""
+        return parquet.vector_type(_VECTOR_TYPES[self.dtype], self.width)
 
     def about(self) -> dict[str, str]:
         """Return the metadata of the schemas."""
@@ -108,7 +131,7 @@ class Kind(NamedTuple):
             )
         except KeyError as e:
             raise ValueError(f"no {e} in the schema") from e
-        if kind.dtype not in DTYPES:
+        if kind.dtype not in NUMBERS:
             raise ValueError(f"rows of the unknown dtype {kind.dtype}")
         if kind.width < 0:
             raise ValueError(f"rows of the width {kind.width}")
@@ -131,6 +154,7 @@ class StoredBatch(NamedTuple):
     sidecar: of a commit; None for a batch of rows.
     end: where the next batch begins.
     width: how many numbers a row has.
+    scales: `[n]` float32 of rounded rows; None of others.
     """
 
     positions: npt.NDArray[np.int32]
@@ -142,6 +166,7 @@ class StoredBatch(NamedTuple):
     sidecar: bytes | None
     end: int
     width: int
+    scales: npt.NDArray[np.float32] | None
 
 
 class Encoder:
@@ -170,11 +195,13 @@ class Encoder:
         page: Sequence[Any],
         sidecar: bytes = b"",
         width: int = 1,
+        scales: npt.NDArray[np.float32] | None = None,
     ) -> list[Any]:
         """Return the parts of a batch before its vectors.
 
         page: the parts of the content of `page`.
         width: how many numbers a row has, in a stream of several widths.
+        scales: `[n]` of rounded rows; None for a commit, and for rows that are not rounded.
 
         The caller writes the vectors after them, padded with zeros to a multiple of 8 bytes. The parts are views of
         the arrays: what is written into the arrays before the parts are used is in them.
@@ -198,6 +225,9 @@ class Encoder:
             columns["width"] = pa.array(np.full(count, width, np.int32))
         elif not self.kind.compressed:
             columns["vector"] = self._vectors(vectors, count)
+        if self.kind.quantised:
+            factors = np.zeros(count, np.float32) if scales is None else scales
+            columns["scale"] = pa.Array.from_buffers(pa.float32(), count, [None, pa.py_buffer(factors)])
         arrays = [columns[name] for name in self._schema.names]
         self._sink.parts = []
         self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
@@ -215,7 +245,7 @@ class Encoder:
         return parts
 
     def _vectors(self, values: npt.NDArray[np.uint8], count: int) -> Any:
-        kind = parquet.vector_type(self.kind.dtype, self.kind.width)
+        kind = self.kind.vector_type
         flat = pa.Array.from_buffers(kind.value_type, count * self.kind.width, [None, pa.py_buffer(values)])
         return pa.FixedSizeListArray.from_arrays(flat, type=kind)
 
@@ -277,6 +307,7 @@ def decode(file: Any, begin: int, kind: Kind, schema: pa.Schema) -> StoredBatch:
         sidecar.tobytes() if commit else None,
         end,
         width,
+        _values(batch.column("scale"), np.dtype(np.float32))[:count] if kind.quantised else None,
     )
 
 
@@ -356,7 +387,8 @@ def chunk_of(batch: StoredBatch, kind: Kind) -> parquet.ColumnChunk | None:
     values = len(batch.positions) * batch.width
     length = len(batch.page) - begin + (0 if kind.compressed else kind.bytes_of(values))
     pages = parquet.VectorPages((), *places)
-    return parquet.vector_chunk(batch.page_begin + begin, length, values, pages, compressed=kind.compressed)
+    place = batch.page_begin + begin
+    return parquet.vector_chunk(kind.dtype, place, length, values, pages, compressed=kind.compressed)
 
 
 def rows_of(batch: StoredBatch, kind: Kind) -> npt.NDArray[Any]:
