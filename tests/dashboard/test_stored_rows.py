@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from playwright.sync_api import expect
 
+import capflow
 from capflow.capture.frame import Block, Frame, Span
 from capflow.capture.site import Site
 from capflow_consumers.filesystem.consumer import FilesystemConfig, FilesystemConsumer
 from capflow_dashboard.consumer import Dashboard, DashboardConfig
+from capflow_dashboard.views.stored import _is_shown
 from tests.dashboard.test_command import dashboard_of
 from tests.kit.dashboards import Pageless, open_dashboard, served_near
 from tests.kit.frames import BOOT, make_finished, make_frame, make_hello, make_model, row_of
@@ -45,6 +47,24 @@ READ = """() => Object.fromEntries([...document.querySelectorAll("#stored .store
   { line: store.querySelector("pre")?.textContent ?? null, path: store.querySelector(".path").textContent,
     row: store.querySelector(".stored-row")?.textContent ?? null,
     notes: [...store.querySelectorAll(".stored-note")].map((note) => note.textContent).join(" ") }]))"""
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "float8_e4m3"])
+def test_rounded_rows_are_those_that_are_shown(tmp_path, quantization):
+    site, hidden = Site(0, "post_block"), 64
+    consumer = opened_files(tmp_path, (site,), layout="sharded", quantization=quantization)
+    frame = make_frame([("r", 4, 0, 4)], (site,), hidden=hidden)
+    rows = np.ones((4, hidden), np.float32)
+    rows[:, 0] = 400  # as rows of the stream are: one number is most of the norm
+    rows[:, 1] = 412
+    consumer.on_frame(Frame.seal(frame.header, rows.tobytes()))
+    consumer.on_request_done(done("r"))
+    consumer.close()
+    capture = capflow.open(tmp_path)["r"]
+    norm = float(np.linalg.norm(rows[2]))
+    assert _is_shown(capture, {site: 2}, {site: norm})
+    assert not _is_shown(capture, {site: 2}, {site: norm * 1.13})
+    assert _is_shown(capture, {site: 2}, {site: norm * 1.02}) == (quantization != "none")
 
 
 class Engine:

@@ -25,6 +25,8 @@ from capflow_dashboard.wire import TokenAsk
 
 # A stored dtype with fewer digits moves a norm by less than this, and another row by more.
 _SAME = 5e-3
+# Rounding to 8 bits moves it by up to this.
+_SAME_ROUNDED = 1 / 16
 # How many sites of a row are compared with what is shown.
 _COMPARED = 4
 _SITES_NAMED = 8
@@ -193,9 +195,10 @@ def _is_shown(capture: Any, rows: dict[Site, int], shown: dict[Site, float]) -> 
     for site in [site for site in rows if site in shown][:_COMPARED]:
         stored = float(norms(capture[site].rows[None, rows[site] : rows[site] + 1])[0, 0])
         norm = shown[site]
+        same = _SAME if capture.quantization_of(site) is None else _SAME_ROUNDED
         if math.isnan(norm) != math.isnan(stored) or (math.isinf(norm) and not math.isinf(stored)):
             return False
-        if math.isfinite(norm) and math.isfinite(stored) and not math.isclose(norm, stored, rel_tol=_SAME):
+        if math.isfinite(norm) and math.isfinite(stored) and not math.isclose(norm, stored, rel_tol=same):
             return False
     return True
 
