@@ -137,7 +137,7 @@ format: env page-tools  ## let ruff and Biome rewrite what they can
 bench: env compiler  ## measure the cost of capflow against vLLM without it
 	$(PYTHON) benchmarks/overhead.py
 
-versus: env compiler  ## compare capflow with its peers and write the tables into docs/performance.md; half an hour
+versus: env compiler  ## compare capflow with its peers and write the tables into docs/performance.md; over half an hour
 	$(PYTHON) benchmarks/versus.py --write
 	$(PYTHON) benchmarks/versus.py --write --model llama --only disk,memory,extract
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,9 +44,14 @@ class Outcome:
         return bool(self.turns) and not self.reason
 
     @property
+    def walls(self) -> list[float]:
+        """Tokens a second of each turn, as a share of plain vLLM's."""
+        return [plain.seconds / own.seconds for own, plain in self.turns]
+
+    @property
     def wall(self) -> float:
-        """Tokens a second, as a share of plain vLLM's: the median."""
-        return statistics.median(plain.seconds / own.seconds for own, plain in self.turns)
+        """The median of `walls`."""
+        return statistics.median(self.walls)
 
     @property
     def cpu(self) -> float:
@@ -80,18 +86,22 @@ class Outcome:
         return {"name": self.contender.name} | values | {"turns": turns}
 
 
+WALL, SPREAD = "tok/s of plain", "lowest to highest"
 COLUMNS: dict[str, tuple[Callable[[Outcome], float], str, bool]] = {
-    "tok/s of plain": (lambda outcome: outcome.wall, "{:.2f}", True),
+    WALL: (lambda outcome: outcome.wall, "{:.2f}", True),
     "tok per CPU s of plain": (lambda outcome: outcome.cpu, "{:.2f}", True),
     "MB/s delivered": (lambda outcome: outcome.mb_s, "{:.0f}", True),
     "peak memory, GB": (lambda outcome: outcome.peak_bytes / 1e9, "{:.2f}", False),
     "on disk, MB a turn": (lambda outcome: outcome.disk_bytes / 1e6, "{:.0f}", False),
 }
-"""A column's value, how it is printed, and whether more is better."""
+"""A column's value, how it is printed, and whether more is better. That of `WALL` is followed by its spread."""
+
+CERTAIN = 0.01
+"""A lead is certain if equal contenders would show one like it with less than this probability."""
 
 
 def tables(outcomes: Sequence[Outcome]) -> str:
-    """Return a table for each task, and where capflow is behind."""
+    """Return a table for each task, where capflow is behind, and over whom its lead is certain."""
     parts = []
     for task, title in TASKS.items():
         some = [outcome for outcome in outcomes if outcome.contender.task == task]
@@ -104,13 +114,14 @@ def tables(outcomes: Sequence[Outcome]) -> str:
         ]
         if task == "probe":
             names.remove("MB/s delivered")
-        lines = [f"**{title}**", "", "| contender | " + " | ".join(names) + " | rows that differ | predicted |"]
-        lines.append("|---" * (len(names) + 3) + "|")
+        heads = ["contender", WALL, SPREAD, *names[1:], "rows that differ", "predicted"]
+        lines = [f"**{title}**", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
         lines += [_line(outcome, names) for outcome in sorted(some, key=_place)]
         measured = [outcome for outcome in some if outcome.measured and outcome.contender != PLAIN]
         if {outcome.contender.ours for outcome in measured} == {True, False}:
             behind = "; ".join(_behind(measured, names))
             lines += ["", f"Behind: {behind}." if behind else "No peer is ahead of capflow in any column."]
+            lines += [f"\n{wrapped(lead)}" for lead in _leads(measured)]
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
@@ -125,8 +136,9 @@ def _line(outcome: Outcome, names: Sequence[str]) -> str:
     last = f"{predicted:.2f}" if predicted else "cannot run"
     if not outcome.measured:
         reason = (outcome.reason or "no turns").replace("|", "\\|")
-        return f"| {title} | not measured: {reason} |" + " |" * len(names) + f" {last} |"
+        return f"| {title} | not measured: {reason} |" + " |" * (len(names) + 1) + f" {last} |"
     cells = [COLUMNS[name][1].format(COLUMNS[name][0](outcome)) for name in names]
+    cells.insert(1, f"{min(outcome.walls):.2f} to {max(outcome.walls):.2f}")
     wrong = f"{outcome.rows_wrong:,} of {outcome.rows:,}" if outcome.rows else "no rows"
     if outcome.answers_wrong:
         wrong += f"; {outcome.answers_wrong} answers"
@@ -143,6 +155,39 @@ def _behind(outcomes: Iterable[Outcome], names: Sequence[str]) -> Iterable[str]:
         own, peer = best(ours, key=value), best(peers, key=value)
         if form.format(value(own)) != form.format(value(peer)) and best(value(own), value(peer)) == value(peer):
             yield f"{name} ({form.format(value(own))} against {form.format(value(peer))} of {peer.contender.title})"
+
+
+def _leads(outcomes: Iterable[Outcome]) -> Iterable[str]:
+    """Yield over which peers the lead of the fastest of capflow in tokens a second is certain, and over which not."""
+    ours = max((outcome for outcome in outcomes if outcome.contender.ours), key=lambda outcome: outcome.wall)
+    peers = [outcome for outcome in outcomes if not outcome.contender.ours and outcome.wall < ours.wall]
+    chances = [(chance(ours.walls, peer.walls), peer.contender.title) for peer in sorted(peers, key=_place)]
+    certain = [title for p, title in chances if p < CERTAIN]
+    others = [f"{title} (p = {p:.2f})" for p, title in chances if p >= CERTAIN]
+    lead = f"In tokens a second, the lead of {ours.contender.title} is"
+    if certain:
+        yield f"{lead} certain (rank sums, p < {CERTAIN}) over: {', '.join(certain)}."
+    if others:
+        yield f"{lead} not certain over: {', '.join(others)}; run more rounds."
+
+
+def chance(ours: Sequence[float], peers: Sequence[float]) -> float:
+    """Return the probability that equal contenders show a lead like this: the rank sum test of Mann and Whitney, exact.
+
+    Of all ways to divide the values between the two, those count in which ours win at least as many pairs as here. A
+    tie is half a win.
+    """
+    values, size = [*ours, *peers], len(ours)
+    wins = [sum((other < value) + (other == value) / 2 for other in values) for value in values]
+    # How many ways there are to choose so many values with so many wins, over all values.
+    ways: Counter[tuple[int, float]] = Counter({(0, 0.0): 1})
+    for each in wins:
+        for (count, total), number in list(ways.items()):
+            if count < size:
+                ways[count + 1, total + each] += number
+    least = sum(wins[:size])
+    whole = {total: number for (count, total), number in ways.items() if count == size}
+    return sum(number for total, number in whole.items() if total >= least) / sum(whole.values())
 
 
 def summary(args: argparse.Namespace, idle_cpu_share: float) -> str:

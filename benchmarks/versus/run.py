@@ -160,7 +160,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options; end with one line for a wrong one."""
     parser = argparse.ArgumentParser(prog="versus.py", description="capflow against its peers")
     parser.add_argument("--only", default="", help=f"some of {', '.join(CONTENDERS)}; all by default")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=8, help="turns of each, beside one of plain vLLM (default: 8)")
     parser.add_argument("--model", default="demo", help="demo, llama (random weights) or a directory")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--lengths", default="128,32", help="tokens of a prompt and of an answer")

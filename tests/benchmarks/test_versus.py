@@ -229,14 +229,50 @@ def test_the_table_says_where_capflow_is_behind():
         outcome("extract", 0.7, reason="ValueError: a | b"),
     ]
     lines = report.tables(some).splitlines()
-    assert lines[4] == "| **capflow**, to disk | 0.90 | 0.90 | 81 | 2.00 | 90 | 0 of 10 | 0.93 |"
-    assert lines[5] == "| vllm-lens | 0.80 | 0.80 | 72 | 1.50 | 0 | 0 of 10 | 0.85 |"
+    assert lines[4] == "| **capflow**, to disk | 0.90 | 0.90 to 0.90 | 0.90 | 81 | 2.00 | 90 | 0 of 10 | 0.93 |"
+    assert lines[5] == "| vllm-lens | 0.80 | 0.80 to 0.80 | 0.80 | 72 | 1.50 | 0 | 0 of 10 | 0.85 |"
+    assert {line.count("|") for line in lines[2:7]} == {10, 11}  # the reason of `extract` has one
     assert "| not measured: ValueError: a \\| b |" in lines[6]
-    assert lines[-1] == (
-        "Behind: peak memory, GB (2.00 against 1.50 of vllm-lens); on disk, MB a turn (90 against 0 of vllm-lens)."
-    )
+    behind = "Behind: peak memory, GB (2.00 against 1.50 of vllm-lens); on disk, MB a turn (90 against 0 of vllm-lens)."
+    assert behind in lines
     some[2] = outcome("vllm-lens", 0.8, disk_bytes=95_000_000, **ROWS_OF)
-    assert report.tables(some).splitlines()[-1] == "No peer is ahead of capflow in any column."
+    assert "No peer is ahead of capflow in any column." in report.tables(some).splitlines()
+
+
+def rounds(name, *walls):
+    turns = [(drive.Turn(1 / wall, 1 / wall), drive.Turn(1.0, 1.0)) for wall in walls]
+    return outcome(name, 1.0, turns=turns, **ROWS_OF)
+
+
+def test_the_table_says_over_whom_the_lead_is_certain():
+    some = [
+        outcome("plain", 1.0),
+        rounds("memory", 0.70, 0.80, 0.82, 0.83, 0.90),
+        rounds("disk", 0.75, 0.88, 0.90, 0.92, 1.05),
+        rounds("vllm-lens", 0.60, 0.66, 0.70, 0.71, 0.89),
+        rounds("hooks", 0.40, 0.43, 0.45, 0.50, 0.60),
+        rounds("extract", 0.95, 0.96, 0.97, 0.98, 0.99),
+    ]
+    lines = report.tables(some).replace("\n", " ")
+    assert "| **capflow**, to disk | 0.90 | 0.75 to 1.05 |" in lines
+    assert "the lead of **capflow**, to disk is certain (rank sums, p < 0.01) over: Transformers with hooks." in lines
+    # A peer that is ahead is named as ahead.
+    assert lines.endswith("is not certain over: vllm-lens (p = 0.02); run more rounds.")
+
+
+@pytest.mark.parametrize(
+    ("ours", "peers", "share"),
+    [
+        ([5, 6, 7, 8], [1, 2, 3, 4], 1 / 70),
+        ([4, 6, 7, 8], [1, 2, 3, 5], 2 / 70),
+        ([1, 2], [3, 4], 1),
+        ([2, 2], [2, 2], 1),
+        ([2, 3], [1, 2], 2 / 6),
+        ([6, 7, 8, 9, 10], [1, 2, 3, 4, 5], 1 / 252),
+    ],
+)
+def test_a_lead_is_as_likely_as_the_divisions_that_show_one_like_it(ours, peers, share):
+    assert report.chance(ours, peers) == pytest.approx(share)
 
 
 def test_the_documents_get_tables_and_a_plot(tmp_path):
