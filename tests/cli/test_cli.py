@@ -23,6 +23,7 @@ from capflow.transport.client import Client
 from tests.kit.answers import answering
 from tests.kit.frames import make_finished, make_frame, make_hello
 from tests.kit.hubs import address, free_port, scheduler_link, worker_link
+from tests.kit.sources import ROOT
 from tests.kit.waiting import eventually
 
 __all__ = ["address"]
@@ -643,11 +644,18 @@ class TestOtherCommands:
         assert result.stdout.endswith("[]\n")
         assert "Capture and serve:" in result.stdout
 
-    def test_a_hub_imports_nothing_that_only_other_consumers_or_engines_need(self, environment, tmp_path):
+    @pytest.mark.parametrize(
+        ("consumer", "needs"),
+        [("log", []), (f"duckdb:path={{0}}/d,probes={ROOT}/examples/code.safetensors", ["duckdb", "pyarrow"])],
+    )
+    def test_a_hub_imports_nothing_that_only_other_consumers_or_engines_need(
+        self, environment, tmp_path, consumer, needs
+    ):
         code = textwrap.dedent("""
             import sys
             from capflow.cli import main
-            sys.argv = ["capflow", "run", "--consumer", "log", "--address", f"ipc://{sys.argv[1]}/hub", "--until-eof"]
+            _, directory, consumer = sys.argv
+            sys.argv = ["capflow", "run", "--consumer", consumer, "--address", f"ipc://{directory}/hub", "--until-eof"]
             try:
                 main()
             finally:
@@ -656,7 +664,7 @@ class TestOtherCommands:
         heavy = "torch vllm transformers triton duckdb pyarrow pandas isal nats sklearn matplotlib datasets websockets"
         code = code.replace("sys.argv_heavy", repr(heavy))
         result = subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path)],
+            [sys.executable, "-c", code, str(tmp_path), consumer.format(tmp_path)],
             env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -665,7 +673,7 @@ class TestOtherCommands:
             check=True,
         )
         assert "listening at" in result.stderr
-        assert result.stdout.endswith("[]\n")
+        assert result.stdout.endswith(f"{needs}\n")
 
     @pytest.mark.parametrize("command", ["run", "plugins", "status", "steer", "unsteer", "abort", "doctor"])
     def test_each_has_help(self, capflow, command):

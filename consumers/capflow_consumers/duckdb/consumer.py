@@ -153,10 +153,10 @@ class DuckdbConsumer(Consumer):
 
     @cached_property
     def _lens(self) -> LiveLens | None:
-        from capflow_consumers.duckdb.lens import LiveLens
-
         if not self.config.lens:
             return None
+        from capflow_consumers.duckdb.lens import LiveLens
+
         config, where = self.config, f"consumers.{self.instance}"
         layers, k = config.lens_layers, config.lens_tokens
         return LiveLens(config.lens, layers, k, other_weights=config.other_weights, where=where)
@@ -520,11 +520,14 @@ class DuckdbConsumer(Consumer):
 
     def _made_pending(self) -> PendingRows:
         """Return an empty batch."""
-        from capflow_consumers.duckdb.lens import LensRows
         from capflow_consumers.duckdb.pending import PendingRows
 
         assert self._context is not None
-        lens = None if self._lens is None else LensRows(self._lens, self._context.working)
+        lens = None
+        if self._lens is not None:
+            from capflow_consumers.duckdb.lens import LensRows
+
+            lens = LensRows(self._lens, self._context.working)
         return PendingRows(self._by_site, self._features, vectors=self.config.vectors, lens=lens)
 
     def _abandon(self, error: str) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -170,9 +170,7 @@ class Database:
             if had != row:
                 new.append(row)
         if new:
-            columns = zip(*new, strict=True)
-            names = [name for name, _ in TABLES["probes"]]
-            self.append({"probes": pa.table(dict(zip(names, map(list, columns), strict=True)))})
+            self.append({"probes": self._table("probes", new)})
 
     def add_sae(self, name: str, sae: Sae) -> None:
         """Record an autoencoder. Raises UsageError when the database has features of a different one of that name."""
@@ -185,8 +183,7 @@ class Database:
             problem = f"{sae.where}: the database has features of another autoencoder {name}"
             raise UsageError(explain(problem, got=got, expected=expected, do=do))
         if had != row:
-            names = [column for column, _ in TABLES["saes"]]
-            self.append({"saes": pa.table({column: [value] for column, value in zip(names, row, strict=True)})})
+            self.append({"saes": self._table("saes", [row])})
 
     def check_lens(self, lens: LensRecord) -> None:
         """Raise UsageError when the database has tokens of a different lens of that name."""
@@ -202,8 +199,19 @@ class Database:
         row = msgspec.structs.astuple(lens)
         if self._lens(lens.name) == row:
             return {}
-        names = [column for column, _ in TABLES["lenses"]]
-        return {"lenses": pa.table({column: [value] for column, value in zip(names, row, strict=True)})}
+        return {"lenses": self._table("lenses", [row])}
+
+    def _table(self, name: str, rows: Sequence[tuple[Any, ...]]) -> pa.Table:
+        """Return rows for a table. DuckDB makes it: Arrow's first array imports pandas, where that is installed."""
+        columns = TABLES[name]
+        line = f"({', '.join(f'?::{kind}' for _, kind in columns)})"
+        names, lines = ", ".join(column for column, _ in columns), ", ".join([line] * len(rows))
+        # The statement is made of TABLES.
+        query = f"SELECT * FROM (VALUES {lines}) AS lines({names})"  # noqa: S608
+        values = [value for row in rows for value in row]
+        with self._connection.cursor() as making:
+            table: pa.Table = making.sql(query, params=values).to_arrow_table()
+        return table
 
     def _lens(self, name: str) -> tuple[str, ...] | None:
         query = "SELECT * FROM lenses WHERE name = ? ORDER BY rowid DESC LIMIT 1"
