@@ -372,7 +372,7 @@ class Frame:
 
     def __init__(self, header: FrameHeader, payload: Any, wants: Wants | None = None, *, header_bytes: int = 0) -> None:
         self.header = header
-        # The encoded size of the header; 0 for a frame that was made in this process.
+        # The encoded size of the header; 0 for a frame that was made in this process, until `measure`.
         self.header_bytes = header_bytes
         self.payload = payload
         self.wants = wants
@@ -395,6 +395,18 @@ class Frame:
         if self.header.shapes is msgspec.UNSET:
             return rows * self.header.hidden_size * DTYPES[self.header.dtype].itemsize
         return rows * self.nbytes // max(1, sum(len(block.sites) * block.rows for block in self.header.blocks))
+
+    @property
+    def wire_bytes(self) -> int:
+        """The size of its parts on the wire; `measure` a frame that was made in this process first."""
+        return self.header.payload_bytes + self.header_bytes
+
+    def measure(self) -> None:
+        """Set `header_bytes` if it is not known. Raises RemoteProtocolError for a header that no hub takes."""
+        if not self.header_bytes:
+            self.header_bytes = len(_encoder.encode(self.header))
+        if self.header_bytes > limits.FRAME_HEADER_BYTES_MAX:
+            raise _large(self.header_bytes)
 
     @property
     def memory_bytes(self) -> int:
@@ -474,8 +486,7 @@ class Frame:
     def read(cls, header: bytes | memoryview, payload: Any) -> Frame:
         """Return the frame in two parts without `check`, the second half of `decode`; raise RemoteProtocolError."""
         if len(header) > limits.FRAME_HEADER_BYTES_MAX:
-            expected = f"at most {limits.FRAME_HEADER_BYTES_MAX}"
-            raise RemoteProtocolError(explain("frame header", got=f"{len(header)} bytes", expected=expected))
+            raise _large(len(header))
         rows = memoryview(payload).cast("B")
         try:
             check_cost(header, len(rows))
@@ -545,7 +556,9 @@ def _checked_numbers(header: FrameHeader, counts: list[int]) -> int:
 
 def _checked_widths(header: FrameHeader) -> tuple[int, ...]:
     """Return how many numbers a row of each block has; raise RemoteProtocolError for shapes out of bounds."""
-    if header.shapes is not msgspec.UNSET and len(header.shapes) != len(header.blocks):
+    if header.shapes is msgspec.UNSET:
+        return (header.hidden_size,) * len(header.blocks)
+    if len(header.shapes) != len(header.blocks):
         raise _broken("shapes", len(header.shapes), f"{len(header.blocks)}, one for each block")
     widths = header.widths
     if widths and max(widths) > limits.HIDDEN_SIZE_MAX:
@@ -656,6 +669,10 @@ def _narrow(chunk: Chunk, wanted: Wanted) -> Iterator[Chunk]:
         sites = chunk.sites if whole else tuple(chunk.sites[i] for i in indices)
         for first, end in runs:
             yield Chunk(chunk.request, sites, first, rows[:, first - chunk.start : end - chunk.start], chunk.shape)
+
+
+def _large(nbytes: int) -> RemoteProtocolError:
+    return _broken("header", f"{nbytes} bytes", f"at most {limits.FRAME_HEADER_BYTES_MAX}")
 
 
 def _broken(part: str, got: Any, expected: str) -> RemoteProtocolError:

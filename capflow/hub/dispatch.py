@@ -16,6 +16,7 @@ from typing import Any
 
 from capflow import limits
 from capflow.buffers.policy import WhenFull
+from capflow.capture.frame import Frame
 from capflow.capture.losses import LossLog
 from capflow.capture.result import CaptureResult
 from capflow.errors import explain
@@ -100,8 +101,8 @@ class Dispatch:
         self._send = send
         self._post = post
         self._on_refused = on_refused
-        # Frames that a lane does not need any more; any thread appends, the hub's thread takes.
-        self._released: deque[Hold] = deque()
+        # Frames that a lane does not need any more, as it gave them back; any thread appends, the hub's thread takes.
+        self._released: deque[Sequence[Hold]] = deque()
         # Whether `_release` is posted; set by any thread, cleared by the hub's.
         self._is_releasing = False
 
@@ -118,10 +119,16 @@ class Dispatch:
                 state=state,
                 on_result=self._on_result,
                 on_action=self._on_action,
+                on_release=self._let_go,
                 hub_status=self._status,
             )
         return MemoryLane(
-            index, consumer, on_result=self._on_result, on_action=self._on_action, hub_status=self._status
+            index,
+            consumer,
+            on_result=self._on_result,
+            on_action=self._on_action,
+            on_release=self._let_go,
+            hub_status=self._status,
         )
 
     def _bound_queues(self, bytes_max: int) -> None:
@@ -143,8 +150,17 @@ class Dispatch:
 
     def handle(self, peer: bytes, parts: Parts, user: str = "") -> Iterator[None]:
         """Take a message of a connection and its user; yield where other peers may have their turn."""
+        return self._doing(peer, self.exchange.receive(peer, parts, time.monotonic(), user))
+
+    def take(self, peer: bytes, frames: Sequence[Frame]) -> None:
+        """Take checked frames of a worker in this process."""
+        for _ in self._doing(peer, self.exchange.take(peer, frames, time.monotonic())):
+            pass
+
+    def _doing(self, peer: bytes, effects: Iterable[Effect]) -> Iterator[None]:
+        """Do the effects of what a peer sent; yield where other peers may have their turn."""
         failure: BaseException | None = None
-        for effect in self.exchange.receive(peer, parts, time.monotonic(), user):
+        for effect in effects:
             if type(effect) is Pause:
                 yield
                 continue
@@ -226,7 +242,7 @@ class Dispatch:
     def _do(self, effect: Effect) -> None:
         # Nearly all are; a `match` takes longer.
         if type(effect) is Give:
-            self._give(effect.arrival, effect.hold)
+            self._give(effect.arrivals, effect.holds)
             return
         match effect:
             case Send(peer, parts):
@@ -282,20 +298,19 @@ class Dispatch:
 
     def _end(self, effect: End) -> None:
         hold = effect.hold
-        released = None if hold is None else self._releasing(hold)
+        released = None if hold is None else functools.partial(self._let_go, (hold,))
         for index in effect.lanes:
             holds = self.lanes[index].finish(effect.request, released)
             if hold is not None:
                 hold.left += holds
         effect.request.let_go()
 
-    def _give(self, arrival: Arrival, hold: Hold) -> None:
-        """Give a frame to each lane, also after one that fails; raise what it failed with."""
-        released = self._releasing(hold)
+    def _give(self, arrivals: Sequence[Arrival], holds: Sequence[Hold]) -> None:
+        """Give frames to each lane, also after one that fails; raise what it failed with."""
         failure: Exception | None = None
         for lane in self.lanes:
             try:
-                hold.left += lane.take(arrival, released)  # `released` is posted, not called
+                lane.take(arrivals, holds)
             except Exception as e:  # noqa: BLE001  raised below
                 failure = e
         if failure is not None:
@@ -304,12 +319,9 @@ class Dispatch:
     def _lanes(self, index: int | None) -> Sequence[Lane]:
         return self.lanes if index is None else (self.lanes[index],)
 
-    def _releasing(self, hold: Hold) -> Callable[[], None]:
-        """Return the function that a lane calls, on any thread, when it does not need a frame any more."""
-        return functools.partial(self._let_go, hold)
-
-    def _let_go(self, hold: Hold) -> None:
-        self._released.append(hold)
+    def _let_go(self, holds: Sequence[Hold]) -> None:
+        """Note, on any thread, that a lane does not need frames any more."""
+        self._released.append(holds)
         if not self._is_releasing:
             self._is_releasing = True
             self._post(self._release)

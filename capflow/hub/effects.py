@@ -82,10 +82,14 @@ class FindMissed(NamedTuple):
 
 
 class Give(NamedTuple):
-    """Give a frame to each lane. A lane that needs the frame for longer holds it."""
+    """Give frames of one worker, in order, to each lane. A lane that needs a frame for longer holds it.
 
-    arrival: Arrival
-    hold: Hold
+    arrivals: the frames; while this effect is the last one, further frames of the worker are added.
+    holds: that of each frame.
+    """
+
+    arrivals: list[Arrival]
+    holds: list[Hold]
 
 
 class End(NamedTuple):
@@ -222,6 +226,11 @@ class Effects:
     def add(self, effect: Effect) -> None:
         """Add an effect after the others."""
         self._effects.append(effect)
+
+    @property
+    def last(self) -> Effect | None:
+        """The effect that was added last; None if there is none."""
+        return self._effects[-1] if self._effects else None
 
     def say(self, peer: bytes, message: Message) -> None:
         """Send a message to a peer, if its session is open."""

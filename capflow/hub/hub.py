@@ -2,8 +2,8 @@
 
 One thread owns the socket and the exchange, and never waits for a consumer; each consumer has a lane. What other
 threads want of the hub's thread they `post`. A frame holds its worker's credit until every consumer with policy `block`
-has handled it and every one with policy `spill` has it on disk, and is acknowledged then; what `drop` and `skip`
-consumers hold is bounded by their own queues.
+has handled it, with up to `limits.SLICE_FRAMES` of its message, and every one with policy `spill` has it on disk, and
+is acknowledged then; what `drop` and `skip` consumers hold is bounded by their own queues.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, Self
 import capflow
 from capflow import limits
 from capflow.buffers.policy import WhenFull
+from capflow.capture.frame import Frame
 from capflow.errors import UsageError, explain
 from capflow.hub.cache_reads import notice
 from capflow.hub.counts import EngineCounts, Snapshot, age_s
@@ -250,6 +251,13 @@ class Hub:
     def receive(self, peer: bytes, parts: Parts) -> None:
         """Take a message of a peer in this process; those of one thread are taken in order."""
         self.post(functools.partial(self._dispatch.receive, peer, parts))
+
+    def take(self, peer: bytes, frames: Sequence[Frame]) -> None:
+        """Take frames of a worker in this process as `receive` does. They are its own, measured and checked.
+
+        They are checked against the model of its Hello, too.
+        """
+        self.post(functools.partial(self._dispatch.take, peer, frames))
 
     def tell(self, answered: Answered) -> None:
         """Tell each consumer an event of steering, behind what the same thread gave before."""

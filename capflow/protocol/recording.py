@@ -215,7 +215,10 @@ def read(path: Path) -> Iterator[Entry]:
             do = "read it with the capflow that wrote it, if it is a recording"
             got = f"record {record.id}"
             raise UsageError(explain(str(path), got=got, expected="a record of a recording", do=do)) from None
-        yield Frame(entry, memoryview(record.body).cast("B")) if isinstance(entry, FrameHeader) else entry
+        if isinstance(entry, FrameHeader):
+            yield Frame(entry, memoryview(record.body).cast("B"), header_bytes=len(record.head) - 1)
+        else:
+            yield entry
 
 
 def _decode(head: bytes) -> RecordedEngine | FrameHeader | Answered | RequestDone:

@@ -258,6 +258,11 @@ class PeerSession(_Session):
         self.seq = seq
         self._waiting.append(self._kept(seq, parts))
 
+    def push_checked(self, frames: Sequence[Frame]) -> None:
+        """Queue sealed and checked frames for a hub of this process, to be sent at once: `next_frame` returns them."""
+        self.seq = frames[-1].header.seq
+        self._waiting.append(self._kept(self.seq, frames, sum([frame.wire_bytes for frame in frames])))
+
     def push_had(self, seq: int, parts: Parts) -> None:
         """Keep a frame of an earlier process that the hub has, by its Welcome; another hub will be sent it.
 
@@ -265,8 +270,8 @@ class PeerSession(_Session):
         """
         self._note_sent(self._kept(seq, parts))
 
-    def _kept(self, seq: int, parts: Parts) -> _Kept:
-        kept = _Kept(seq, cost(parts), parts)
+    def _kept(self, seq: int, parts: Parts, nbytes: int | None = None) -> _Kept:
+        kept = _Kept(seq, cost(parts) if nbytes is None else nbytes, parts)
         self.unacked_bytes += kept.cost
         self.unacked_bytes_peak = max(self.unacked_bytes_peak, self.unacked_bytes)
         return kept
@@ -415,12 +420,13 @@ class HubSession(_Session):
         Raises RemoteProtocolError if the peer must not send it; answer with `refuse`.
         """
         message: Frame | Message
-        if frame is None:
-            bytes_max = limits.HEADER_BYTES_MAX if self.state is State.OPEN else limits.HELLO_BYTES_MAX
-            message = decode(parts, messages.decode_from_peer, bytes_max)
-        else:
+        if frame is not None:
             frame.check()
-            message = frame
+            self._pulse.heard = now
+            self._check_frame(frame)
+            return frame
+        bytes_max = limits.HEADER_BYTES_MAX if self.state is State.OPEN else limits.HELLO_BYTES_MAX
+        message = decode(parts, messages.decode_from_peer, bytes_max)
         self._pulse.heard = now
         if isinstance(message, Hello):
             self._check_hello(message)
@@ -431,14 +437,20 @@ class HubSession(_Session):
         elif self.state is not State.OPEN or self.hello is None or not isinstance(message, _FROM_PEER[self.hello.role]):
             raise _unexpected(message, self.state)
         elif isinstance(message, Frame):
-            header = message.header
-            if (header.engine, header.boot, header.rank) != (self.hello.engine, self.hello.boot, self.hello.rank):
-                raise RemoteProtocolError(
-                    explain("frame", got=f"of {header.engine} {tuple(header.rank)}", expected="the peer's own")
-                )
-            assert self._format is not None
-            self._format.check(header)
+            self._check_frame(message)
         return message
+
+    def _check_frame(self, frame: Frame) -> None:
+        """Raise RemoteProtocolError unless the peer may send this frame."""
+        hello, header = self.hello, frame.header
+        if self.state is not State.OPEN or hello is None or hello.role != "worker":
+            raise _unexpected(frame, self.state)
+        if header.engine != hello.engine or header.boot != hello.boot or header.rank != hello.rank:
+            raise RemoteProtocolError(
+                explain("frame", got=f"of {header.engine} {tuple(header.rank)}", expected="the peer's own")
+            )
+        assert self._format is not None
+        self._format.check(header)
 
     def welcome(self, welcome: Welcome, now: float, intake: Intake | None = None) -> Iterator[Parts]:
         """Yield the messages that open the session. A worker's credit and `last_seq` come from its intake."""

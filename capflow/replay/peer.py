@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from capflow import limits
@@ -27,6 +27,8 @@ def _reject(act: Act) -> Outcome:
 
 class LocalPeer:
     """A worker or a scheduler from its construction to `close`. One thread drives it.
+
+    A worker gives each frame encoded, by `give`, and the hub decodes and checks it; or checked, by `hand`.
 
     Raises CapflowError with the hub's reason if the hub refuses it.
 
@@ -49,6 +51,9 @@ class LocalPeer:
         self._stopped = stopped
         self._on_act = on_act
         self._session = PeerSession(hello, seq=seq)
+        # The frames of `hand` since the last `flush`, and their size.
+        self._handed: list[Frame] = []
+        self._handed_bytes = 0
         # Filled by the hub's thread.
         self._heard: queue.SimpleQueue[Parts] = queue.SimpleQueue()
         self._peer = b"local" + os.urandom(8)
@@ -60,17 +65,43 @@ class LocalPeer:
     @property
     def seq(self) -> int:
         """The number of the last frame."""
-        return self._session.seq
+        return self._handed[-1].header.seq if self._handed else self._session.seq
 
     def give(self, frame: Frame) -> bool:
         """Give the hub a sealed frame with its number, waiting for credit; return False if `stopped` came first."""
         self._session.push_sealed(frame.header.seq, frame.encode())
-        return self._out()
+        return self._out(self._hub.receive)
 
-    def push(self, header: FrameHeader, payload: Any = b"") -> bool:
-        """Number and seal a frame, then do as `give`."""
-        self._session.push(header, payload)
-        return self._out()
+    def hand(self, frame: Frame) -> None:
+        """Take a sealed and checked frame with its number; the hub gets it as it is, at the next `flush`.
+
+        Raises RemoteProtocolError if its header is too large.
+        """
+        frame.measure()
+        self._handed.append(frame)
+        self._handed_bytes += frame.wire_bytes
+
+    def push(self, header: FrameHeader) -> None:
+        """Number and seal a frame without rows, then do as `hand`."""
+        self.hand(Frame.seal(header, b"", seq=self.seq + 1))
+
+    @property
+    def full(self) -> bool:
+        """Whether it is time for a `flush`."""
+        return len(self._handed) >= limits.MESSAGE_FRAMES_MAX or self._handed_bytes >= limits.MESSAGE_FRAMES_BYTES_MAX
+
+    def flush(self) -> bool:
+        """Give the hub the frames of `hand`, waiting for credit; return False if `stopped` came first."""
+        frames, self._handed = self._handed, []
+        nbytes, self._handed_bytes = self._handed_bytes, 0
+        if not frames:
+            return True
+        if nbytes <= self._session.credit_bytes:
+            self._session.push_checked(frames)
+        else:
+            for frame in frames:
+                self._session.push_checked((frame,))
+        return self._out(self._hub.take)
 
     def settle(self, timeout_s: float = float("inf")) -> bool:
         """Wait until the hub has acknowledged every frame; return whether it has."""
@@ -108,11 +139,11 @@ class LocalPeer:
         self._session.lost()
         self._hub.detach(self._peer)
 
-    def _out(self) -> bool:
+    def _out(self, take: Callable[[bytes, Sequence[Any]], None]) -> bool:
         while self._session.waiting:
             parts = self._session.next_frame(time.monotonic())
             if parts is not None:
-                self._hub.receive(self._peer, parts)
+                take(self._peer, parts)
             elif self._stopped():
                 return False
             else:

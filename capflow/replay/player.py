@@ -85,6 +85,10 @@ class Replay:
         # The scheduler and the workers of each connected engine.
         self._schedulers: dict[str, LocalPeer] = {}
         self._workers: dict[tuple[str, Rank], _Worker] = {}
+        # The worker that was handed frames which the hub does not have; only one has such frames.
+        self._handing: _Worker | None = None
+        # Whether ends of requests wait at a worker.
+        self._is_ending = False
         # For each open request, by engine and id: the rank of its worker in each stage.
         self._open: dict[tuple[str, str], dict[int, Rank]] = {}
         # For each open request: the stages whose frames ended it.
@@ -100,6 +104,7 @@ class Replay:
                 if self._stopped():
                     return
                 self._give(entry)
+            self._flush()
             self._end_pending()
             for worker in self._workers.values():
                 worker.link.settle()
@@ -108,8 +113,9 @@ class Replay:
                 self._lose(engine)
 
     def _give(self, entry: Entry) -> None:
-        for scheduler in self._schedulers.values():
-            scheduler.hear()
+        if not isinstance(entry, Frame):
+            self._flush()
+            self._hear()
         if not isinstance(entry, RequestDone):
             self._end_pending()
         match entry:
@@ -132,7 +138,7 @@ class Replay:
     def _frame(self, frame: Frame) -> None:
         header = frame.header
         try:
-            frame.check(hashed=False)  # the spool has a checksum of its own
+            frame.check()  # the hub takes it as it is
             if (format_ := self._formats.get(header.engine)) is not None:
                 format_.check(header)
         except RemoteProtocolError as e:
@@ -145,7 +151,10 @@ class Replay:
         worker = self._worker(*header.source)
         if header.seq <= worker.recorded:
             return
-        self._rest(self._pace.due(header, time.monotonic()))
+        now = time.monotonic()
+        if (due := self._pace.due(header, now)) > now:
+            self._flush()
+        self._rest(due)
         if self._stopped():
             return
         self.frames += 1
@@ -155,7 +164,23 @@ class Replay:
             self._open.setdefault((header.engine, part.id), {})[header.rank.pp] = header.rank
         for finished in header.finished:
             self._ended.setdefault((header.engine, finished.id), set()).add(header.rank.pp)
+        if worker is not self._handing:
+            self._flush()
+            self._handing = worker
         worker.give(frame)
+        if worker.link.full:
+            self._flush()
+            self._hear()
+
+    def _flush(self) -> None:
+        """Give the hub the frames that a worker was handed: before it hears of another peer, and before a pause."""
+        worker, self._handing = self._handing, None
+        if worker is not None:
+            worker.link.flush()
+
+    def _hear(self) -> None:
+        for scheduler in self._schedulers.values():
+            scheduler.hear()
 
     def _event(self, answered: Answered) -> None:
         """Tell consumers an event. Unlike a frame it needs no credit, so it waits for consumers that are waited for."""
@@ -188,8 +213,13 @@ class Replay:
                 rank = ranks.get(stage, Rank(stage, replica, 0))
                 worker = self._workers.get((done.engine, rank)) or self._worker(done.engine, "replayed", rank)
                 worker.ends.append(finished)
+                self._is_ending = True
 
     def _end_pending(self) -> None:
+        if not self._is_ending:
+            return
+        self._is_ending = False
+        self._flush()
         for worker in self._workers.values():
             worker.end()
 
@@ -197,6 +227,7 @@ class Replay:
         key = engine, rank
         worker = self._workers.get(key)
         if worker is None or worker.link.hello.boot != boot:
+            self._flush()
             if worker is not None:
                 worker.link.close()
             hello = Hello("worker", engine, boot, rank, self._connect(engine), former=True)
@@ -216,6 +247,7 @@ class Replay:
 
     def _lose(self, engine: str, replica: int | None = None) -> None:
         """Disconnect an engine, or one replica of it: its open requests end with status `error`."""
+        self._flush()
         for key in [key for key in self._workers if key[0] == engine and replica in (None, key[1].dp)]:
             self._workers.pop(key).link.close()
         if engine in self._schedulers and not any(name == engine for name, _ in self._workers):
@@ -239,16 +271,18 @@ class _Worker:
         self.ends: list[Finished] = []
 
     def give(self, frame: Frame) -> None:
-        """Send a frame with its number, after an empty frame for each number that was not recorded."""
+        """Hand over a frame with its number, after an empty frame for each number that was not recorded."""
         header = frame.header
         self.recorded = header.seq
-        while self.link.seq and self.link.seq < header.seq - 1 and self.link.push(empty_header(self.link.hello)):
-            pass
+        while self.link.seq and self.link.seq < header.seq - 1:
+            self.link.push(empty_header(self.link.hello))
+            if self.link.full and not self.link.flush():
+                break
         seq = max(header.seq, self.link.seq + 1)  # higher if there were more ends to send than missing frames
-        finished = tuple(map(self._without_missing, header.finished))
+        finished = tuple(map(self._without_missing, header.finished)) if header.finished else ()
         if (seq, finished) != (header.seq, header.finished):
             frame = Frame(msgspec.structs.replace(header, seq=seq, finished=finished), frame.payload)
-        self.link.give(frame)
+        self.link.hand(frame)
 
     def end(self) -> None:
         """Send the ends of requests that wait."""
@@ -256,6 +290,7 @@ class _Worker:
             ends, self.ends = self.ends[: limits.FINISHED_PER_FRAME_MAX], self.ends[limits.FINISHED_PER_FRAME_MAX :]
             header = empty_header(self.link.hello)
             self.link.push(msgspec.structs.replace(header, finished=tuple(map(self._without_missing, ends))))
+            self.link.flush()
 
     def _without_missing(self, finished: Finished) -> Finished:
         missing = finished.rows - self.given.pop(finished.id, 0)

@@ -101,8 +101,8 @@ class Wire(Messages):
         dispatch.acknowledge()
         dispatch.tick(1e9)
         while (item := dispatch.lanes[0].queue.get(0)) is not None:
-            if hasattr(item, "delivery"):
-                dispatch.lanes[0].consumer.on_frame(item.delivery.frame)
+            for delivery in getattr(item, "deliveries", ()):
+                dispatch.lanes[0].consumer.on_frame(delivery.frame)
         peer = PeerSession(make_hello())
         peer.connected(0.0)
         peer.receive(parts, 1.0)

@@ -331,9 +331,9 @@ class TestCredit:
         talk = Talk()
         talk.worker()
         (give,) = talk.say(b"w", make_frame())
-        give.hold.left += 1
+        give.holds[0].left += 1
         assert talk.exchange.acknowledge(talk.now) == []
-        talk.exchange.release(give.hold)
+        talk.exchange.release(give.holds)
         (ack,) = sent(talk.exchange.acknowledge(talk.now), Ack)
         assert ack.seq == 1
         assert ack.credit_bytes > 0

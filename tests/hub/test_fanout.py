@@ -11,6 +11,7 @@ import pytest
 
 from capflow import limits
 from capflow.buffers.shares import Shares
+from capflow.hub.effects import Hold
 from capflow.hub.lanes.memory import MemoryLane
 from capflow.hub.requests.index import RequestIndex, Wish
 from capflow.hub.requests.request import KnownEngine, Request
@@ -61,6 +62,7 @@ def lane_of(policy, results=None):
         configured(consumer, policy),
         on_result=lambda request, _, result: results.append((request.id, result)),
         on_action=lambda *_: None,
+        on_release=list,
     )
     return lane, consumer
 
@@ -175,8 +177,9 @@ def test_of_an_engine_that_it_could_not_be_told_of_a_consumer_is_given_nothing(p
     for name in (names[0], names[-1]):
         engine = KnownEngine(name, model)
         frame = make_frame([(name, 4, 0, 4)], finished=[make_finished(name)], engine=name)
-        taken = lane.take(index.take(frame, engine), lambda: None)
-        assert taken == (policy == "block" and name == names[0])
+        hold = Hold(name, 1)
+        lane.take([index.take(frame, engine)], [hold])
+        assert hold.left == 1 + (policy == "block" and name == names[0])
         (request,) = index.finish(frame.header, engine)
         lane.finish(request, lambda: None)
     assert dict(lane.dropped) == {"consumer_queue_full": 4}

@@ -54,6 +54,64 @@ def test_are_given_to_the_consumer_in_order_and_acknowledged_at_once(desk):
     assert desk.sent[b"w"] == [Ack(20, sum(cost(frame.encode()) for frame in several))]
 
 
+def test_checked_in_this_process_are_taken_as_those_that_came_encoded(desk):
+    """Frames with ends, one that came before, and more than go together: all but the encoding is the same."""
+    ends = [make_finished("r1", 4, 164, rows=160)]
+    several = [*frames(1, 20), *frames(20, 1), *frames(21, 20), make_frame([], finished=ends, seq=41)]
+    other = Desk(Recorder())
+    other.hello(b"w")
+    for at in range(0, len(several), 21):
+        tell(desk, joined(several[at : at + 21]))
+        decoded = [Frame.decode(*frame.encode()) for frame in several[at : at + 21]]
+        other.sent[b"w"].clear()
+        other.dispatch.take(b"w", decoded)
+        other.turn()
+        assert other.sent == desk.sent
+    pools = [each.exchange.roster.peers[b"w"].source.intake for each in (desk, other)]
+    assert pools[0].held_bytes == pools[1].held_bytes > 0
+    assert pools[0].pool.committed_bytes == pools[1].pool.committed_bytes
+    assert desk.lanes[0].queue.nbytes == other.lanes[0].queue.nbytes
+    for each in (desk, other):
+        each.handle_all()
+    (one,), (two,) = desk.lanes, other.lanes
+    assert one.consumer.seqs == two.consumer.seqs == list(range(1, 41))
+    assert (one.rows, one.bytes, one.frames) == (two.rows, two.bytes, two.frames)
+    assert list(one.consumer.done) == list(two.consumer.done) == ["r1"]
+    assert desk.sent == other.sent
+    assert desk.exchange.counts.duplicates == other.exchange.counts.duplicates == 1
+
+
+def test_checked_in_this_process_and_unwanted_here_are_refused_as_those_that_came_encoded(desk):
+    desk.dispatch.take(b"stranger", frames(1, 2))
+    desk.turn()
+    assert desk.sent[b"stranger"] == [Bye()]
+    desk.sent[b"w"].clear()
+    desk.dispatch.take(b"w", [*frames(1, 2), *frames(4, 1)])
+    desk.turn()
+    assert isinstance(desk.sent[b"w"][0], Refused)
+    desk.handle_all()
+    assert desk.lanes[0].consumer.seqs == [1, 2]
+
+
+def test_a_consumer_that_is_stopped_between_two_took_the_first(desk):
+    """Those that it did not take stay with their worker, for the next hub."""
+    (lane,) = desk.lanes
+    tell(desk, joined(frames(1, 4)))
+    took = lane.consumer.on_frame
+
+    def stopping(frame):
+        took(frame)
+        if frame.header.seq == 2:
+            lane.discard()
+
+    lane.consumer.on_frame = stopping
+    desk.handle_all()
+    assert lane.consumer.seqs == [1, 2]
+    assert lane.dropped == {"shutdown": 8}
+    (ack,) = desk.sent[b"w"]
+    assert ack.seq == 2
+
+
 def test_that_came_before_are_not_taken_again(desk):
     tell(desk, joined(frames(1, 3)))
     tell(desk, joined(frames(2, 4)))
@@ -105,7 +163,7 @@ def test_let_others_have_their_turn_after_a_few(desk):
     count = 2 * limits.SLICE_FRAMES + 1
     effects = list(desk.exchange.receive(b"w", joined(frames(1, count)), 0.0))
     assert [type(effect) for effect in effects].count(Pause) == 2
-    assert [type(effect) for effect in effects[limits.SLICE_FRAMES :][:1]] == [Pause]
+    assert [len(effect.arrivals) for effect in effects[::2]] == [limits.SLICE_FRAMES, limits.SLICE_FRAMES, 1]
 
 
 def test_with_a_large_header_are_slices_of_their_own(desk, monkeypatch):
@@ -114,7 +172,8 @@ def test_with_a_large_header_are_slices_of_their_own(desk, monkeypatch):
     large = make_frame([("r1", 40, 8, 40)], seq=2, step=2)
     several[1] = large
     effects = list(desk.exchange.receive(b"w", joined(several), 0.0))
-    assert [type(effect).__name__ for effect in effects] == ["Give", "Pause", "Give", "Give"]
+    assert [type(effect).__name__ for effect in effects] == ["Give", "Pause", "Give"]
+    assert [len(effect.arrivals) for effect in effects[::2]] == [1, 2]
 
 
 def test_of_a_peer_that_leaves_in_between_are_left_alone(desk):
@@ -165,7 +224,7 @@ def test_wake_the_consumer_once_a_turn(desk, monkeypatch):
     desk.dispatch.receive(b"w", joined(frames(6, 5)))
     assert woken == []
     desk.turn()
-    assert woken == [waiting + 10]
+    assert woken == [waiting + 2]  # the frames of a slice are one item
 
 
 def test_arrive_over_a_socket_by_one_message(address):

@@ -609,7 +609,9 @@ def test_a_consumer_that_spills_tells_of_what_waits_for_its_inbox(address, spill
 
 def test_an_engine_that_was_there_is_missed_from_when_it_went(spills, monkeypatch):
     monkeypatch.setattr(limits, "MISSED_S", 5.0)
-    lane = DurableLane(0, spills(Recorder()), state=Shares("state", 2**20), on_result=print, on_action=print)
+    lane = DurableLane(
+        0, spills(Recorder()), state=Shares("state", 2**20), on_result=print, on_action=print, on_release=print
+    )
     lane.inbox.left = {("engine-1", 0): 0.0}
     here = {("engine-1", 0)}
     assert not list(lane.missed(here, 1000.0))

@@ -319,6 +319,66 @@ class TestPace:
         assert [b - rests[0] for b in rests] == pytest.approx([0.0, 0.02, 0.04, 0.06, 0.08])
 
 
+class Frames(Watcher):
+    """Keeps each frame whole."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.whole = []
+
+    def on_frame(self, frame):
+        super().on_frame(frame)
+        self.whole.append((frame.header, bytes(frame.payload), frame.memory_bytes))
+
+
+class TestFrames:
+    """A replay does not encode frames; consumers get each as the hub had got it live."""
+
+    @pytest.mark.parametrize("queue_bytes_max", [None, 4096])
+    def test_are_the_live_ones(self, tmp_path, queue_bytes_max):
+        live, again = Frames(), Frames()
+        with MemoryHub(record(tmp_path / "rec"), live) as hub:
+            engine = hub.engine()
+            for number in range(70):
+                engine.step([("r1", 300, 4 * number, 4)])
+                engine.step([(f"s{number}", 8, 0, 8), ("r2", 100, number, 1)])
+                engine.finish(f"s{number}")
+            engine.finish("r1")
+            engine.finish("r2")
+            engine.settle()
+        narrow = {} if queue_bytes_max is None else {"queue_bytes_max": queue_bytes_max}
+        replay(tmp_path / "rec", ConfiguredConsumer.of(again, policy="block", **narrow))
+        assert len(live.whole) == 140
+        assert again.whole == live.whole
+        assert again.done.keys() == live.done.keys()
+
+    def test_of_several_workers_keep_their_order(self, tmp_path):
+        """Frames that wait to be given together do not wait for those of another worker."""
+        model, order = make_model(stages=2), []
+        half = len(model.sites) // 2
+        with MemoryHub(record(tmp_path / "rec")) as hub:
+            stages = [hub.engine(model=model, stage=n, sites=model.sites[half * n :][:half]) for n in (0, 1)]
+            for number, at in enumerate([0, 0, 1, 0, 1, 1, 1, 0, 0, 1]):
+                stages[at].step([("r1", 40, 4 * number, 4)])
+                stages[at].settle()
+                order.append((at, 4 * number))
+        consumer = Frames()
+        replay(tmp_path / "rec", consumer)
+        assert [(header.rank.pp, header.requests[0].start) for header, *_ in consumer.whole] == order
+
+    def test_with_another_checksum_are_left_out_and_counted(self, tmp_path):
+        with Recorder(tmp_path) as recorder:
+            recorder.engine("engine-1", make_model())
+            for number in range(3):
+                frame = make_frame([("r1", 12, 4 * number, 4)], seq=number + 1)
+                header = msgspec.structs.replace(frame.header, xxh3=frame.header.xxh3 ^ (number == 1))
+                recorder.frame(Frame(header, frame.payload))
+        consumer = Frames()
+        _, replayed = replay(tmp_path, consumer)
+        assert (replayed.records_lost, replayed.frames) == (1, 2)
+        assert [header.requests[0].start for header, *_ in consumer.whole] == [0, 8]
+
+
 class TestARecordingThatWasCutShort:
     CHILD = """
         import os, signal, sys

@@ -10,7 +10,6 @@ from capflow.errors import RemoteProtocolError, RetryError
 from capflow.hub.exchange.frames import Frames
 from capflow.hub.lanes import lane
 from capflow.hub.lanes.inbox import Inbox
-from capflow.protocol.session import cost
 from capflow.transport.promises import Promises
 from capflow_consumers.duckdb.consumer import DuckdbConsumer
 from capflow_consumers.duckdb.pending import PendingRows
@@ -64,12 +63,12 @@ def _leak_credit():
     """Hold the credit of a frame that is refused, until the hub ends."""
     take = Frames.take
 
-    def leaking(self, peer, worker, frame, parts):
+    def leaking(self, peer, worker, frame, parts=None):
         try:
             take(self, peer, worker, frame, parts)
         except RemoteProtocolError:
             if not worker.source.intake.has(frame.header.seq):
-                worker.source.intake.take(frame.header.seq, cost(parts))
+                worker.source.intake.take(frame.header.seq, frame.wire_bytes)
             raise
 
     return Frames, "take", leaking

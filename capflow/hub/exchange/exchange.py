@@ -8,7 +8,7 @@ nothing that a peer sends ends the hub.
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 from capflow import limits
@@ -135,7 +135,16 @@ class Exchange:
         user: the public key of the peer; "" if the hub has no keys.
         """
         self._effects.now = now
-        for _ in self._receive(peer, parts, user):
+        return self._sliced(self._receive(peer, parts, user))
+
+    def take(self, peer: bytes, frames: Sequence[Frame], now: float) -> Iterator[Effect]:
+        """Take frames of a worker in this process, which has measured and checked them; yield as `receive` does."""
+        self._effects.now = now
+        return self._sliced(self._take_checked(peer, frames))
+
+    def _sliced(self, slices: Iterator[None]) -> Iterator[Effect]:
+        """Yield the effects of each slice, and a `Pause` between two."""
+        for _ in slices:
             yield from self._effects.take()
             yield Pause()
         yield from self._effects.take()
@@ -190,6 +199,23 @@ class Exchange:
                 return
             self._handle(peer, member, message, pair)
             taken += 1
+
+    def _take_checked(self, peer: bytes, frames: Sequence[Frame]) -> Iterator[None]:
+        """Take frames that were checked. All are one slice: a worker in this process sends only few at once."""
+        member = self.roster.peers.get(peer)
+        if member is None:
+            self._effects.add(Send(peer, [encode(Bye())]))
+            return
+        yield from self.departures.done(member.hello.engine)
+        if self.roster.peers.get(peer) is not member:
+            return
+        try:
+            for frame in frames:
+                self.frames.take(peer, member, frame)
+        except (RemoteProtocolError, RoomError) as e:
+            self.sessions.turn_down(peer, member, member.session, e)
+        except Exception as e:  # noqa: BLE001  it is logged, with its traceback
+            self._fail(peer, member.session, e)
 
     def _handle(self, peer: bytes, member: Peer, message: Frame | Message, parts: Parts) -> None:
         match message:
@@ -295,9 +321,9 @@ class Exchange:
             return []  # the requests of this hub end first, then the lane gets its own `Lose`
         return [Lose(engine, replica if self.roster.connected(engine) else None, lane=lane)]
 
-    def release(self, hold: Hold) -> None:
-        """Note that one lane fewer needs a frame. The next `acknowledge` sends the credit to its worker."""
-        self.frames.release(hold)
+    def release(self, holds: Iterable[Hold]) -> None:
+        """Note that one lane fewer needs each of some frames. The next `acknowledge` sends the credit to its worker."""
+        self.frames.release(holds)
 
     # The hub's turns.
 

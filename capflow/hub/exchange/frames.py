@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from capflow import limits
 from capflow.capture.frame import Frame, FrameHeader
-from capflow.capture.frame_cost import decoded_bytes
 from capflow.capture.model import ModelInfo
 from capflow.errors import explain
 from capflow.hub.counts import Counts
@@ -33,7 +32,7 @@ from capflow.hub.peers.departures import FAILED, Departures
 from capflow.hub.peers.roster import Peer, WorkerState
 from capflow.hub.requests.index import RequestIndex
 from capflow.hub.requests.request import KnownEngine, Request
-from capflow.protocol.session import Parts, cost
+from capflow.protocol.session import Parts
 
 
 class Frames:
@@ -71,29 +70,30 @@ class Frames:
 
     # Frames.
 
-    def take(self, peer: bytes, worker: Peer, frame: Frame, parts: Parts) -> None:
+    def take(self, peer: bytes, worker: Peer, frame: Frame, parts: Parts | None = None) -> None:
         """Take a frame of a worker.
 
         Raises RemoteProtocolError when it fits no request, RoomError when it has no room.
+
+        parts: the frame as it came; None for a frame of this process.
         """
         if self.draining:
             return  # without an acknowledgement its worker keeps it for the next hub
-        source, header, nbytes = worker.source, frame.header, cost(parts)
+        source, header, nbytes = worker.source, frame.header, frame.wire_bytes
         assert source is not None
-        if not source.intake.has(header.seq):
+        intake = source.intake
+        if not intake.has(header.seq):
             self._index.admit(header, source.engine)
-        if not source.intake.take(header.seq, nbytes, decoded_bytes(parts[0])):
+        if not intake.take(header.seq, nbytes, limits.STATE_PER_BYTE_MAX * frame.header_bytes):
             self._counts.duplicates += 1
-            self._effects.say(peer, source.intake.refund())
+            self._effects.say(peer, intake.refund())
             return
-        hold = Hold(source, header.seq)
-        self._taken.append(hold)  # first: the worker gets the credit back also when the hub fails at the frame
-        self._count(source, header)
-        self._hand_out(frame, source.engine, hold)
-        self._watchers.frame(parts, nbytes)
+        self._hand_out(frame, source)
+        if len(self._watchers):
+            self._watchers.frame(frame.encode() if parts is None else parts, nbytes)
 
     def _count(self, source: WorkerState, header: FrameHeader) -> None:
-        rows = sum(len(block.sites) * block.rows for block in header.blocks)
+        rows = sum([len(block.sites) * block.rows for block in header.blocks])
         source.count(header, rows, self._effects.now)
         counts = self._counts
         counts.frame_at = self._effects.now
@@ -105,10 +105,22 @@ class Frames:
             source.engine.step_last[header.rank.dp] = header.step
             counts.tokens += header.step_tokens
 
-    def _hand_out(self, frame: Frame, engine: KnownEngine, hold: Hold) -> None:
-        """Give a frame with its events, and the ends of requests in it, to the lanes."""
-        header, was_full = frame.header, engine.full
-        self._effects.add(Give(self._index.take(frame, engine), hold))
+    def _hand_out(self, frame: Frame, source: WorkerState) -> None:
+        """Give a frame with its events, and the ends of requests in it, to the lanes.
+
+        Frames of a worker that follow each other are given together.
+        """
+        header, engine, hold = frame.header, source.engine, Hold(source, frame.header.seq)
+        was_full = engine.full
+        self._taken.append(hold)  # first: the worker gets the credit back also when the hub fails at the frame
+        self._count(source, header)
+        arrival = self._index.take(frame, engine)
+        last = self._effects.last
+        if type(last) is Give and last.holds[0].source is source:
+            last.arrivals.append(arrival)
+            last.holds.append(hold)
+        else:
+            self._effects.add(Give([arrival], [hold]))
         if header.finished:
             self._note_late(header, engine)
             for request in self._index.finish(header, engine):
@@ -116,11 +128,17 @@ class Frames:
         if engine.full and not was_full:
             self._note_full(engine)
 
-    def release(self, hold: Hold) -> None:
-        """Note that one lane fewer needs a frame."""
-        hold.left -= 1
-        if not hold.left:
-            self._released.setdefault(hold.source, []).append(hold.seq)
+    def release(self, holds: Iterable[Hold]) -> None:
+        """Note that one lane fewer needs each of some frames."""
+        released = self._released
+        for hold in holds:
+            hold.left -= 1
+            if hold.left:
+                continue
+            if hold.source in released:
+                released[hold.source].append(hold.seq)
+            else:
+                released[hold.source] = [hold.seq]
 
     def released(self, source: WorkerState) -> Sequence[int]:
         """Return the frames of a worker that were released and are not acknowledged; the caller acknowledges them."""
@@ -130,8 +148,7 @@ class Frames:
     def _release_taken(self) -> None:
         """Release what came since the last call. The lanes have it by now, since a frame's effects are done at once."""
         taken, self._taken = self._taken, []
-        for hold in taken:
-            self.release(hold)
+        self.release(taken)
 
     def acknowledge(self) -> None:
         """Acknowledge to each worker, once, the frames that were released since the last call."""

@@ -32,10 +32,11 @@ from capflow.capture.losses import note_chunk
 from capflow.capture.model import ModelInfo
 from capflow.capture.result import CaptureResult, RequestDone
 from capflow.errors import CapflowError, RemoteProtocolError, kind_of
+from capflow.hub.effects import Hold
 from capflow.hub.lanes.dead_letters import SUFFIX, DeadLetters, Letter, cut
 from capflow.hub.lanes.given_up import GivenUp
 from capflow.hub.lanes.inbox import Gone, Inbox, InboxItem, Known, Missed, RequestDoneMark, Unkept
-from capflow.hub.lanes.lane import Lane, LaneFiles, LeftError, OnAction, OnResult
+from capflow.hub.lanes.lane import Lane, LaneFiles, LeftError, OnAction, OnRelease, OnResult
 from capflow.hub.lanes.leftover import take_beside, tell_of_others
 from capflow.hub.lanes.notes import weight
 from capflow.hub.lanes.tally import Delivery, Tallies, Tally
@@ -118,9 +119,17 @@ class DurableLane(Lane):
         state: Shares,
         on_result: OnResult,
         on_action: OnAction,
+        on_release: OnRelease,
         hub_status: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        super().__init__(index, configured, on_result=on_result, on_action=on_action, hub_status=hub_status)
+        super().__init__(
+            index,
+            configured,
+            on_result=on_result,
+            on_action=on_action,
+            on_release=on_release,
+            hub_status=hub_status,
+        )
         spill = configured.spill
         assert spill is not None
         self.inbox = Inbox(spill.root, spill.name, spill.bytes_max, on_synced=self._synced)
@@ -213,18 +222,17 @@ class DurableLane(Lane):
             raise
         self.writer.start(beside, here)
 
-    def take(self, arrival: Arrival, taken: Taken) -> bool:
-        """Take a whole frame if it concerns the consumer; return whether it does.
-
-        `taken` is called, on any thread, when the frame is durable.
-        """
-        if not (arrival.concerns(self.index) or (self.minds_actions and arrival.events)):
-            return False
-        frame = arrival.frame
-        if self._gone:
-            self._gone = {gone for gone in self._gone if gone.engine != frame.header.engine}
-        self.queue.force(QueuedFrame(frame, taken, arrival.model), frame.nbytes, wake=False)
-        return True
+    def take(self, arrivals: Sequence[Arrival], holds: Sequence[Hold]) -> None:
+        """Take each whole frame that concerns the consumer, and hold it until it is durable."""
+        for arrival, hold in zip(arrivals, holds, strict=True):
+            if not (arrival.concerns(self.index) or (self.minds_actions and arrival.events)):
+                continue
+            frame = arrival.frame
+            if self._gone:
+                self._gone = {gone for gone in self._gone if gone.engine != frame.header.engine}
+            taken = functools.partial(self._on_release, (hold,))
+            self.queue.force(QueuedFrame(frame, taken, arrival.model), frame.nbytes, wake=False)
+            hold.left += 1
 
     def finish(self, request: Request, taken: Taken | None) -> bool:  # noqa: ARG002
         """Do nothing: the frames in the inbox carry the end."""

@@ -32,6 +32,7 @@ from capflow.capture.losses import LossLog
 from capflow.capture.model import ModelInfo
 from capflow.capture.result import CaptureResult, RequestDone
 from capflow.errors import CapflowError, explain, kind_of
+from capflow.hub.effects import Hold
 from capflow.hub.lanes.backoff import Backoff
 from capflow.hub.lanes.notes import Notes
 from capflow.hub.lanes.pace import ConsumerPace
@@ -55,6 +56,7 @@ class LeftError(Exception):
 
 OnResult = Callable[[Request | RequestName, int, CaptureResult], None]
 OnAction = Callable[[str, Action], None]
+OnRelease = Callable[[Sequence[Hold]], None]
 
 
 class LaneFiles(NamedTuple):
@@ -75,6 +77,7 @@ class LaneFiles(NamedTuple):
 class Lane(abc.ABC):
     """One consumer's queue and thread, from `open` to `close`.
 
+    on_release(holds) is called, on any thread, with holds of frames that the lane does not need any more.
     on_result(request, consumer, result) is called on the lane's thread, or on that which ends a Future of the
     consumer's. The request is the hub's own, or named by a lane that has requests of earlier hubs. on_action(action) is
     called on the lane's thread.
@@ -90,6 +93,7 @@ class Lane(abc.ABC):
         *,
         on_result: OnResult,
         on_action: OnAction,
+        on_release: OnRelease,
         hub_status: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         self.index = index
@@ -125,6 +129,7 @@ class Lane(abc.ABC):
         self.notes = Notes()
         self._on_result = on_result
         self._on_action = on_action
+        self._on_release = on_release
         self._hub_status = hub_status
         self._lock = threading.Lock()
         # Kinds of errors whose traceback is in the log; guarded by `_lock`.
@@ -159,10 +164,12 @@ class Lane(abc.ABC):
     # What the hub tells the consumer, in order, on the hub's thread. None of it waits.
 
     @abc.abstractmethod
-    def take(self, arrival: Arrival, taken: Callable[[], None]) -> bool:
-        """Take the rows that the consumer wants of a frame; return whether the lane will call `taken`.
+    def take(self, arrivals: Sequence[Arrival], holds: Sequence[Hold]) -> None:
+        """Take the rows that the consumer wants of frames of one worker.
 
-        taken: called, on any thread, when the frame is no longer needed.
+        A frame that the lane needs is held until `on_release`.
+
+        holds: that of each frame.
         """
 
     @abc.abstractmethod

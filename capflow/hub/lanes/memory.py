@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from capflow import limits
@@ -18,7 +19,8 @@ from capflow.buffers.policy import WhenFull
 from capflow.capture.losses import note_chunk
 from capflow.capture.model import ModelInfo
 from capflow.capture.result import CaptureResult
-from capflow.hub.lanes.lane import Lane, LeftError, OnAction, OnResult
+from capflow.hub.effects import Hold
+from capflow.hub.lanes.lane import Lane, LeftError, OnAction, OnRelease, OnResult
 from capflow.hub.lanes.notes import weight
 from capflow.hub.lanes.tally import Delivery, Tallies, Tally
 from capflow.hub.requests.index import Arrival
@@ -30,9 +32,10 @@ _STOPPED = "the hub stopped while the consumer could not go on"
 
 
 class _Rows(NamedTuple):
-    delivery: Delivery
-    # Called, from the lane's thread, when the frame is no longer needed.
-    taken: Callable[[], None] | None
+    # Of one engine, in order; the consumer's thread removes each that it is through with.
+    deliveries: deque[Delivery]
+    # That of each frame, if it is held.
+    holds: Sequence[Hold]
     # The time of delivery, on the monotonic clock.
     at: float
 
@@ -69,9 +72,17 @@ class MemoryLane(Lane):
         *,
         on_result: OnResult,
         on_action: OnAction,
+        on_release: OnRelease,
         hub_status: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        super().__init__(index, configured, on_result=on_result, on_action=on_action, hub_status=hub_status)
+        super().__init__(
+            index,
+            configured,
+            on_result=on_result,
+            on_action=on_action,
+            on_release=on_release,
+            hub_status=hub_status,
+        )
         # Only the hub's thread uses it.
         self._tallies = Tallies(index)
         # Engines whose note waits in the queue; guarded by `_lock`.
@@ -88,47 +99,56 @@ class MemoryLane(Lane):
 
     # What the hub tells the consumer.
 
-    def take(self, arrival: Arrival, taken: Callable[[], None]) -> bool:
-        """Take the rows that the consumer wants; return whether `taken` will be called, as it is for `block` only.
+    def take(self, arrivals: Sequence[Arrival], holds: Sequence[Hold]) -> None:
+        """Take the rows that the consumer wants. Only a lane with policy `block` holds frames.
 
-        The memory of a `block` lane is bounded by the workers' credit, that of a `drop` or `skip` lane by its queue.
+        Its memory is bounded by the workers' credit, that of a `drop` or `skip` lane by its queue.
         """
-        delivery = self._tallies.of(arrival)
-        waited_for = taken if self.policy is WhenFull.BLOCK else None
-        waits = delivery is not None and self._deliver(delivery, waited_for)
-        if self.minds_actions:
-            for event in arrival.events:
-                self.tell(event)
-        return waits
+        deliveries, held = deque[Delivery](), list[Hold]()
+        for arrival, hold in zip(arrivals, holds, strict=True):
+            if (delivery := self._tallies.of(arrival)) is not None:
+                deliveries.append(delivery)
+                held.append(hold)
+            if arrival.events and self.minds_actions:
+                self._deliver(deliveries, held)
+                deliveries, held = deque(), []
+                for event in arrival.events:
+                    self.tell(event)
+        self._deliver(deliveries, held)
 
-    def _deliver(self, delivery: Delivery, waited_for: Callable[[], None] | None) -> bool:
-        for tally, rows in delivery.parts:
-            tally.rows += rows
-        item = _Rows(delivery, waited_for, time.monotonic())
-        skips = self.policy is WhenFull.SKIP and not self.queue.closed
-        if delivery.frame.header.engine in self._unmet:
-            self._lose(delivery, "consumer_queue_full")
-        elif self._accept(item, "skipped" if skips else "consumer_queue_full"):
-            return waited_for is not None
-        return False
+    def _deliver(self, deliveries: deque[Delivery], holds: Sequence[Hold]) -> None:
+        """Put rows in the queue, those of a `block` lane as one item. Rows that have no room are lost."""
+        if not deliveries:
+            return
+        for delivery in deliveries:
+            for tally, rows in delivery.parts:
+                tally.rows += rows
+        engine, now = deliveries[0].frame.header.engine, time.monotonic()
+        if engine in self._unmet:
+            self._lose(deliveries, "consumer_queue_full")
+        elif self.policy is WhenFull.BLOCK and not self.queue.closed:
+            nbytes = sum([delivery.frame.memory_bytes for delivery in deliveries])
+            self.queue.force(_Rows(deliveries, holds, now), nbytes, engine, wake=False)
+            for hold in holds:
+                hold.left += 1
+        else:
+            for delivery in deliveries:
+                self._offer(delivery, engine, now)
 
-    def _accept(self, item: _Rows, reason: str) -> bool:
-        """Put rows in the queue; return whether they are in it. Rows that have no room are lost for the reason."""
-        engine, nbytes = item.delivery.frame.header.engine, item.delivery.frame.memory_bytes
-        if self.policy is WhenFull.BLOCK and not self.queue.closed:
-            self.queue.force(item, nbytes, engine, wake=False)
-            return True
+    def _offer(self, delivery: Delivery, engine: str, now: float) -> None:
+        """Put the rows of a frame in the queue if they have room, or have it made for them."""
+        reason = "skipped" if self.policy is WhenFull.SKIP and not self.queue.closed else "consumer_queue_full"
+        item, newest = _Rows(deque((delivery,)), (), now), self.policy is not WhenFull.SKIP
 
         def lose(other: _Rows) -> None:
-            self._lose(other.delivery, reason)
+            self._lose(other.deliveries, reason)
 
-        accepted = self.queue.displace(item, nbytes, engine, lose, newest=self.policy is not WhenFull.SKIP, wake=False)
-        if not accepted:
+        nbytes = delivery.frame.memory_bytes
+        if not self.queue.displace(item, nbytes, engine, lose, newest=newest, wake=False):
             lose(item)
-        return accepted
 
     def finish(self, request: Request, taken: Callable[[], None] | None) -> bool:
-        """Take the end of a request, after everything before; return as `take` does.
+        """Take the end of a request, after everything before; return whether `taken` will be called.
 
         An end that has no room does not reach the consumer: the request's result says so.
         """
@@ -229,7 +249,7 @@ class MemoryLane(Lane):
             self._handle(item)
         except LeftError:
             if isinstance(item, _Rows):  # lost, as the frames after it are
-                self._lose(item.delivery, "shutdown")
+                self._lose(item.deliveries, "shutdown")
             else:
                 self._leave(item, _STOPPED)
         except Exception as e:  # noqa: BLE001  without this thread nothing more would be acknowledged
@@ -238,28 +258,20 @@ class MemoryLane(Lane):
     def _leave(self, item: _Rows | _Done | _Session | _Gone | _Told, error: str) -> None:
         """Let go of an item that the consumer did not take; the results of its requests say so."""
         match item:
-            case _Rows(delivery, taken):
-                for tally, rows in delivery.parts:
-                    tally.rows_failed += rows
-                    tally.error = tally.error or error
-                if taken is not None:
-                    taken()
+            case _Rows(deliveries, holds):
+                for delivery in deliveries:
+                    for tally, rows in delivery.parts:
+                        tally.rows_failed += rows
+                        tally.error = tally.error or error
+                if holds:
+                    self._on_release(holds[len(holds) - len(deliveries) :])
             case _Done(tally, taken):
                 self._settle(tally, taken, CaptureResult("error", error))
 
     def _handle(self, item: _Rows | _Done | _Session | _Gone | _Told) -> None:
         match item:
-            case _Rows(delivery, taken, at):
-                if self._discarded.is_set():  # not taken: a worker that is waited for keeps it for the next hub
-                    self._lose(delivery, "shutdown")
-                elif self.policy is WhenFull.SKIP and time.monotonic() - at > limits.SKIP_AGE_S:
-                    self._lose(delivery, "skipped")
-                else:
-                    self.pace.waited_since = at
-                    self._give(delivery)
-                    self.pace.waited_since = None
-                    if taken is not None:
-                        taken()
+            case _Rows():
+                self._give_all(item)
             case _Done(tally, taken, nbytes):
                 self.notes.taken(nbytes)
                 self._finish(tally, taken)
@@ -276,6 +288,27 @@ class MemoryLane(Lane):
             case _Told(answered, nbytes):
                 self.notes.taken(nbytes)
                 self._guard("on_action", self.consumer.on_action, answered)
+
+    def _give_all(self, item: _Rows) -> None:
+        """Have the consumer take the frames of an item, and release each that it took.
+
+        Those for which it is too late are lost. They are not released: a worker that is waited for keeps them for the
+        next hub.
+        """
+        deliveries, holds, at = item
+        if self.policy is WhenFull.SKIP and time.monotonic() - at > limits.SKIP_AGE_S:
+            self._lose(deliveries, "shutdown" if self._discarded.is_set() else "skipped")
+            return
+        self.pace.waited_since = at
+        try:
+            while deliveries and not self._discarded.is_set():
+                self._give(deliveries[0])
+                deliveries.popleft()
+        finally:
+            self.pace.waited_since = None
+            if holds:
+                self._on_release(holds[: len(holds) - len(deliveries)])
+        self._lose(deliveries, "shutdown")
 
     def _meet(self, engine: str, model: ModelInfo) -> None:
         if (before := self._met.pop(engine, None)) is not None:
@@ -298,10 +331,11 @@ class MemoryLane(Lane):
             if self.restarts != opening:  # a nested restart has called it for the other engines
                 return
 
-    def _lose(self, delivery: Delivery, reason: str) -> None:
-        self.dropped[reason] += delivery.rows
-        tallies = {tally.request.id: tally for tally, _ in delivery.parts}
-        for chunk in delivery.frame.chunks():
-            note_chunk(tallies[chunk.request.id].lost, chunk, reason)
-        for tally, rows in delivery.parts:
-            tally.rows -= rows
+    def _lose(self, deliveries: Iterable[Delivery], reason: str) -> None:
+        for delivery in deliveries:
+            self.dropped[reason] += delivery.rows
+            tallies = {tally.request.id: tally for tally, _ in delivery.parts}
+            for chunk in delivery.frame.chunks():
+                note_chunk(tallies[chunk.request.id].lost, chunk, reason)
+            for tally, rows in delivery.parts:
+                tally.rows -= rows

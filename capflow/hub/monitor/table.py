@@ -198,7 +198,11 @@ CONSUMER = (
     counter("consumer_retries", "Calls made again because the one before could not be done.", "backoff.retries"),
     counter("consumer_restarts", "Times that the consumer was closed and opened again.", "restarts"),
     counter("consumer_results", "Requests that it is done with.", "results", "status"),
-    gauge("consumer_queued_items", "Frames and ends of requests in its queue.", lambda lane: len(lane.queue)),
+    gauge(
+        "consumer_queued_items",
+        "Items in its queue: ends of requests, and frames, of which several may be one.",
+        lambda lane: len(lane.queue),
+    ),
     gauge("consumer_queued_bytes", "Bytes in its queue.", "queue.nbytes"),
     gauge("consumer_queue_peak_bytes", "The most that were in it since the hub began.", "queue.bytes_peak"),
     gauge("consumer_queue_limit_bytes", "Its `queue_bytes_max`.", "queue.bytes_max"),
