@@ -15,7 +15,7 @@ from capflow import limits
 from capflow.capture.site import Site
 from capflow.capture.spec import CaptureSpec
 from capflow_engine.scheduler.admission import Admission
-from capflow_engine.scheduler.orders import Orders
+from capflow_engine.scheduler.orders import News, Orders
 from capflow_engine.taps.step import Step
 from capflow_engine.worker.history import Histories
 from tests.kit.oracle import Live
@@ -185,7 +185,8 @@ def actions_come_one_step_late(monkeypatch):
     take, later = Orders.__dict__["attach"], []
 
     def attach(self, scheduler_output):
-        self.actions, later[:] = [*later], self.actions
+        self.news = news = self.news or News()
+        news.actions, later[:] = [*later], news.actions
         take(self, scheduler_output)
 
     monkeypatch.setattr(Orders, "attach", attach)
