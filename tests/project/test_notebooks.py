@@ -32,8 +32,13 @@ def test_each_notebook_is_run():
     assert {path.stem for path in NOTEBOOKS} == SHOWS.keys()
 
 
+def _marked(path):
+    """Return a notebook as a parameter; those that train or sweep take minutes."""
+    return pytest.param(path, id=path.stem, marks=[pytest.mark.long] if path.stem in ("sae", "patch_sweep") else [])
+
+
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [_marked(path) for path in NOTEBOOKS])
 def test_a_notebook_runs(path):
     output = run(path)
     for text in SHOWS[path.stem]:

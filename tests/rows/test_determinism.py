@@ -44,7 +44,8 @@ def another_slot(worker):
 
     capture = worker.capflow
     for tracked in capture.requests.values() if capture.rank.tp == 1 else ():
-        tracked.steered[-1] = tracked.steered[-1]._replace(steered=NOTHING)
+        *before, last = tracked.steered
+        tracked.steered = (*before, last._replace(steered=NOTHING))
     return capture.checksums.last
 
 
