@@ -147,13 +147,13 @@ def run(minutes: float, home: Path) -> bool:
         ended.set()
         for client in clients:
             client.join(120)
-    counts = sum((client.counts for client in clients), Counter[str]())
-    troubles = [trouble for client in clients for trouble in client.troubles]
-    for name, value in counts.items():
-        options.tell(f"| {name} | {value} |")
-    kept = [judge(name, one, options) for name, one in watched.items()]
-    if not watched:
-        options.tell("the caches were never full: run it for longer")
+        counts = sum((client.counts for client in clients), Counter[str]())
+        troubles = [trouble for client in clients for trouble in client.troubles]
+        for name, value in counts.items():
+            options.tell(f"| {name} | {value} |")
+        kept = [judge(name, one, options) for name, one in watched.items()]
+        if not watched:
+            options.tell("the caches were never full: run it for longer")
     for trouble in troubles[:20]:
         options.tell(trouble)
     return bool(kept) and all(kept) and not troubles
