@@ -57,9 +57,7 @@ class _StagedRunner:
         """Run a step."""
         self._capflow_received = intermediate_tensors
         try:
-            output = super().execute_model(  # type: ignore[misc]
-                scheduler_output, intermediate_tensors, *args, **kwargs
-            )
+            output = self._capflow_run(scheduler_output, intermediate_tensors, *args, **kwargs)
         except BaseException:
             self.capflow.interrupt()
             raise
@@ -69,6 +67,9 @@ class _StagedRunner:
         if capflow.marks is not None:
             output = compat_step.with_marks(output, capflow.marks.data)
         return output
+
+    def _capflow_run(self, *args: Any, **kwargs: Any) -> Any:
+        return super().execute_model(*args, **kwargs)  # type: ignore[misc]
 
     def _capflow_prepare(self, batch: compat_step.RunnerBatch) -> None:
         """Plan the step; take the margins before the runner copies the other tensors to its buffers."""
@@ -106,13 +107,12 @@ class StepRunnerV2(_StagedRunner):
     which a dummy run does not call, to the end of `execute_model`.
     """
 
-    # Closed at the end of the running `execute_model`.
+    # Closed when vLLM's part of the running `execute_model` is over: the margins of the step are there afterwards.
     _capflow_step: contextlib.ExitStack
 
-    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a step."""
+    def _capflow_run(self, *args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as self._capflow_step:
-            return super().execute_model(*args, **kwargs)
+            return super()._capflow_run(*args, **kwargs)
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare a step's batch."""
