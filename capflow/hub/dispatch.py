@@ -43,7 +43,7 @@ from capflow.hub.effects import (
 )
 from capflow.hub.exchange.exchange import Exchange
 from capflow.hub.lanes.durable import DurableLane
-from capflow.hub.lanes.lane import Lane
+from capflow.hub.lanes.lane import HubCalls, Lane
 from capflow.hub.lanes.memory import MemoryLane
 from capflow.hub.peers.budget import Budget
 from capflow.hub.peers.departures import FAILED
@@ -111,25 +111,10 @@ class Dispatch:
 
         inboxes: the memory of each lane with an inbox.
         """
+        calls = HubCalls(self._on_result, self._on_action, self._let_go, self._status)
         if consumer.policy is WhenFull.SPILL:
-            state = next(inboxes)
-            return DurableLane(
-                index,
-                consumer,
-                state=state,
-                on_result=self._on_result,
-                on_action=self._on_action,
-                on_release=self._let_go,
-                hub_status=self._status,
-            )
-        return MemoryLane(
-            index,
-            consumer,
-            on_result=self._on_result,
-            on_action=self._on_action,
-            on_release=self._let_go,
-            hub_status=self._status,
-        )
+            return DurableLane(index, consumer, calls, state=next(inboxes))
+        return MemoryLane(index, consumer, calls)
 
     def _bound_queues(self, bytes_max: int) -> None:
         """Fit the queues of consumers that drop or skip into their part of the memory."""

@@ -12,6 +12,7 @@ import pytest
 from capflow import limits
 from capflow.buffers.shares import Shares
 from capflow.hub.effects import Hold
+from capflow.hub.lanes.lane import HubCalls
 from capflow.hub.lanes.memory import MemoryLane
 from capflow.hub.requests.index import RequestIndex, Wish
 from capflow.hub.requests.request import KnownEngine, Request
@@ -57,13 +58,8 @@ def lane_of(policy, results=None):
     """Return a lane whose consumer gets nothing before it is opened, and that consumer."""
     consumer = Listener()
     results = [] if results is None else results
-    lane = MemoryLane(
-        0,
-        configured(consumer, policy),
-        on_result=lambda request, _, result: results.append((request.id, result)),
-        on_action=lambda *_: None,
-        on_release=list,
-    )
+    calls = HubCalls(lambda request, _, result: results.append((request.id, result)), lambda *_: None, list)
+    lane = MemoryLane(0, configured(consumer, policy), calls)
     return lane, consumer
 
 

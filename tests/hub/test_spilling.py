@@ -17,6 +17,7 @@ from capflow.capture.result import CaptureResult
 from capflow.capture.site import Site
 from capflow.hub.lanes import inbox, writer
 from capflow.hub.lanes.durable import DurableLane
+from capflow.hub.lanes.lane import HubCalls
 from capflow.hub.lanes.writer import InboxWriter
 from capflow.plugins.configure import Spill
 from capflow.transport.client import Client
@@ -609,9 +610,7 @@ def test_a_consumer_that_spills_tells_of_what_waits_for_its_inbox(address, spill
 
 def test_an_engine_that_was_there_is_missed_from_when_it_went(spills, monkeypatch):
     monkeypatch.setattr(limits, "MISSED_S", 5.0)
-    lane = DurableLane(
-        0, spills(Recorder()), state=Shares("state", 2**20), on_result=print, on_action=print, on_release=print
-    )
+    lane = DurableLane(0, spills(Recorder()), HubCalls(print, print, print), state=Shares("state", 2**20))
     lane.inbox.left = {("engine-1", 0): 0.0}
     here = {("engine-1", 0)}
     assert not list(lane.missed(here, 1000.0))

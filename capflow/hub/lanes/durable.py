@@ -36,7 +36,7 @@ from capflow.hub.effects import Hold
 from capflow.hub.lanes.dead_letters import SUFFIX, DeadLetters, Letter, cut
 from capflow.hub.lanes.given_up import GivenUp
 from capflow.hub.lanes.inbox import Gone, Inbox, InboxItem, Known, Missed, RequestDoneMark, Unkept
-from capflow.hub.lanes.lane import Lane, LaneFiles, LeftError, OnAction, OnRelease, OnResult
+from capflow.hub.lanes.lane import HubCalls, Lane, LaneFiles, LeftError
 from capflow.hub.lanes.leftover import take_beside, tell_of_others
 from capflow.hub.lanes.notes import weight
 from capflow.hub.lanes.tally import Delivery, Tallies, Tally
@@ -111,25 +111,8 @@ class DurableLane(Lane):
 
     durable = True
 
-    def __init__(
-        self,
-        index: int,
-        configured: ConfiguredConsumer,
-        *,
-        state: Shares,
-        on_result: OnResult,
-        on_action: OnAction,
-        on_release: OnRelease,
-        hub_status: Callable[[], dict[str, Any]] = dict,
-    ) -> None:
-        super().__init__(
-            index,
-            configured,
-            on_result=on_result,
-            on_action=on_action,
-            on_release=on_release,
-            hub_status=hub_status,
-        )
+    def __init__(self, index: int, configured: ConfiguredConsumer, calls: HubCalls, *, state: Shares) -> None:
+        super().__init__(index, configured, calls)
         spill = configured.spill
         assert spill is not None
         self.inbox = Inbox(spill.root, spill.name, spill.bytes_max, on_synced=self._synced)

@@ -54,9 +54,20 @@ class LeftError(Exception):
     """The hub stops, and the consumer could not take what it was given."""
 
 
-OnResult = Callable[[Request | RequestName, int, CaptureResult], None]
-OnAction = Callable[[str, Action], None]
-OnRelease = Callable[[Sequence[Hold]], None]
+class HubCalls(NamedTuple):
+    """What a lane calls of its hub.
+
+    on_result: takes a request, the lane's index and the result, on the lane's thread, or on that which ends a Future of
+        the consumer's. The request is the hub's own, or named by a lane that has requests of earlier hubs.
+    on_action: takes the consumer's name and an action, on the lane's thread.
+    on_release: takes the holds of frames that the lane does not need any more, on any thread.
+    status: returns the hub's status.
+    """
+
+    on_result: Callable[[Request | RequestName, int, CaptureResult], None]
+    on_action: Callable[[str, Action], None]
+    on_release: Callable[[Sequence[Hold]], None]
+    status: Callable[[], dict[str, Any]] = dict
 
 
 class LaneFiles(NamedTuple):
@@ -75,27 +86,12 @@ class LaneFiles(NamedTuple):
 
 
 class Lane(abc.ABC):
-    """One consumer's queue and thread, from `open` to `close`.
-
-    on_release(holds) is called, on any thread, with holds of frames that the lane does not need any more.
-    on_result(request, consumer, result) is called on the lane's thread, or on that which ends a Future of the
-    consumer's. The request is the hub's own, or named by a lane that has requests of earlier hubs. on_action(action) is
-    called on the lane's thread.
-    """
+    """One consumer's queue and thread, from `open` to `close`."""
 
     durable: ClassVar[bool] = False
     """Whether what waits for the consumer outlives the hub."""
 
-    def __init__(
-        self,
-        index: int,
-        configured: ConfiguredConsumer,
-        *,
-        on_result: OnResult,
-        on_action: OnAction,
-        on_release: OnRelease,
-        hub_status: Callable[[], dict[str, Any]] = dict,
-    ) -> None:
+    def __init__(self, index: int, configured: ConfiguredConsumer, calls: HubCalls) -> None:
         self.index = index
         self.name = configured.name
         self.policy = configured.policy
@@ -127,10 +123,7 @@ class Lane(abc.ABC):
         self._losses = LossLog(logger, f"consumer {self.name}", consumer=self.name)
         # Notes in the queue, and notes that had no room.
         self.notes = Notes()
-        self._on_result = on_result
-        self._on_action = on_action
-        self._on_release = on_release
-        self._hub_status = hub_status
+        self._on_result, self._on_action, self._on_release, self._hub_status = calls
         self._lock = threading.Lock()
         # Kinds of errors whose traceback is in the log; guarded by `_lock`.
         self._logged: set[tuple[str, type[BaseException]]] = set()

@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from capflow import limits
 from capflow.buffers.newest import keep_newest
@@ -20,7 +20,7 @@ from capflow.capture.losses import note_chunk
 from capflow.capture.model import ModelInfo
 from capflow.capture.result import CaptureResult
 from capflow.hub.effects import Hold
-from capflow.hub.lanes.lane import Lane, LeftError, OnAction, OnRelease, OnResult
+from capflow.hub.lanes.lane import HubCalls, Lane, LeftError
 from capflow.hub.lanes.notes import weight
 from capflow.hub.lanes.tally import Delivery, Tallies, Tally
 from capflow.hub.requests.index import Arrival
@@ -65,24 +65,8 @@ class _Told(NamedTuple):
 class MemoryLane(Lane):
     """One consumer's queue in memory and its thread, from `open` to `close`."""
 
-    def __init__(
-        self,
-        index: int,
-        configured: ConfiguredConsumer,
-        *,
-        on_result: OnResult,
-        on_action: OnAction,
-        on_release: OnRelease,
-        hub_status: Callable[[], dict[str, Any]] = dict,
-    ) -> None:
-        super().__init__(
-            index,
-            configured,
-            on_result=on_result,
-            on_action=on_action,
-            on_release=on_release,
-            hub_status=hub_status,
-        )
+    def __init__(self, index: int, configured: ConfiguredConsumer, calls: HubCalls) -> None:
+        super().__init__(index, configured, calls)
         # Only the hub's thread uses it.
         self._tallies = Tallies(index)
         # Engines whose note waits in the queue; guarded by `_lock`.
