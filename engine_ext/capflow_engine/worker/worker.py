@@ -475,16 +475,13 @@ class WorkerCapture:
         self.gated_step = self.margins = None
         if self.marks is not None:
             self.marks.begin(number, planned)
-        if planned.steering is None:
-            self.checksums.last = number
-        else:
-            self.checksums.fold(number, planned)
+        self.checksums.fold(number, planned)
         if number % limits.CHECKSUM_STEPS == 0:
             self.agreement.compare()
         self._buffer = self._lost = self._rested = None
         if not (idle := planned.idle):
             self._plan = self._with_room(planned)
-        self.rests = idle and not planned.gates and not (self._events.step is not None and self._events.any)
+        self.rests = idle and not planned.gates and not self._events.any
         self.clock.end(begun)
 
     def _with_room(self, planned: Plan) -> Plan:
