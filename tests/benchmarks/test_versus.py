@@ -32,6 +32,8 @@ class Fake:
             raise NotImplementedError("no such model")
 
     def turn(self, number):
+        with open("turns.txt", "a") as file:
+            print(self.mode, file=file)
         if self.mode == "hangs":
             # It is ended long before.
             time.sleep(60)
@@ -90,7 +92,7 @@ def main(monkeypatch, tmp_path):
     return main
 
 
-def test_each_turn_is_beside_one_of_plain_vllm(main, capsys):
+def test_each_turn_is_beside_one_of_plain_vllm_and_follows_one_of_its_own(main, capsys, tmp_path):
     outcomes = main("right", "again", "third", rounds=2, alive=2)
     assert list(outcomes) == ["plain", "right", "again", "third"]
     # Plain vLLM runs in both groups.
@@ -104,6 +106,8 @@ def test_each_turn_is_beside_one_of_plain_vllm(main, capsys):
     order = [line.split(":")[0] for line in capsys.readouterr().err.splitlines() if " s of CPU" in line]
     # The first three warm up.
     assert order[3:9] == ["plain", "right", "again", "again", "right", "plain"]
+    every = (tmp_path / "build" / "logs" / "turns.txt").read_text().split()
+    assert every[::2] == every[1::2] == order
 
 
 def test_a_run_that_is_ended_prints_the_turns_that_it_has(main, monkeypatch):
@@ -138,7 +142,7 @@ def test_a_child_does_not_outlive_a_contender_that_dies(main, tmp_path):
     ],
 )
 def test_who_fails_is_named_and_the_others_go_on(main, mode, reason, capsys):
-    outcomes = main(mode, "right", limit=2)
+    outcomes = main(mode, "right", limit=2 if mode == "hangs" else 20)
     assert outcomes[mode]["reason"] == reason
     assert outcomes[mode]["turns"] == []
     assert len(outcomes["right"]["turns"]) == 1
