@@ -3,10 +3,10 @@
     make soak-engine          (or: python -m tests.soak.engine [--minutes N])
 
 `capflow serve` runs a tiny model behind HTTP, and `capflow run` with small caches (`tests.soak.hub`) writes the rows to
-files. Four clients send requests without pause: plain, captured, steered by vectors that nobody sent before, and both;
-some end early by an abort. Every result is checked: each captured request has all of its rows. Samples of the hub, the
-server and the engine's process count once the hub keeps its maximum number of results, and after `WARM_MINUTES`. The
-bounds are those of `tests.soak`. The exit code is 1 if a bound is passed or a result is wrong.
+files. Four clients send requests without pause: plain, captured, steered by vectors that nobody sent before, and both.
+Every result is checked: each captured request has all of its rows. Samples of the hub, the API and the engine's
+processes count once the hub keeps its maximum number of results, and after `WARM_MINUTES`. The bounds are those of
+`tests.soak`. The exit code is 1 if a bound is passed or a result is wrong.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from tests.soak.__main__ import EVERY_S, Watched, judge
 
 WARM_MINUTES = 10.0
 CLIENTS = 4
-# vLLM on a CPU keeps a kernel of about 2 MB for each number of tokens that a step had, with capflow and without. Prompts
-# of few lengths make few such numbers, and all of them come before the samples count.
+# vLLM on a CPU keeps a kernel of about 2 MB for each number of tokens that a step had, with capflow and without it.
+# Prompts of few lengths make few such numbers, and all of them come before the samples count.
 LENGTHS = (1, 7, 40)
 SITES = [f"post_block:{layer}" for layer in range(SHAPE["num_hidden_layers"])]
 
@@ -104,15 +104,15 @@ def running(home: Path) -> Iterator[tuple[int, dict[str, int]]]:
     ):
         try:
             wait_until(lambda: healthy(port), 400, server)
-            yield port, {"hub": hub.pid, "server": server.pid, "engine": engine_of(server.pid)}
+            yield port, {"hub": hub.pid, **processes_of(server.pid)}
         finally:
             server.terminate()
             hub.terminate()
     assert not any("Traceback" in line for line in lines), lines
 
 
-def engine_of(server: int) -> int:
-    """Return the process of a server's engine: the one of its descendants with the most memory."""
+def processes_of(server: int) -> dict[str, int]:
+    """Return the processes of a server by name: that of the API, and those that vLLM named itself."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -122,7 +122,9 @@ def engine_of(server: int) -> int:
     while todo:
         below += (mine := children.get(todo.pop(), []))
         todo += mine
-    return max(below, key=resident)
+    titles = {pid: Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8").partition("\0")[0] for pid in below}
+    engine = {title.removeprefix("VLLM::"): pid for pid, title in titles.items() if title.startswith("VLLM::")}
+    return {"API": max(set(below) - set(engine.values()), key=resident), **engine}
 
 
 def resident(pid: int) -> int:
