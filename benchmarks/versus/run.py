@@ -67,12 +67,13 @@ class Run:
         for contender in contenders:
             self._start(contender)
         for number in range(1, self.args.rounds + 1):
-            # Plain's turn is measured again for each group.
-            names = [PLAIN.name, *(c.name for c in contenders if c.name in self.alive and c != PLAIN)]
             if PLAIN.name not in self.alive:
                 raise FailedError(f"plain vLLM: {self.outcomes[PLAIN.name].reason}")
+            names = [c.name for c in contenders if c.name in self.alive and c != PLAIN]
             turns = {}
-            for name in names if number % 2 else reversed(names):
+            # As many turns of others lie between two of each, and each follows each other one in half of the rounds.
+            # Plain's turn is measured again for each group.
+            for name in [PLAIN.name, *(names if 2 * number <= self.args.rounds else reversed(names))]:
                 if (turn := self._turn(CONTENDERS[name])) is not None:
                     turns[name] = turn
             for name, turn in turns.items() if PLAIN.name in turns else ():
