@@ -140,7 +140,7 @@ def measure(contenders: Mapping[str, Callable[[], Took]], rounds: int) -> None:
 def main() -> int:
     """Run the benchmark and print its tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("parts", nargs="*", choices=["help", "hub", "engine"], default=["help", "hub", "engine"])
+    parser.add_argument("parts", nargs="*", choices=[*GOALS, "all"], default="all", help="(default: all)")
     parser.add_argument("--rounds", type=int, default=5, help="of engines; three times as many of the others")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--eager", action="store_true")
@@ -148,10 +148,11 @@ def main() -> int:
     parser.add_argument("--sites", action="append", default=[], metavar="HOOK:LAYER")
     parser.add_argument("--tree", action="append", type=Path, default=[], metavar="DIRECTORY")
     args = parser.parse_args()
+    parts = list(GOALS) if "all" in args.parts else args.parts
     trees = {"": ROOT} | {f", {tree}": tree.resolve() for tree in args.tree}
     print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
     none = {"python -c pass": functools.partial(helped, ["-c", "pass"], ROOT)}
-    if "help" in args.parts:
+    if "help" in parts:
         print(f"\nhelp, goal {GOALS['help']}")
         programs = none | {"python -c 'import click'": functools.partial(helped, ["-c", "import click"], ROOT)}
         for name, tree in trees.items():
@@ -159,7 +160,7 @@ def main() -> int:
                 code = ["-m", "capflow", *command.split()]
                 programs[f"capflow {command}{name}"] = functools.partial(helped, code, tree)
         measure(programs, 3 * args.rounds)
-    if "hub" in args.parts:
+    if "hub" in parts:
         print(f"\nhub, goal {GOALS['hub']}")
         hubs = {
             f"{consumer.partition(':')[0]}{name}": functools.partial(hub, consumer, tree)
@@ -167,7 +168,7 @@ def main() -> int:
             for name, tree in trees.items()
         }
         measure(none | hubs, 3 * args.rounds)
-    if "engine" in args.parts:
+    if "engine" in parts:
         print(f"\nengine, goal: {GOALS['engine']}")
         model = args.model
         if model == "demo":
