@@ -35,7 +35,7 @@ from tests.soak.__main__ import EVERY_S, Watched, judge
 
 WARM_MINUTES = 10.0
 CLIENTS = 4
-# vLLM on a CPU keeps a kernel of about 2 MB for each number of tokens that a step had, with capflow and without it.
+# vLLM's worker on a CPU grows by about 2 MB for each new number of tokens of a step, with capflow and without it.
 # Prompts of few lengths make few such numbers, and all of them come before the samples count.
 LENGTHS = (1, 7, 40)
 SITES = [f"post_block:{layer}" for layer in range(SHAPE["num_hidden_layers"])]
