@@ -26,6 +26,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.chaos.run import Options
 from tests.kit.engines import SHAPE, save_tiny, save_words
 from tests.kit.hubs import free_port
@@ -113,18 +115,10 @@ def running(home: Path) -> Iterator[tuple[int, dict[str, int]]]:
 
 def processes_of(server: int) -> dict[str, int]:
     """Return the processes of a server by name: that of the API, and those that vLLM named itself."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parent = int(path.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(path.parent.name))
-    below, todo = [], [server]
-    while todo:
-        below += (mine := children.get(todo.pop(), []))
-        todo += mine
-    titles = {pid: Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8").partition("\0")[0] for pid in below}
+    below = psutil.Process(server).children(recursive=True)
+    titles = {each.pid: " ".join(each.cmdline()).strip() for each in below}
     engine = {title.removeprefix("VLLM::"): pid for pid, title in titles.items() if title.startswith("VLLM::")}
-    return {"API": max(set(below) - set(engine.values()), key=resident), **engine}
+    return {"API": max(set(titles) - set(engine.values()), key=resident), **engine}
 
 
 def resident(pid: int) -> int:
