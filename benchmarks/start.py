@@ -140,7 +140,7 @@ def measure(contenders: Mapping[str, Callable[[], Took]], rounds: int) -> None:
 def main() -> int:
     """Run the benchmark and print its tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("parts", nargs="*", choices=[*GOALS, "all"], default="all", help="(default: all)")
+    parser.add_argument("parts", nargs="*", choices=[*GOALS, []], help="default: all")
     parser.add_argument("--rounds", type=int, default=5, help="of engines; three times as many of the others")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--eager", action="store_true")
@@ -148,7 +148,7 @@ def main() -> int:
     parser.add_argument("--sites", action="append", default=[], metavar="HOOK:LAYER")
     parser.add_argument("--tree", action="append", type=Path, default=[], metavar="DIRECTORY")
     args = parser.parse_args()
-    parts = list(GOALS) if "all" in args.parts else args.parts
+    parts = args.parts or list(GOALS)
     trees = {"": ROOT} | {f", {tree}": tree.resolve() for tree in args.tree}
     print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
     none = {"python -c pass": functools.partial(helped, ["-c", "pass"], ROOT)}
