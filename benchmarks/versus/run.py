@@ -71,8 +71,8 @@ class Run:
                 raise FailedError(f"plain vLLM: {self.outcomes[PLAIN.name].reason}")
             names = [c.name for c in contenders if c.name in self.alive and c != PLAIN]
             turns = {}
-            # As many turns of others lie between two of each, and each follows each other one in half of the rounds.
-            # Plain's turn is measured again for each group.
+            # As many turns of others lie between two of each; those of a pair change places after half of the rounds,
+            # so that none always follows the same one. Plain's turn is measured again for each group.
             for name in [PLAIN.name, *(names if 2 * number <= self.args.rounds else reversed(names))]:
                 if (turn := self._turn(CONTENDERS[name])) is not None:
                     turns[name] = turn
@@ -109,8 +109,8 @@ class Run:
         disk, rows = self.work / name, self.work / "rows.npy"
         process, others = self.alive[name], [other for key, other in self.alive.items() if key != name]
         try:
-            # While others have their turns, the machine takes its caches and pages away: a turn that follows one of
-            # its own takes a third less. So each has one that does not count, just before.
+            # A turn that follows those of others takes up to a third longer than one that follows one of its own. So
+            # each has one that does not count, just before.
             process.turn(self._next())
             self._forget(name)
             before, idle = size_of(disk), sum(other.cpu_seconds() for other in others)
