@@ -208,6 +208,13 @@ def seen(plan):
     return blocks, slots, plan.rows, plan.ship_rows, plan.gated, plan.latched, plan.histories, steering, plan.tokens
 
 
+def meant_sources(block, batch):
+    """Yield the token row of each row of a block, in order, read from the spans."""
+    for span in sorted(block.spans, key=lambda span: span.row):
+        _, row, start, _ = batch.part(span.request)
+        yield from range(row + span.start - start, row + span.start - start + span.length)
+
+
 FORMS = ["all", "all_generated", {"every": 3}, {"generated": [1, 4]}, "last_prompt", {"generated": [6, None]}]
 
 
@@ -297,6 +304,9 @@ def test_a_step_that_goes_on_as_the_one_before_is_planned_as_any_other(seed):
             changes[change]()
         first, second = twins.step()
         assert seen(first) == seen(second)
+        for block in first.blocks:
+            sources = [run.source + n for run in block.runs for n in range(run.length)]
+            assert sources == list(meant_sources(block, second.batch))
         assert all(one.computed == other.computed for (one, other), _ in twins.running)
     assert twins.went_on
 
