@@ -3,8 +3,8 @@
     make bench          (or: python benchmarks/overhead.py [--rounds N] [--model demo] [--json FILE])
 
 Two engines live in processes of their own for the whole run, one plain, one with capflow. Their turns interleave:
-plain, idle, capture, capture, idle, plain, … A ratio is the median of the ratios of turns of the same half round, so a
-minute in which the machine is slow affects both.
+plain, idle, capture, capture, idle, plain, … Each follows one of the same kind that does not count. A ratio is the
+median of the ratios of turns of the same half round, so a minute in which the machine is slow affects both.
 
 Each turn runs the same prompts, greedily, with `ignore_eos` and fixed lengths. `CAPFLOW_BENCH_PROMPTS` (48) and
 `CAPFLOW_BENCH_LENGTHS` (128,32: tokens of a prompt and of an answer) make a turn shorter on a slow machine. The clock
@@ -72,6 +72,7 @@ def child(kind: str, model: str, root: str, sites: list[str], *, eager: bool, dt
     ]
     fixed: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
     out.write(json.dumps({"ready": True}) + "\n")
+    first: Any
     params: Any
     for turn, line in enumerate(sys.stdin):
         if line.strip() == "logprobs":
@@ -80,13 +81,19 @@ def child(kind: str, model: str, root: str, sites: list[str], *, eager: bool, dt
             logprobs = [{str(t): p.logprob for t, p in o.outputs[0].logprobs[0].items()} for o in outputs]
             out.write(json.dumps({"logprobs": logprobs}) + "\n")
             continue
+        first = params = SamplingParams(**fixed)
         if line.startswith("steer"):
             params = steered(int(line.split()[1]), llm.capflow_model, fixed)
         elif line.startswith("capture"):
             spec = {"hooks": dict.fromkeys(line.split()[1:] or ["post_block"], "all"), "positions": "all"}
-            params = [capflow.sampling_params(id=f"t{turn}-{n}", capture=spec, **fixed) for n in range(PROMPTS)]
-        else:
-            params = SamplingParams(**fixed)
+            first, params = (
+                [capflow.sampling_params(id=f"{name}-{n}", capture=spec, **fixed) for n in range(PROMPTS)]
+                for name in (f"u{turn}", f"t{turn}")
+            )
+        # A turn that follows one of another engine takes longer: this one does not count.
+        llm.generate(prompts, first, use_tqdm=False)
+        for directory in Path(root).glob("u*"):
+            shutil.rmtree(directory)
         begin, cpu_begin = time.perf_counter(), cpu_seconds()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds, cpu = time.perf_counter() - begin, cpu_seconds() - cpu_begin

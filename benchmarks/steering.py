@@ -20,6 +20,7 @@ Predicted: idle as in `overhead.py`. Steering reads and writes the stream once m
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -68,7 +69,8 @@ def main() -> int:
         from capflow_engine.jobs.demo import prepare
 
         model = str(prepare())
-    root = Path(tempfile.mkdtemp(prefix="capflow-bench-")) / "rows"
+    work = Path(tempfile.mkdtemp(prefix="capflow-bench-"))
+    root = work / "rows"
     root.mkdir()
     engines = {kind: Engine(kind, model, root, eager=False, dtype=args.dtype) for kind in ("plain", "capflow")}
     counts = sorted({1, max(1, PROMPTS // 4), PROMPTS})
@@ -84,6 +86,7 @@ def main() -> int:
                 seconds[mode].append(answer["seconds"])
     for engine in engines.values():
         engine.close()
+    shutil.rmtree(work)
     print(
         f"\n{PROMPTS} prompts x {PROMPT_TOKENS} tokens + {TOKENS} generated, {2 * args.rounds} turns each, interleaved"
     )

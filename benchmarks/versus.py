@@ -4,10 +4,11 @@
 
 Each contender runs in a process and an environment of its own (`versus/programs`, `versus/requirements`,
 `build/versus`). Plain vLLM lives for the whole run. The others come in groups of `--alive`, whose turns interleave:
-plain A B, then B A plain, and so on. A ratio is the median of the ratios to plain's turn of the same round; beside it
-are the lowest and the highest. Below a table is over whom the lead is certain, by the ranks of these ratios. Four
-rounds show no lead with p < 0.01, and five only one without overlap. Eight show one where six of seven pairs of rounds
-are won; a smaller one is said not to be certain.
+plain A B in the first half of the rounds, plain B A in the second. Each turn follows one of the same contender that
+does not count. A ratio is the median of the ratios to plain's turn of the same round; beside it are the lowest and the
+highest. Below a table is over whom the lead is certain, by the ranks of these ratios. Six rounds show that of a
+contender that wins 33 of the 36 pairs of rounds, five only one without overlap, four none; a smaller lead is said not
+to be certain.
 
 A round before those that count warms up; memory is sampled in it. After every turn, off the clock, rows, scores and
 answers are compared with Transformers in float32. A contender whose rows differ has no ratio. One that does not start,
