@@ -14,6 +14,7 @@ from .contenders import ABSENT, PLAIN, TASKS, Contender
 from .drive import Turn
 
 PLOT = "docs/images/versus.svg"
+CAPTION = "Tokens a second, as a share of plain vLLM"
 TICK_S = 0.01
 """Linux counts CPU time in these: a shorter turn has none."""
 
@@ -139,10 +140,12 @@ def _line(outcome: Outcome, names: Sequence[str]) -> str:
         return f"| {title} | not measured: {reason} |" + " |" * (len(names) + 1) + f" {last} |"
     cells = [COLUMNS[name][1].format(COLUMNS[name][0](outcome)) for name in names]
     cells.insert(1, f"{min(outcome.walls):.2f} to {max(outcome.walls):.2f}")
+    return f"| {title} | " + " | ".join(cells) + f" | {_wrong(outcome)} | {last} |"
+
+
+def _wrong(outcome: Outcome) -> str:
     wrong = f"{outcome.rows_wrong:,} of {outcome.rows:,}" if outcome.rows else "no rows"
-    if outcome.answers_wrong:
-        wrong += f"; {outcome.answers_wrong} answers"
-    return f"| {title} | " + " | ".join(cells) + f" | {wrong} | {last} |"
+    return f"{wrong}; {outcome.answers_wrong} answers" if outcome.answers_wrong else wrong
 
 
 def _behind(outcomes: Iterable[Outcome], names: Sequence[str]) -> Iterable[str]:
@@ -214,7 +217,7 @@ def write_docs(outcomes: Sequence[Outcome], args: argparse.Namespace, *, idle_cp
         absent = "\n".join(
             wrapped(f"* {name} is not in the tables: {reason}.", "  ") for name, reason in ABSENT.items()
         )
-        text += f"\n\n{absent}\n\n![Tokens a second, as a share of plain vLLM](images/{Path(PLOT).name})"
+        text += f"\n\n{absent}\n\n![{CAPTION}](images/{Path(PLOT).name})"
         replace(pages[1], marker, short(outcomes))
         plot(outcomes, root / PLOT)
     replace(pages[0], marker, text)
@@ -231,7 +234,6 @@ def documents(args: argparse.Namespace, root: Path) -> tuple[list[Path], str]:
 
 def short(outcomes: Sequence[Outcome]) -> str:
     """Return the table of the README: who captures every row."""
-    names = ["tok/s of plain", "tok per CPU s of plain", "MB/s delivered", "peak memory, GB"]
     some = [outcome for outcome in outcomes if outcome.contender.task == "rows" and outcome.measured]
     intro = (
         "Other ways to capture every row of the same requests, all checked. `make versus` measures them, with steering "
@@ -240,12 +242,13 @@ def short(outcomes: Sequence[Outcome]) -> str:
     lines = [
         wrapped(intro),
         "",
-        "| every row captured by | " + " | ".join(names) + " |",
-        "|---" * (len(names) + 1) + "|",
+        "| every row captured by | " + " | ".join(COLUMNS) + " | rows that differ |",
+        "|---" * (len(COLUMNS) + 2) + "|",
     ]
     for outcome in sorted(some, key=_place):
-        cells = [COLUMNS[name][1].format(COLUMNS[name][0](outcome)) for name in names]
-        lines.append(f"| {outcome.contender.title} | " + " | ".join(cells) + " |")
+        cells = [form.format(value(outcome)) for value, form, _ in COLUMNS.values()]
+        lines.append(f"| {outcome.contender.title} | " + " | ".join(cells) + f" | {_wrong(outcome)} |")
+    lines += ["", f"![{CAPTION}]({PLOT})"]
     return "\n".join(lines)
 
 
