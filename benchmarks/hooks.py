@@ -70,8 +70,7 @@ def main() -> int:
             if mode in hooks:
                 assert answer["statuses"] == ["ok"] * PROMPTS, answer["statuses"]
                 captured[mode] = verify(roots[engine], answer["turn"])
-            for directory in roots[engine].glob("[!.]*"):  # the consumer holds the root itself
-                shutil.rmtree(directory)
+            engines[engine].forget()
     for process in engines.values():
         process.close()
     print(

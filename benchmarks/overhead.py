@@ -72,7 +72,6 @@ def child(kind: str, model: str, root: str, sites: list[str], *, eager: bool, dt
     ]
     fixed: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
     out.write(json.dumps({"ready": True}) + "\n")
-    first: Any
     params: Any
     for turn, line in enumerate(sys.stdin):
         if line.strip() == "logprobs":
@@ -81,19 +80,13 @@ def child(kind: str, model: str, root: str, sites: list[str], *, eager: bool, dt
             logprobs = [{str(t): p.logprob for t, p in o.outputs[0].logprobs[0].items()} for o in outputs]
             out.write(json.dumps({"logprobs": logprobs}) + "\n")
             continue
-        first = params = SamplingParams(**fixed)
         if line.startswith("steer"):
             params = steered(int(line.split()[1]), llm.capflow_model, fixed)
         elif line.startswith("capture"):
             spec = {"hooks": dict.fromkeys(line.split()[1:] or ["post_block"], "all"), "positions": "all"}
-            first, params = (
-                [capflow.sampling_params(id=f"{name}-{n}", capture=spec, **fixed) for n in range(PROMPTS)]
-                for name in (f"u{turn}", f"t{turn}")
-            )
-        # A turn that follows one of another engine takes longer: this one does not count.
-        llm.generate(prompts, first, use_tqdm=False)
-        for directory in Path(root).glob("u*"):
-            shutil.rmtree(directory)
+            params = [capflow.sampling_params(id=f"t{turn}-{n}", capture=spec, **fixed) for n in range(PROMPTS)]
+        else:
+            params = SamplingParams(**fixed)
         begin, cpu_begin = time.perf_counter(), cpu_seconds()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds, cpu = time.perf_counter() - begin, cpu_seconds() - cpu_begin
@@ -161,6 +154,7 @@ class Engine:
     ) -> None:
         command = [sys.executable, __file__, "--child", kind, "--model", model, "--root", str(root), "--dtype", dtype]
         command += [f"--site={site}" for site in sites]
+        self._rows = root if kind == "capflow" else None
         self.log = (root.parent / f"{root.name}-{kind}.log").open("w")
         self.process = subprocess.Popen(
             command + ["--eager"] * eager, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
@@ -176,7 +170,20 @@ class Engine:
         return dict(json.loads(line))
 
     def turn(self, mode: str) -> dict[str, Any]:
-        """Run the prompts once."""
+        """Run the prompts twice; return the answer of the second time, whose rows are left in the root.
+
+        A turn that follows one of another engine takes longer, so the first does not count.
+        """
+        self._ask(mode)
+        self.forget()
+        return self._ask(mode)
+
+    def forget(self) -> None:
+        """Remove the rows of its turns."""
+        for directory in self._rows.glob("[!.]*") if self._rows else ():  # the consumer holds the root itself
+            shutil.rmtree(directory)
+
+    def _ask(self, mode: str) -> dict[str, Any]:
         assert self.process.stdin is not None
         self.process.stdin.write(mode + "\n")
         self.process.stdin.flush()
@@ -297,8 +304,7 @@ def main() -> int:
             if mode == "capture":
                 assert answer["statuses"] == ["ok"] * PROMPTS, answer["statuses"]
                 captured = verify(root, answer["turn"])
-            for directory in root.glob("[!.]*"):  # the consumer holds the root itself
-                shutil.rmtree(directory)
+            engines["capflow"].forget()
     largest = moved(engines)
     for engine in engines.values():
         engine.close()
